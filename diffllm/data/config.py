@@ -1,0 +1,66 @@
+"""What the ``data`` group configures."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diffllm.errors import ConfigError
+
+
+class SampleBy(Enum):
+    """What one document of a plain-text file is, in the terms of `datasets`."""
+
+    document = "document"
+    paragraph = "paragraph"
+    line = "line"
+
+
+@dataclass
+class DataConfig:
+    """Fields shared by every corpus; `source` says which fields below them apply."""
+
+    source: str = "stdlib"
+    cache_dir: str = "${oc.env:DIFFLLM_CACHE,~/.cache/diffllm}"
+    tokenizer: str | None = None
+    """A sentencepiece .model file; null trains one on the corpus."""
+    vocab_size: int = "${model.vocab_size}"  # type: ignore[assignment]
+    """Pieces of a tokenizer that is trained here."""
+    tokenizer_sample_bytes: int = 8_000_000
+    """Text that a tokenizer is trained on, spread evenly over the corpus."""
+    heldout_fraction: float = 0.02
+    """Share of documents that are never trained on, chosen by a hash of their text."""
+    num_workers: int = 1
+    """Loader processes a rank; 0 reads in the training process."""
+    prefetch_factor: int = 4
+    """Micro-batches each loader process prepares ahead."""
+    paths: list[str] = field(default_factory=list)
+    """Files or globs (data=files): parquet, jsonl(.gz/.zst) or txt."""
+    text_column: str = "text"
+    sample_by: SampleBy = SampleBy.document
+    dataset: str | None = None
+    """Hub dataset (data=hub), with its `name`, `split` and `revision`."""
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def validate(self) -> None:
+        """Raise ConfigError for values that no corpus can satisfy."""
+        if self.source not in ("stdlib", "files", "hub"):
+            raise ConfigError(
+                f"data.source={self.source!r} is not one of stdlib, files, hub"
+            )
+        if not 0 < self.heldout_fraction < 1:
+            raise ConfigError(
+                f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1"
+            )
+        if self.vocab_size < 1:
+            raise ConfigError(f"data.vocab_size={self.vocab_size} must be at least 1")
+        if self.tokenizer_sample_bytes < 1:
+            raise ConfigError(
+                f"data.tokenizer_sample_bytes={self.tokenizer_sample_bytes} must be at least 1"
+            )
+        if self.num_workers < 0 or self.prefetch_factor < 1:
+            raise ConfigError("data.num_workers must be >= 0 and data.prefetch_factor >= 1")
+        if self.source == "files" and not self.paths:
+            raise ConfigError("data=files needs data.paths=[file, glob, ...]")
+        if self.source == "hub" and not self.dataset:
+            raise ConfigError("data=hub needs data.dataset=<owner/name>")

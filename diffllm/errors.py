@@ -1,0 +1,17 @@
+"""Errors that a user can act on: each ends in one line on stderr and exit code 2, no traceback."""
+
+
+class UserError(Exception):
+    """Something outside the code is wrong; the message names it and says what is allowed."""
+
+
+class ConfigError(UserError):
+    """A configuration key, value or combination that cannot run."""
+
+
+class DataError(UserError):
+    """A corpus, tokenizer or token cache that cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A run directory or checkpoint that cannot be used."""
