@@ -1,0 +1,28 @@
+"""The data pipeline: corpus -> tokenizer -> token shards -> loader (README.md)."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffllm.data.loader import TrainLoader, heldout_batches
+    from diffllm.data.preparation import TokenData, prepare
+    from diffllm.data.shards import TokenStream
+    from diffllm.data.tokenizer import Tokenizer
+
+__all__ = ["TokenData", "TokenStream", "Tokenizer", "TrainLoader", "heldout_batches", "prepare"]
+
+_HOMES = {
+    "TokenData": "preparation",
+    "TokenStream": "shards",
+    "Tokenizer": "tokenizer",
+    "TrainLoader": "loader",
+    "heldout_batches": "loader",
+    "prepare": "preparation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch, numpy and sentencepiece only when something that needs them is used."""
+    if name in _HOMES:
+        return getattr(import_module(f"diffllm.data.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'diffllm.data' has no attribute {name!r}")

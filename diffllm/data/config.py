@@ -19,7 +19,7 @@ class DataConfig:
     """Fields shared by every corpus; `source` says which fields below them apply."""
 
     source: str = "stdlib"
-    cache_dir: str = "${oc.env:DIFFLLM_CACHE,~/.cache/diffllm}"
+    cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
     tokenizer: str | None = None
     """A sentencepiece .model file; null trains one on the corpus."""
     vocab_size: int = "${model.vocab_size}"  # type: ignore[assignment]
@@ -42,12 +42,13 @@ class DataConfig:
     split: str = "train"
     revision: str | None = None
 
+    sample_prompt: str | None = None
+    """What the sample at the end of a run continues; null: the first held-out tokens."""
+
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""
         if self.source not in ("stdlib", "files", "hub"):
-            raise ConfigError(
-                f"data.source={self.source!r} is not one of stdlib, files, hub"
-            )
+            raise ConfigError(f"data.source={self.source!r} is not one of stdlib, files, hub")
         if not 0 < self.heldout_fraction < 1:
             raise ConfigError(
                 f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1"

@@ -1,0 +1,227 @@
+"""The typed configuration of a run, and what makes one invalid.
+
+Hydra composes, the dataclasses type it, and nothing past `train.py` sees a DictConfig.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from diffllm.checkpoint import CheckpointConfig
+from diffllm.data.config import DataConfig
+from diffllm.diagnostics import DiagnosticsConfig
+from diffllm.distributed.mesh import ParallelConfig
+from diffllm.distributed.world import DistributedConfig
+from diffllm.errors import ConfigError
+from diffllm.evaluate import EvalConfig
+from diffllm.metrics import WandbConfig
+from diffllm.model import ModelConfig
+from diffllm.optim import OptimConfig
+
+
+class Precision(Enum):
+    """Compute precision; master weights, reductions and the loss are always float32."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives."""
+
+    name: str | None = None
+    """null: a fresh name from the variant and the time."""
+    dir: str | None = None
+    """null: outputs/<name>, or outputs/<sweep>/<name>."""
+    sweep: str | None = None
+    """The sweep that the run belongs to; set by `train.py -m`."""
+    choices: dict[str, str] = field(default_factory=dict)
+    """The YAML chosen in each group; filled in when the config is composed."""
+
+
+@dataclass
+class TrainConfig:
+    """Everything that decides a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 0
+    steps: int = 1000
+    seq_len: int = 512
+    global_batch_size: int = 8
+    """Sequences an optimizer step."""
+    micro_batch_size: int | None = None
+    """Sequences a rank and forward pass; null: the whole share of a rank. Accumulation follows."""
+    precision: Precision = Precision.auto
+    compile: bool | None = None
+    """torch.compile of blocks and loss; null: on GPUs only."""
+    activation_checkpointing: bool = False
+    log_interval: int = 10
+    resume: str = "auto"
+    """auto: continue the newest complete checkpoint of the run directory; never: start anew in a
+    directory that holds no run; a path: start from that checkpoint."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for values and combinations that cannot run on any machine."""
+        for name in ("steps", "seq_len", "global_batch_size", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size={self.micro_batch_size} must be at least 1")
+        if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab_size:
+            raise ConfigError(
+                f"data.vocab_size={self.data.vocab_size} exceeds "
+                f"model.vocab_size={self.model.vocab_size}"
+            )
+        self.model.validate()
+        self.data.validate()
+        self.optim.validate(self.steps)
+        self.parallel.validate()
+        self.distributed.validate()
+        self.checkpoint.validate()
+        self.eval.validate()
+        self.diagnostics.validate()
+
+    def micro_batches(self, world_size: int) -> tuple[int, int]:
+        """(sequences a rank and forward pass, forward passes a step) on `world_size` ranks."""
+        if self.global_batch_size % world_size:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} cannot be shared by "
+                f"{world_size} ranks: it must be a multiple of {world_size}"
+            )
+        share = self.global_batch_size // world_size
+        micro = self.micro_batch_size or share
+        if share % micro:
+            raise ConfigError(
+                f"micro_batch_size={micro} must divide the {share} sequences that each of "
+                f"{world_size} ranks gets from global_batch_size={self.global_batch_size}"
+            )
+        return micro, share // micro
+
+
+GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
+
+ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+
+
+def config_directory() -> Path:
+    """The YAML tree: beside the package in an installed wheel, at the top of a checkout."""
+    packaged = Path(__file__).parent / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parents[1] / "conf"
+
+
+def load_config(overrides: list[str] | None = None) -> TrainConfig:
+    """Compose, type and validate a configuration.
+
+    Args:
+        overrides: as on the command line, e.g. ["model=tiny", "attention=diff_v2"].
+
+    Raises:
+        ConfigError: a key, choice or value is wrong; one line that says what is allowed.
+    """
+    return typed(compose_config(overrides or []))
+
+
+def compose_config(overrides: list[str]) -> DictConfig:
+    """The composed configuration, untyped; raises ConfigError."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        try:
+            cfg = compose("train", overrides=overrides, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explain(error, overrides)) from error
+    choices = cfg.hydra.runtime.choices
+    with open_dict(cfg):
+        cfg.run.choices = {group: choices[group] for group in GROUPS}
+        del cfg["hydra"]
+    return cfg
+
+
+def typed(composed: DictConfig) -> TrainConfig:
+    """A composed configuration as validated dataclasses; raises ConfigError."""
+    try:
+        cfg = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from error
+    assert isinstance(cfg, TrainConfig)
+    reject_unknown(cfg)
+    cfg.validate()
+    return cfg
+
+
+def reject_unknown(node: Any, prefix: str = "") -> None:
+    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
+    known = [f.name for f in fields(node)]
+    for name, value in vars(node).items():
+        if name not in known:
+            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, known)}")
+        if is_dataclass(value):
+            reject_unknown(value, f"{prefix}{name}.")
+
+
+def suggest(name: str, known: list[str]) -> str:
+    """': did you mean x?' or the list of what there is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def known_keys(node: Any, prefix: str = "") -> list[str]:
+    """Dotted names of every key below a config node."""
+    names = []
+    for name in node:
+        names.append(f"{prefix}{name}")
+        if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
+            names += known_keys(child, f"{prefix}{name}.")
+    return names
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """One line about a failed composition: the key, the value, what is allowed."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        if choice == "None":
+            return f"{group} must be chosen from {', '.join(sorted(error.options))}"
+        options = sorted(o for o in error.options if not o.endswith("_schema"))
+        return f"{group}={choice} does not exist; choose from {', '.join(options)}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = one_line(cause)
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~")
+        unknown = re.search(r"Key '(\S+)' is not in struct|Key '(\S+)' not in", text)
+        if unknown and key.split(".")[-1] == (unknown[1] or unknown[2]):
+            defaults = compose("train")
+            return f"unknown key {key}{suggest(key, known_keys(defaults))}"
+        if text_names(text, key):
+            return f"{override}: {text}"
+    return text
+
+
+def text_names(text: str, key: str) -> bool:
+    return f"full_key: {key}" in text or f"'{key}'" in text
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text without line breaks or internals of the config library."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("object_type=", "reference_type="))]
+    return " ".join(kept)

@@ -1,0 +1,276 @@
+"""Where documents come from: every source becomes a `datasets.Dataset` with one column, "text"."""
+
+import errno
+import glob
+import json
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from diffllm.data.config import DataConfig
+from diffllm.data.file_index import FileFacts, combined_hash, file_facts
+from diffllm.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+COMPRESSED = (".gz", ".zst")
+CACHE_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that are identified now and loaded only when something has to read them."""
+
+    description: str
+    identity: str
+    """Hash of the content and of what decides how documents are cut from it."""
+    load: Callable[[], "Dataset"]
+    """The documents; raises DataError. Empty ones are still in."""
+    skipped_empty: int = 0
+    """Files left out because nothing but whitespace is in them."""
+    skipped_undecodable: int = 0
+    """Files left out because they are not UTF-8."""
+
+
+def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
+    """The corpus that `cfg` names, with its content identified.
+
+    Raises:
+        DataError: a source is missing, empty, of an unknown format or not UTF-8.
+    """
+    open_source = {"stdlib": _stdlib, "files": _files, "hub": _hub}[cfg.source]
+    return open_source(cfg, cache_dir)
+
+
+def _stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
+    paths = python_files(Path(sysconfig.get_path("stdlib")))
+    facts = file_facts(paths, cache_dir)
+    kept = [(p, f) for p, f in zip(paths, facts, strict=True) if f.is_utf8 and not f.is_blank]
+    if not kept:
+        raise DataError(f"{sysconfig.get_path('stdlib')}: no .py files to use as a corpus")
+
+    def load() -> "Dataset":
+        # Document by document in one call: a call a file would take ten times as long.
+        return _load("text", [path for path, _ in kept], cache_dir, sample_by="document")
+
+    return Corpus(
+        description=f"standard library of Python {platform.python_version()}, {len(kept)} files",
+        identity=combined_hash(["stdlib", *(facts.sha256 for _, facts in kept)]),
+        load=cache(load),
+        skipped_empty=sum(f.is_blank for f in facts),
+        skipped_undecodable=sum(not f.is_utf8 for f in facts),
+    )
+
+
+def python_files(root: Path) -> list[Path]:
+    """The .py files under `root`, sorted by relative path, installed packages left out."""
+    excluded = {"site-packages", "dist-packages", "__pycache__"}
+    found = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in excluded]
+        found += [Path(directory, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
+    paths = [path for pattern in cfg.paths for path in _expand(pattern)]
+    formats = [_format(path) for path in paths]
+    facts = file_facts(paths, cache_dir)
+    for path, facts_of_file in zip(paths, facts, strict=True):
+        _check_readable(path, facts_of_file)
+
+    def load() -> "Dataset":
+        # File by file: columns and types other than the text may differ between files, and an
+        # error can name its file.
+        parts = [_load_file(path, cfg, cache_dir) for path in paths]
+        if len({part.features["text"].dtype for part in parts}) > 1:
+            large = _datasets().Value("large_string")
+            parts = [part.cast_column("text", large) for part in parts]
+        return _datasets().concatenate_datasets(parts)
+
+    contents = [[facts.sha256, form] for facts, form in zip(facts, formats, strict=True)]
+    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return Corpus(
+        description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names}",
+        identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
+        load=cache(load),
+    )
+
+
+def _expand(pattern: str) -> list[Path]:
+    """One file, or the files that a glob finds, sorted."""
+    path = Path(pattern).expanduser().absolute()
+    if path.is_file():
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    files = [path for path in found if path.is_file()]
+    if not files:
+        what = "is a directory; name its files, for example with *.parquet" * path.is_dir()
+        raise DataError(f"data.paths: {pattern} {what or 'matches no file'}")
+    return files
+
+
+def _format(path: Path) -> str:
+    name = path.name.lower()
+    stem, suffix = os.path.splitext(name)
+    if suffix in COMPRESSED:
+        suffix = os.path.splitext(stem)[1]
+        if suffix == ".parquet":
+            suffix = ""
+    if suffix not in FORMATS:
+        raise DataError(
+            f"{path}: unsupported format; use .parquet, .jsonl, .json or .txt (.gz, .zst)"
+        )
+    return FORMATS[suffix]
+
+
+def _check_readable(path: Path, facts: FileFacts) -> None:
+    if facts.is_blank:
+        raise DataError(f"{path}: the file is empty")
+    if path.suffix.lower() in (".jsonl", ".json", ".txt") and not facts.is_utf8:
+        raise DataError(f"{path}: not UTF-8 text")
+
+
+def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
+    form, options = _format(path), {}
+    if form == "text":
+        dataset = _load(form, [path], cache_dir, sample_by=cfg.sample_by.value)
+        return _text_column(dataset, "text", str(path))
+    if form == "parquet":
+        # The other columns would be copied into the cache for nothing.
+        import pyarrow.parquet
+
+        try:
+            names = pyarrow.parquet.read_schema(path).names
+        except Exception as error:
+            raise DataError(f"{path}: {_reason(error)}") from error
+        _check_column(names, cfg.text_column, str(path))
+        options = {"columns": [cfg.text_column]}
+    return _text_column(_load(form, [path], cache_dir, **options), cfg.text_column, str(path))
+
+
+def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
+    assert cfg.dataset is not None
+    directory = Path(cfg.dataset).expanduser()
+    if directory.is_dir():
+        paths = sorted(path.absolute() for path in directory.rglob("[!.]*") if path.is_file())
+        version = combined_hash([facts.sha256 for facts in file_facts(paths, cache_dir)])
+        dataset, revision, label = str(directory), None, directory.name
+    else:
+        revision = version = _resolve_revision(cfg.dataset, cfg.revision, cache_dir)
+        dataset, label = cfg.dataset, f"{cfg.dataset}@{revision[:12]}"
+
+    def load() -> "Dataset":
+        where = f"data.dataset={cfg.dataset}"
+        loaded = _call_datasets(
+            where,
+            partial(
+                _datasets().load_dataset,
+                dataset,
+                cfg.name,
+                split=cfg.split,
+                revision=revision,
+                cache_dir=str(cache_dir / "datasets"),
+            ),
+        )
+        return _text_column(loaded, cfg.text_column, where)
+
+    return Corpus(
+        description=", ".join(filter(None, [label, cfg.name, cfg.split])),
+        identity=combined_hash(["hub", cfg.dataset, cfg.name, cfg.split, cfg.text_column, version]),
+        load=cache(load),
+    )
+
+
+def _resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
+    """The commit that a branch or tag stood for when this cache first used it.
+
+    Asked once: every process and every later run then reads the same corpus, offline too.
+    """
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    stored = cache_dir / "revisions" / f"{combined_hash([dataset, revision])[:32]}.json"
+    if not stored.exists():
+        from huggingface_hub import HfApi
+
+        try:
+            commit = HfApi().dataset_info(dataset, revision=revision).sha
+        except Exception as error:
+            raise DataError(f"data.dataset={dataset}: {_reason(error)}") from error
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        temporary = stored.with_suffix(f".tmp-{os.getpid()}")
+        temporary.write_text(json.dumps({"dataset": dataset, "revision": revision, "sha": commit}))
+        try:
+            os.link(temporary, stored)  # the first process to resolve wins
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    return json.loads(stored.read_text())["sha"]
+
+
+@cache
+def _datasets() -> ModuleType:
+    """The `datasets` module, imported when documents are read, with its own output off."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    # Local files are nobody's download, and the counter wants the network.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    return datasets
+
+
+def _load(form: str, paths: list[Path], cache_dir: Path, **options: Any) -> "Dataset":
+    where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files from {paths[0]} on"
+    load_dataset = partial(
+        _datasets().load_dataset,
+        form,
+        data_files=[glob.escape(str(path)) for path in paths],
+        split="train",
+        cache_dir=str(cache_dir / "datasets"),
+        **options,
+    )
+    return _call_datasets(where, load_dataset)
+
+
+def _call_datasets(where: str, load_dataset: Callable[[], "Dataset"]) -> "Dataset":
+    """Run a load; whatever goes wrong inside becomes one line that names `where`."""
+    try:
+        return load_dataset()
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno in CACHE_DISK_ERRORS:
+            raise cause from None
+        raise DataError(f"{where}: {_reason(cause)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8 text"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _text_column(dataset: "Dataset", column: str, where: str) -> "Dataset":
+    """`dataset` with nothing but `column`, named "text"."""
+    _check_column(dataset.column_names, column, where)
+    dtype = dataset.features[column].dtype
+    if dtype not in ("string", "large_string"):
+        raise DataError(f"{where}: column {column!r} holds {dtype}, not text")
+    text = dataset.select_columns([column])
+    return text if column == "text" else text.rename_column(column, "text")
+
+
+def _check_column(names: list[str], column: str, where: str) -> None:
+    if column not in names:
+        raise DataError(f"{where}: no column {column!r}; it has {', '.join(names)}")

@@ -1,0 +1,112 @@
+"""Content hashes of files, remembered by (path, size, mtime): a second run only stats them."""
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from diffllm.data.progress import track
+from diffllm.errors import DataError
+
+INDEX_VERSION = 1
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What reading a file once told about it."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+    is_utf8: bool
+    is_blank: bool
+    """Nothing in it but whitespace."""
+
+
+def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
+    """Facts about `paths`, in order; only files that are new or changed are read.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    index_path = cache_dir / "file_index.json"
+    index = _read_index(index_path)
+    if _unknown(paths, index):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{index_path}.lock"):
+            index = _read_index(index_path)
+            unknown = _unknown(paths, index)
+            with track("hashing the corpus", len(unknown)) as advance:
+                for path in unknown:
+                    index[str(path)] = _read_facts(path)
+                    advance(1)
+            _write_index(index_path, index)
+    return [index[str(path)] for path in paths]
+
+
+def combined_hash(parts: Sequence[object]) -> str:
+    """sha256 of a sequence of JSON values, in hexadecimal."""
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
+
+
+def _unknown(paths: Sequence[Path], index: dict[str, FileFacts]) -> list[Path]:
+    unknown = []
+    for path in paths:
+        facts = index.get(str(path))
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        if facts is None or (facts.size, facts.mtime_ns) != (stat.st_size, stat.st_mtime_ns):
+            unknown.append(path)
+    return unknown
+
+
+def _read_facts(path: Path) -> FileFacts:
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    is_utf8, is_blank = True, True
+    try:
+        with path.open("rb") as file:
+            # Taken before reading: a change while reading then shows as a newer mtime.
+            stat = os.fstat(file.fileno())
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                is_blank = is_blank and not block.strip()
+                if is_utf8:
+                    is_utf8 = _decodes(decoder, block)
+            is_utf8 = is_utf8 and _decodes(decoder, b"", final=True)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    return FileFacts(stat.st_size, stat.st_mtime_ns, digest.hexdigest(), is_utf8, is_blank)
+
+
+def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> bool:
+    try:
+        decoder.decode(block, final)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _read_index(path: Path) -> dict[str, FileFacts]:
+    """The stored index; empty when it is missing, damaged or of another version."""
+    try:
+        stored = json.loads(path.read_bytes())
+        if stored["version"] != INDEX_VERSION:
+            return {}
+        return {name: FileFacts(*facts) for name, facts in stored["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
+    files = {name: astuple(facts) for name, facts in index.items()}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"version": INDEX_VERSION, "files": files}))
+    os.replace(temporary, path)

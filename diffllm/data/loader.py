@@ -1,0 +1,240 @@
+"""Batches of token sequences, in an order that depends on the seed and the step alone.
+
+Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n sequences in a stream.
+"""
+
+import atexit
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from diffllm.data.permutation import permute
+from diffllm.data.shards import TokenStream
+from diffllm.errors import CheckpointError, ConfigError, DataError
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def sequences_in(stream: TokenStream, seq_len: int) -> int:
+    """How many sequences of seq_len inputs, and a target each, `stream` holds.
+
+    Raises:
+        DataError: not even one.
+    """
+    n = (len(stream) - 1) // seq_len
+    if n < 1:
+        raise DataError(
+            f"the corpus is shorter than one sequence: its {stream.split} split has "
+            f"{len(stream)} tokens, seq_len={seq_len} needs {seq_len + 1}"
+        )
+    return n
+
+
+def read_sequences(stream: TokenStream, seq_len: int, samples: np.ndarray) -> Batch:
+    """Inputs and targets, (m, T) int64 each, of samples (m,): sample i starts at token i * T."""
+    rows = [stream.tokens(i * seq_len, (i + 1) * seq_len + 1) for i in samples.tolist()]
+    tokens = torch.from_numpy(np.stack(rows))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def heldout_batches(
+    stream: TokenStream,
+    seq_len: int,
+    batch_size: int,
+    sequences: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """This rank's share of at most `sequences` sequences spread evenly over `stream`.
+
+    Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
+    overlap; the last batch may be smaller and a rank may get none.
+
+    Raises:
+        DataError: the stream is shorter than one sequence.
+    """
+    n = sequences_in(stream, seq_len)
+    count = min(sequences, n)
+    mine = (np.arange(count, dtype=np.int64) * n // max(count, 1))[rank::world_size]
+    for start in range(0, len(mine), batch_size):
+        yield read_sequences(stream, seq_len, mine[start : start + batch_size])
+
+
+class TrainLoader:
+    """Yields (inputs, targets), (m, T) int64, for ever, and resumes at any step.
+
+    Global sample g is sequence `permute(g % n)` of epoch g // n. Step s reads the global samples
+    [s * G, (s + 1) * G) after `start_sample`; its micro-step k on rank r reads m of them from
+    s * G + k * W * m + r * m on. So what a step reads depends on neither the world size W, the
+    micro batch nor the workers.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start_sample: int = 0,
+        num_workers: int = 1,
+        prefetch_factor: int = 4,
+        pin_memory: bool = False,
+    ) -> None:
+        """
+        Raises:
+            DataError: the stream is shorter than one sequence.
+            ConfigError: the global batch does not divide into micro batches of all ranks.
+        """
+        if global_batch_size % (micro_batch_size * world_size):
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
+                f"{micro_batch_size} times {world_size} ranks"
+            )
+        self._samples = sequences_in(stream, seq_len)
+        self._seed = seed
+        self._global_batch_size = global_batch_size
+        self._micro_steps = global_batch_size // (micro_batch_size * world_size)
+        self._sampler = GlobalBatchSampler(
+            global_batch_size, micro_batch_size, rank, world_size, start_sample
+        )
+        self._loader = StatefulDataLoader(
+            ShuffledSequences(stream, seq_len, self._samples, seed),
+            batch_sampler=self._sampler,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
+            worker_init_fn=_leave_signals_to_the_trainer,
+            # A generator of its own: worker seeds would otherwise be drawn from the model's.
+            generator=torch.Generator(),
+            # Our state is one number; that of the library also fixes the number of workers.
+            snapshot_every_n_steps=2**62,
+        )
+        self._batches: Any = None
+        self._consumed = 0
+        # Workers ignore SIGTERM, so at exit they have to be told to leave.
+        atexit.register(self.close)
+
+    def __iter__(self) -> "TrainLoader":
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro batch; raises DataError if it cannot be read or a worker died."""
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(f"a data loader process died: {error}") from error
+        if isinstance(batch, DataError):
+            raise batch
+        self._consumed += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the first step that is not wholly consumed starts: seed, epoch, sample in it."""
+        step = self._consumed // self._micro_steps
+        epoch, sample = divmod(
+            self._sampler.start_sample + step * self._global_batch_size, self._samples
+        )
+        return {"seed": self._seed, "epoch": epoch, "sample": sample}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from `state`, whatever world size, micro batch or workers it was saved with.
+
+        Raises:
+            CheckpointError: it belongs to another seed, corpus or sequence length.
+        """
+        if state["seed"] != self._seed:
+            raise CheckpointError(
+                f"the checkpoint's data order has seed={state['seed']}, this run seed={self._seed}"
+            )
+        if state["sample"] >= self._samples:
+            raise CheckpointError(
+                f"the checkpoint stands at sequence {state['sample']} of an epoch, but this corpus "
+                f"has {self._samples}: it was saved with another corpus or seq_len"
+            )
+        self._stop_workers()
+        self._sampler.start_sample = state["epoch"] * self._samples + state["sample"]
+        self._consumed = 0
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._stop_workers()
+        atexit.unregister(self.close)
+
+    def _stop_workers(self) -> None:
+        batches, self._batches = self._batches, None
+        if hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
+            for worker in batches._workers:
+                if worker.is_alive():
+                    worker.kill()
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Global sample indices of this rank's micro batches, from `start_sample` on, without end."""
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        start_sample: int,
+    ) -> None:
+        self.start_sample = start_sample
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._rank, self._world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        m = self._micro_batch_size
+        first = self.start_sample + self._rank * m
+        # Steps follow each other without a gap, and so do the micro-steps in them.
+        while True:
+            yield list(range(first, first + m))
+            first += self._world_size * m
+
+
+class ShuffledSequences(Dataset[Batch]):
+    """Sequences by global sample index, each epoch in its own order."""
+
+    def __init__(self, stream: TokenStream, seq_len: int, samples: int, seed: int) -> None:
+        self._stream, self._seq_len = stream, seq_len
+        self._samples, self._seed = samples, seed
+
+    def __getitems__(self, indices: list[int]) -> Batch | DataError:
+        """(inputs, targets) of global samples (m,). An error travels as a value: raised in a
+        worker process, it would come back with a traceback for a message."""
+        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._samples)
+        samples = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            samples[here] = permute(positions[here], self._samples, self._seed, epoch)
+        try:
+            return read_sequences(self._stream, self._seq_len, samples)
+        except DataError as error:
+            return error
+
+
+def _unchanged(batch: Batch | DataError) -> Batch | DataError:
+    return batch
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A stop request reaches a whole process group; only the trainer is to act on it."""
+    for number in WORKER_IGNORES:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,95 @@
+"""From a data configuration to token shards: once a cache, then found again in a moment."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from diffllm.data.atomic import build_once
+from diffllm.data.config import DataConfig
+from diffllm.data.corpus import Corpus, open_corpus
+from diffllm.data.file_index import combined_hash
+from diffllm.data.progress import say
+from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream
+from diffllm.data.tokenise import TOKENIZER_FILE, available_cores, write_tokens
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.train_tokenizer import TRAINING, train_tokenizer
+from diffllm.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A prepared corpus: `directory` holds its manifest, tokenizer and shards."""
+
+    directory: Path
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Counts, hashes and shards; raises DataError if it cannot be read."""
+        return Manifest.load(self.directory)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the shards were written with."""
+        return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
+
+    def split(self, name: str) -> TokenStream:
+        """The tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
+        return TokenStream(self.directory, self.manifest, name)
+
+
+def prepare(cfg: DataConfig) -> TokenData:
+    """The token shards of `cfg`'s corpus, made if the cache does not hold them yet.
+
+    Safe to call in any number of processes at once: one prepares, the others wait for it. To be
+    called before process groups exist, for preparing can outlast their timeout.
+
+    Raises:
+        ConfigError: a value that no corpus can satisfy.
+        DataError: a corpus, tokenizer or cache directory that cannot be used.
+    """
+    cfg.validate()
+    cache_dir = Path(cfg.cache_dir).expanduser()
+    try:
+        return _prepare(cfg, cache_dir)
+    except OSError as error:
+        raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
+
+
+def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
+    corpus = open_corpus(cfg, cache_dir)
+    if cfg.tokenizer is None:
+        training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
+        tokenizer_key = combined_hash(training)[:32]
+        tokenizer_path = cache_dir / "tokenizers" / tokenizer_key / TOKENIZER_FILE
+    else:
+        tokenizer_path = Path(cfg.tokenizer).expanduser()
+        tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
+    key = combined_hash([FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction])
+
+    def build(directory: Path) -> None:
+        started = time.monotonic()
+        say(f"preparing tokens: {corpus.description}, in {cache_dir}")
+        if cfg.tokenizer is None:
+            _train_tokenizer(corpus, cfg, tokenizer_path)
+        shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
+        manifest = write_tokens(corpus, directory, cfg.heldout_fraction)
+        train, heldout = manifest.splits["train"], manifest.splits["heldout"]
+        say(
+            f"prepared {train.tokens:,} training and {heldout.tokens:,} held-out tokens "
+            f"in {time.monotonic() - started:.0f} s"
+        )
+
+    directory = cache_dir / "tokens" / key[:32]
+    build_once(directory, build)
+    return TokenData(directory)
+
+
+def _train_tokenizer(corpus: Corpus, cfg: DataConfig, path: Path) -> None:
+    def build(directory: Path) -> None:
+        model = train_tokenizer(
+            corpus.load(), cfg.vocab_size, cfg.tokenizer_sample_bytes, available_cores()
+        )
+        (directory / TOKENIZER_FILE).write_bytes(model)
+
+    build_once(path.parent, build)

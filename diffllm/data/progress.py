@@ -1,0 +1,21 @@
+"""What data preparation says: a progress bar on a terminal, single lines otherwise."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress
+
+
+def say(message: str) -> None:
+    """Print one line to stderr."""
+    Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show progress on a terminal and nothing elsewhere; yields `advance(steps)`."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda steps: progress.advance(task, steps)

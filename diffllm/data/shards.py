@@ -1,0 +1,186 @@
+"""Token shards on disk: a manifest, flat binary files, and a stream that reads them."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffllm.errors import DataError
+
+FORMAT_VERSION = 1
+SHARD_TOKENS = 2**27
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Counts of one split; `bytes` is its text in UTF-8, `tokens` include an EOS a document."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    shards: list[Shard]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory of token shards holds."""
+
+    format_version: int
+    source: str
+    corpus: str
+    """Identity (hash) of the corpus."""
+    pieces_hash: str
+    vocab_size: int
+    """Pieces of the tokenizer: every token is below it."""
+    eos_id: int
+    dtype: str
+    """uint16 or uint32, little-endian."""
+    skipped_empty: int
+    skipped_undecodable: int
+    heldout_unigram_entropy: float
+    """Nats a token: the loss of the best model that ignores context, on the held-out split."""
+    splits: dict[str, Split]
+
+    @classmethod
+    def load(cls, directory: Path) -> "Manifest":
+        """Read `directory`'s manifest; DataError if it is unreadable or of another version."""
+        path = directory / MANIFEST
+        try:
+            stored = json.loads(path.read_text())
+            if stored["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format {stored['format_version']}, expected {FORMAT_VERSION}")
+            splits = {
+                name: Split(**{**split, "shards": [Shard(**shard) for shard in split["shards"]]})
+                for name, split in stored["splits"].items()
+            }
+            return cls(**{**stored, "splits": splits})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{path}: unusable ({reason}); {_again(directory)}") from error
+
+    def save(self, directory: Path) -> None:
+        """Write it into `directory`."""
+        (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type that holds every token, little-endian on every machine."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class ShardWriter:
+    """Writes one split; a shard ends at exactly SHARD_TOKENS, inside a document if need be."""
+
+    def __init__(self, directory: Path, split: str, vocab_size: int) -> None:
+        self._directory, self._split = directory, split
+        self._dtype = token_dtype(vocab_size)
+        self._shards: list[Shard] = []
+        self._open()
+        self.counts = np.zeros(vocab_size, dtype=np.int64)
+        """Occurrences of each token, (vocab_size,)."""
+        self.documents = 0
+        self.bytes = 0
+
+    def add(self, documents: Sequence[Sequence[int]], text_bytes: int) -> None:
+        """Append documents (EOS included) whose text has `text_bytes` bytes in all."""
+        if not documents:
+            return
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in documents])
+        self.counts += np.bincount(tokens, minlength=len(self.counts))
+        self.documents += len(documents)
+        self.bytes += text_bytes
+        while len(tokens):
+            if self._tokens == SHARD_TOKENS:
+                self._close()
+                self._open()
+            part, tokens = np.split(tokens, [SHARD_TOKENS - self._tokens])
+            data = part.astype(self._dtype).tobytes()
+            self._file.write(data)
+            self._digest.update(data)
+            self._tokens += len(part)
+
+    def finish(self) -> Split:
+        """Close the last shard and describe the split."""
+        self._close()
+        return Split(self.documents, int(self.counts.sum()), self.bytes, self._shards)
+
+    def _open(self) -> None:
+        self._name = f"{self._split}-{len(self._shards):05d}.bin"
+        self._file = (self._directory / self._name).open("wb")
+        self._digest, self._tokens = hashlib.sha256(), 0
+
+    def _close(self) -> None:
+        self._file.close()
+        self._shards.append(Shard(self._name, self._tokens, self._digest.hexdigest()))
+
+
+class TokenStream:
+    """All tokens of one split, memory-mapped; cheap to pickle into loader processes."""
+
+    def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
+        """Raises DataError if a shard is missing or its size is not the manifest's."""
+        self.split = split
+        self._directory = directory
+        self._shards = manifest.splits[split].shards
+        self._dtype = token_dtype(manifest.vocab_size)
+        self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        self._maps: dict[int, np.ndarray] = {}
+        for shard in self._shards:
+            self._check_size(shard)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), (stop - start,) int64, across shard borders."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
+        out = np.empty(stop - start, dtype=np.int64)
+        filled, shard = 0, int(np.searchsorted(self._ends, start, side="right"))
+        while filled < len(out):
+            offset = start + filled - int(self._ends[shard] - self._shards[shard].tokens)
+            part = self._map(shard)[offset : offset + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled, shard = filled + len(part), shard + 1
+        return out
+
+    def _map(self, index: int) -> np.ndarray:
+        if index not in self._maps:
+            shard = self._shards[index]
+            self._check_size(shard)
+            self._maps[index] = np.memmap(self._directory / shard.file, self._dtype, mode="r")
+        return self._maps[index]
+
+    def _check_size(self, shard: Shard) -> None:
+        path = self._directory / shard.file
+        expected = shard.tokens * self._dtype.itemsize
+        try:
+            actual = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; {_again(self._directory)}") from error
+        if actual != expected:
+            raise DataError(
+                f"{path}: {actual} bytes where the manifest says {expected}; "
+                f"{_again(self._directory)}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+
+def _again(directory: Path) -> str:
+    return f"delete {directory} to prepare it again"

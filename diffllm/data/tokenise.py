@@ -1,0 +1,116 @@
+"""Documents to token shards: choose what is held out, encode, write."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diffllm.data.corpus import Corpus
+from diffllm.data.progress import track
+from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, token_dtype
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+BATCH_BYTES = 4_000_000
+TOKENIZER_FILE = "tokenizer.model"
+
+
+def write_tokens(corpus: Corpus, directory: Path, heldout_fraction: float) -> Manifest:
+    """Tokenise `corpus` with the tokenizer in `directory`; write shards and manifest beside it.
+
+    Raises:
+        DataError: the corpus has fewer than two distinct documents.
+    """
+    tokenizer = Tokenizer.from_file(directory / TOKENIZER_FILE)
+    documents = corpus.load()
+    is_heldout, blank = _choose_heldout(documents, heldout_fraction)
+    writers = {
+        name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
+    }
+    done = 0
+    with track("tokenising", len(is_heldout)) as advance:
+        for texts in _batches(documents):
+            encoded = tokenizer.encode_batch(texts, available_cores())
+            chosen = is_heldout[done : done + len(texts)]
+            for name, writer in writers.items():
+                mine = np.flatnonzero(chosen == (name == "heldout"))
+                writer.add(
+                    [[*encoded[i], tokenizer.eos_id] for i in mine],
+                    sum(len(texts[i].encode()) for i in mine),
+                )
+            done += len(texts)
+            advance(len(texts))
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        source=corpus.description,
+        corpus=corpus.identity,
+        pieces_hash=tokenizer.pieces_hash,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        skipped_empty=corpus.skipped_empty + blank,
+        skipped_undecodable=corpus.skipped_undecodable,
+        heldout_unigram_entropy=_entropy(writers["heldout"].counts),
+        splits={name: writer.finish() for name, writer in writers.items()},
+    )
+    manifest.save(directory)
+    return manifest
+
+
+def _choose_heldout(documents: "Dataset", fraction: float) -> tuple[np.ndarray, int]:
+    """(documents,) bool, True where held out, blank ones left out; and how many are blank.
+
+    The choice hangs on a hash of a document's text alone, so order does not matter and
+    duplicates stay on one side. Each side gets at least one document.
+    """
+    hashes = np.fromiter(
+        (
+            int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+            for texts in _batches(documents)
+            for text in texts
+        ),
+        dtype=np.uint64,
+    )
+    if len(hashes) < 2 or hashes.min() == hashes.max():
+        raise DataError(
+            "the corpus has fewer than two distinct documents, too few to hold one out; "
+            "cut txt files into more with data.sample_by=paragraph"
+        )
+    heldout = hashes < np.uint64(fraction * 2**64)
+    if not heldout.any():
+        heldout = hashes == hashes.min()
+    if heldout.all():
+        heldout = hashes != hashes.max()
+    return heldout, len(documents) - len(hashes)
+
+
+def _batches(documents: "Dataset") -> Iterator[list[str]]:
+    """The texts that are more than whitespace, in order, in lists of about BATCH_BYTES."""
+    batch: list[str] = []
+    size = 0
+    for rows in documents.iter(batch_size=64):
+        texts = [text for text in rows["text"] if text and not text.isspace()]
+        batch += texts
+        size += sum(map(len, texts))
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution that counts (vocab_size,) describe."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,94 @@
+"""Text to token ids and back: a sentencepiece model behind the few calls the rest needs."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+
+from diffllm.errors import DataError
+
+SPACE_MARK = "\u2581"
+"""What sentencepiece writes for a space inside a piece, and so cannot tell from one in text."""
+BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
+
+
+class Tokenizer:
+    """A sentencepiece model with an end-of-document piece.
+
+    One trained here (`train_tokenizer`) decodes every text back exactly. A model from elsewhere
+    normalises as it was trained to.
+    """
+
+    def __init__(self, processor: SentencePieceProcessor, source: str) -> None:
+        self._processor = processor
+        self.vocab_size: int = processor.vocab_size()
+        self.eos_id: int = processor.eos_id()
+        if self.eos_id < 0:
+            raise DataError(f"{source}: the tokenizer has no end-of-sentence piece")
+        mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        self._mark_bytes = mark if all(map(processor.is_byte, mark)) else None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Tokenizer":
+        """Load a .model file.
+
+        Raises:
+            DataError: the file is missing, no sentencepiece model, or has no EOS piece.
+        """
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise DataError(f"{path}: no such tokenizer file")
+        try:
+            processor = SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, TypeError) as error:
+            raise DataError(f"{path}: not a sentencepiece model") from error
+        return cls(processor, str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without EOS."""
+        return self.encode_batch([text], threads=1)[0]
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        """Token ids of each text, in order, without EOS; `threads` work at once."""
+        ids = self._processor.encode(list(texts), num_threads=threads)
+        if self._mark_bytes is None:
+            return ids
+        return [
+            self._encode_around_marks(text) if SPACE_MARK in text else encoded
+            for text, encoded in zip(texts, ids, strict=True)
+        ]
+
+    def _encode_around_marks(self, text: str) -> list[int]:
+        """Spell U+2581 in its bytes, or it would come back as a space."""
+        assert self._mark_bytes is not None
+        first, *rest = self._processor.encode(text.split(SPACE_MARK))
+        return first + [token for part in rest for token in (*self._mark_bytes, *part)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; EOS and other control pieces are nothing in it."""
+        return self._processor.decode(list(ids))
+
+    @cached_property
+    def pieces_hash(self) -> str:
+        """sha256 of what decides the tokens: the ordered pieces, and the ids of a probe text.
+
+        The bytes of a .model file differ between equal trainings, its pieces do not; the probe
+        tells apart models with one vocabulary that normalise differently.
+        """
+        processor = self._processor
+        pieces = [
+            (
+                processor.id_to_piece(index),
+                processor.get_score(index),
+                processor.is_control(index),
+                processor.is_unknown(index),
+                processor.is_byte(index),
+                processor.is_unused(index),
+            )
+            for index in range(self.vocab_size)
+        ]
+        behaviour = [pieces, self.eos_id, processor.encode(BEHAVIOUR_PROBE)]
+        return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()

@@ -1,0 +1,69 @@
+"""What a person sees while a run trains: a live line on a terminal, plain lines when piped."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display:
+    """Progress of one run on standard output; silent on ranks other than 0."""
+
+    def __init__(self, steps: int, enabled: bool = True):
+        self.steps, self.enabled = steps, enabled
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.live: Progress | None = None
+
+    def start(self, step: int) -> None:
+        """Begin at optimizer step `step`."""
+        if self.enabled and self.console.is_terminal:
+            self.live = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[status]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.live.start()
+            self.task = self.live.add_task("", total=self.steps, completed=step, status="")
+
+    def advance(self, step: int) -> None:
+        """Move the bar; no numbers are read from the device for it."""
+        if self.live:
+            self.live.update(self.task, completed=step)
+
+    def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
+        """Report the values of a logged step."""
+        if not self.enabled:
+            return
+        status = (
+            f"loss {values['train/loss']:.3f}  grad {values['train/grad_norm']:.2f}  "
+            f"lr {values['train/lr']:.1e}  {values['perf/tokens_per_s']:,.0f} tok/s"
+        )
+        if self.live:
+            self.live.update(self.task, completed=step, status=status)
+        else:
+            self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  {status}  "
+                     f"ETA {duration(eta_s)}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.enabled:
+            self.console.print(text, markup=False)
+            sys.stdout.flush()
+
+    def stop(self) -> None:
+        """Remove the live line."""
+        if self.live:
+            self.live.stop()
+            self.live = None
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss or m:ss."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -1,0 +1,78 @@
+"""Sharding a decoder with FSDP2, from outside.
+
+Order: activation checkpointing, torch.compile, fully_shard: each wraps what came before.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    compile: bool,
+    activation_checkpointing: bool,
+) -> None:
+    """Shard `model` in place over `mesh`: each of `model.layers`, then the rest.
+
+    Parameters named in a module's `fp32_parameters` stay out: replicated, in float32, their
+    gradients for `reduce_replicated`. Gradients of the others arrive summed over all ranks in
+    float32.
+
+    Args:
+        mesh: dimensions "replicate" and "shard".
+        param_dtype: dtype of the all-gathered parameters and of the computation.
+    """
+    ignored = fp32_parameters(model)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    kwargs = {
+        "mesh": mesh if mesh["replicate"].size() > 1 else mesh["shard"],
+        "mp_policy": policy,
+        "ignored_params": ignored,
+    }
+    for layer in model.layers:
+        if activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if compile:
+            layer.compile(fullgraph=True)
+        fully_shard(layer, reshard_after_forward=True, **kwargs)
+    if compile:
+        model.chunk_loss = torch.compile(model.chunk_loss, fullgraph=True)
+    fully_shard(model, reshard_after_forward=False, **kwargs)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that modules ask to keep in float32."""
+    return {
+        getattr(module, name)
+        for module in model.modules()
+        for name in getattr(module, "fp32_parameters", ())
+    }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(param: Tensor) -> tuple[Tensor, int, torch.Size]:
+    """(values held here, their first row, full shape) of a parameter sharded on dimension 0."""
+    if not isinstance(param, DTensor):
+        return param, 0, param.shape
+    _, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    return param.to_local(), offset[0] if offset else 0, param.shape

@@ -1,0 +1,60 @@
+"""Held-out loss and the perplexity of knowing only how often each token occurs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffllm.errors import ConfigError
+
+
+@dataclass
+class EvalConfig:
+    """When held-out loss is measured and on how much."""
+
+    interval: int = 100
+    """Steps between evaluations; the last step always has one."""
+    sequences: int = 64
+    """Held-out sequences, spread evenly over the split; the same ones every time."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for values outside their range."""
+        if self.interval < 1 or self.sequences < 1:
+            raise ConfigError(
+                f"eval.interval={self.interval} and eval.sequences={self.sequences} "
+                "must be at least 1"
+            )
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    shape: tuple[int, int],
+    rounds: int,
+    device: torch.device,
+) -> float:
+    """Mean cross-entropy in nats a token over the batches of all ranks.
+
+    Args:
+        batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
+        shape: (B, T) that every forward pass has; short batches are padded with ignored targets,
+            because sharded ranks must run equally many passes of one shape.
+        rounds: forward passes of every rank; at least the number of `batches`.
+    """
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    own = iter(batches)
+    for _ in range(rounds):
+        inputs, targets = next(own, (torch.zeros(0, shape[1], dtype=torch.int64),) * 2)
+        missing = shape[0] - inputs.shape[0]
+        inputs = F.pad(inputs, (0, 0, 0, missing)).to(device)
+        targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
+        sums[0] += model(inputs, targets).loss.nll
+        sums[1] += (targets >= 0).sum()
+    dist.all_reduce(sums)
+    model.train()
+    return (sums[0] / sums[1]).item()

@@ -1,0 +1,9 @@
+"""Single-device model code: decoder, attention variants, feed-forward layers."""
+
+from diffllm.model.attention import discover
+from diffllm.model.config import ModelConfig
+from diffllm.model.transformer import Transformer, build_model
+
+discover()
+
+__all__ = ["ModelConfig", "Transformer", "build_model"]

@@ -1,0 +1,50 @@
+"""Gated attention (Qiu et al., arXiv 2505.06708)."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from diffllm.model.attention.base import Attention, AttentionConfig, Shown
+from diffllm.model.attention.ops import attend
+from diffllm.model.config import ModelConfig
+from diffllm.model.init import Initializer
+from diffllm.registry import schema
+
+
+class Gate(Enum):
+    """One gate value for every channel, or one for every head."""
+
+    elementwise = "elementwise"
+    headwise = "headwise"
+
+
+@schema(group="attention", name="gated", package="model.attention")
+@dataclass
+class GatedConfig(AttentionConfig):
+    gate: Gate = Gate.elementwise
+
+    def build(self, model: ModelConfig, layer_idx: int) -> "GatedAttention":
+        return GatedAttention(model, self)
+
+
+class GatedAttention(Attention):
+    """context = sigmoid(w_gate x) * softmax(q k) v; the gate reads what the projections read."""
+
+    def __init__(self, model: ModelConfig, cfg: GatedConfig):
+        super().__init__(model)
+        self.gate_width = self.head_dim if cfg.gate is Gate.elementwise else 1
+        self.w_gate = nn.Linear(model.dim, self.n_heads * self.gate_width, bias=False)
+
+    def context(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
+    ) -> Tensor:
+        gate = torch.sigmoid(self.w_gate(x)).unflatten(-1, (self.n_heads, self.gate_width))
+        if show is not None:
+            show["gate"] = gate
+        return gate * attend(q, k, v, mask)
+
+    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
+        super().reset_parameters(init, std, out_std)
+        init.normal_(self.w_gate.weight, std, truncate=3)

@@ -1,0 +1,40 @@
+"""The one place that calls an attention kernel.
+
+Shapes: B batch, T query tokens, S key tokens, H query heads, K kv heads, d width of q and k,
+dv width of v.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k / sqrt(d)) v, causal unless `mask` says otherwise.
+
+    Args:
+        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv). Query head h reads kv head h // (H/K).
+        mask: boolean, True where a query may look, broadcastable to (B, H, T, S). None is causal,
+            the last query aligned with the last key.
+
+    Returns:
+        (B, T, H, dv) in the dtype of q.
+    """
+    d, dv, n_queries, n_keys = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
+    if dv > d and q.device.type == "cpu":
+        # The fused CPU kernel takes one width only; zeros add nothing to q k, and the unfused
+        # path costs three times as much.
+        q, k = F.pad(q, (0, dv - d)), F.pad(k, (0, dv - d))
+    causal = mask is None and n_queries == n_keys
+    if mask is None and 1 < n_queries < n_keys:
+        mask = causal_lower_right(n_queries, n_keys)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=d**-0.5,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)

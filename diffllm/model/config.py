@@ -1,0 +1,71 @@
+"""The shape of a decoder. `n_heads` and `n_kv_heads` always mean the baseline's."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+from diffllm.errors import ConfigError
+from diffllm.model.attention.base import AttentionConfig
+
+
+class RopeScaling(Enum):
+    """How rotary frequencies are changed for longer contexts."""
+
+    none = "none"
+
+
+@dataclass
+class RopeConfig:
+    """Rotary position embedding (Su et al., arXiv 2104.09864)."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling = RopeScaling.none
+
+
+@dataclass
+class ModelConfig:
+    """Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+
+    dim: int = MISSING
+    n_layers: int = MISSING
+    n_heads: int = MISSING
+    n_kv_heads: int = MISSING
+    head_dim: int = MISSING
+    ffn_dim: int = MISSING
+    vocab_size: int = MISSING
+    seq_len: int = "${seq_len}"  # type: ignore[assignment]
+    attention: AttentionConfig = MISSING
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qk_norm: bool = False
+    """RMSNorm over head_dim on queries and keys, before RoPE."""
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    """Standard deviation of matrices, truncated at 3; wo and w2 divide it by sqrt(2 n_layers)."""
+    init_seed: int = "${seed}"  # type: ignore[assignment]
+    z_loss: float = 0.0
+    """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
+    loss_chunk: int = 2048
+    """Tokens whose logits exist at once while the loss is computed."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for a shape that cannot be built."""
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("vocab_size", "seq_len", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                f"model.n_heads={self.n_heads} must be a multiple of "
+                f"model.n_kv_heads={self.n_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        if self.rope.theta <= 0:
+            raise ConfigError(f"model.rope.theta={self.rope.theta} must be positive")
+        if self.init_std <= 0 or self.norm_eps <= 0 or self.z_loss < 0:
+            raise ConfigError("model.init_std and model.norm_eps must be > 0, model.z_loss >= 0")
+        self.attention.validate(self)

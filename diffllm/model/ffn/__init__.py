@@ -1,0 +1,5 @@
+"""Feed-forward layers."""
+
+from diffllm.model.ffn.swiglu import SwiGLU
+
+__all__ = ["SwiGLU"]

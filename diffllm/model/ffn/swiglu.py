@@ -1,0 +1,30 @@
+"""SwiGLU (Shazeer, arXiv 2002.05202)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffllm.model.init import Initializer
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim)."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
+        """Truncated normal; the output projection at `out_std`."""
+        init.normal_(self.w1.weight, std, truncate=3)
+        init.normal_(self.w3.weight, std, truncate=3)
+        init.normal_(self.w2.weight, out_std, truncate=3)
+
+    def flops_per_token(self) -> int:
+        """Training FLOPs a token: 2 forward and 4 backward for every weight."""
+        return 6 * sum(p.numel() for p in self.parameters())

@@ -1,0 +1,108 @@
+"""Cross-entropy without the full logits.
+
+Shapes: N tokens, D model width, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Loss(NamedTuple):
+    """Sums over tokens, float32 scalars: divide by a token count of your choice."""
+
+    nll: Tensor
+    """Sum of -log p(target)."""
+    z: Tensor
+    """Sum of logsumexp(logits)^2."""
+
+
+def chunk_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk: (nll sum, z sum, d(nll + z_weight z)/d logits in the dtype of hidden).
+
+    hidden (n, D), weight (V, D), targets (n,) int64, negative ones ignored. The gradient is
+    empty unless asked for.
+    """
+    logits = (hidden @ weight.T).float()
+    lse = torch.logsumexp(logits, dim=-1)
+    valid = (targets >= 0).float()
+    index = targets.clamp_min(0).unsqueeze(1)
+    picked = logits.gather(1, index).squeeze(1)
+    nll, z = ((lse - picked) * valid).sum(), (lse.square() * valid).sum()
+    if not needs_grad:
+        return nll, z, hidden.new_empty(0)
+    scale = valid * (1 + 2 * z_weight * lse) if z_weight else valid
+    grad = torch.exp(logits - lse.unsqueeze(1)) * scale.unsqueeze(1)
+    grad = grad.scatter_add(1, index, -valid.unsqueeze(1))
+    return nll, z, grad.to(hidden.dtype)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Gradients are taken chunk by chunk in the forward pass, so logits never outlive a chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        z_weight: float,
+        chunk: int,
+        compute: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs_grad = any(ctx.needs_input_grad[:2])
+        nll = z = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden, grad_weight = [], None
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            chunk_nll, chunk_z, grad_logits = compute(h, weight, t, z_weight, needs_grad)
+            nll, z = nll + chunk_nll, z + chunk_z
+            if needs_grad:
+                grad_hidden.append(grad_logits @ weight)
+                part = (grad_logits.T @ h).float()
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        if needs_grad:
+            assert grad_weight is not None
+            ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
+            ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(nll, z)
+        return nll + z_weight * z, nll, z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            grad_hidden * scale.to(grad_hidden.dtype),
+            (grad_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_weight: float = 0.0,
+    chunk: int = 2048,
+    compute: Any = chunk_loss,
+) -> tuple[Tensor, Loss]:
+    """Sum over tokens of the cross-entropy of `hidden @ weight.T`, plus z_weight times z.
+
+    Args:
+        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64,
+            negative ones ignored.
+        z_weight: weight of logsumexp^2 (PaLM, arXiv 2204.02311, section 5).
+        chunk: tokens whose logits exist at once; the softmax is in float32.
+        compute: `chunk_loss` or a compiled copy of it.
+
+    Returns:
+        The differentiable objective (float32 scalar) and its two parts, detached.
+    """
+    total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
+    return total, Loss(nll, z)

@@ -1,0 +1,63 @@
+"""In-block statistics: computed where the tensors are, handed out as detached scalars.
+
+The name says how values combine over micro-batches and ranks: `*_min` by minimum, `*_max` and
+`*_top1` by maximum, the rest by mean. Every rank sees equally many tokens, so means of means are
+exact.
+"""
+
+import torch
+from torch import Tensor
+
+from diffllm.model.attention.base import Shown
+
+Stats = dict[str, Tensor]
+
+
+def combine_by(name: str) -> str:
+    """How values of this statistic combine: "min", "max" or "mean"."""
+    if name.endswith("_min"):
+        return "min"
+    return "max" if name.endswith(("_max", "_top1")) else "mean"
+
+
+def block_stats(x: Tensor, show: Shown | None) -> Stats:
+    """Statistics of one block, each a float32 scalar; none unless something is shown.
+
+    Args:
+        x: the block's output (B, T, D).
+        show: "context" (B, T, heads, width) before wo, and "lambda" or "gate" where there is one.
+    """
+    if show is None:
+        return {}
+    with torch.no_grad():
+        stats = {"hidden_top1": x.abs().amax().float(), "hidden_kurtosis": kurtosis(x)}
+        rms = show["context"].float().square().mean(-1).sqrt()
+        stats |= spread("context_rms", rms)
+        stats["context_rms"] = stats.pop("context_rms_mean")
+        if "lambda" in show:
+            stats |= spread("lambda", show["lambda"].float())
+        if "gate" in show:
+            stats["gate_mean"] = show["gate"].float().mean()
+    return stats
+
+
+def spread(name: str, values: Tensor) -> Stats:
+    """Mean, minimum and maximum."""
+    return {
+        f"{name}_mean": values.mean(),
+        f"{name}_min": values.amin(),
+        f"{name}_max": values.amax(),
+    }
+
+
+def kurtosis(x: Tensor) -> Tensor:
+    """E[(x - mean)^4] / E[(x - mean)^2]^2 over channels, mean over tokens; 3 for a normal law."""
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    squares = centred.square()
+    variance = squares.mean(-1)
+    return (squares.square().mean(-1) / variance.square().clamp_min(1e-30)).mean()
+
+
+def stack_stats(layers: list[Stats]) -> Stats:
+    """Statistics of L layers, each name (L,)."""
+    return {name: torch.stack([stats[name] for stats in layers]) for name in layers[0]}

@@ -1,0 +1,118 @@
+"""AdamW and learning-rate schedules."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diffllm.errors import ConfigError
+
+
+class Schedule(Enum):
+    """How the learning rate moves after warmup."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with decay on matrices only."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 100
+    decay_fraction: float = 0.2
+    """Share of all steps that warmup-stable-decay (wsd) spends on its linear decay."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end, over `lr`."""
+
+    def validate(self, steps: int) -> None:
+        """Raise ConfigError for values outside their range."""
+        if self.lr <= 0 or self.eps <= 0:
+            raise ConfigError(f"optim.lr={self.lr} and optim.eps={self.eps} must be positive")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1)")
+        for name in ("weight_decay", "clip_norm", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must not be negative")
+        for name in ("decay_fraction", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1]")
+        if self.warmup_steps > steps:
+            raise ConfigError(f"optim.warmup_steps={self.warmup_steps} exceeds steps={steps}")
+
+
+def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `steps`: a pure function.
+
+    Linear warmup to `lr`, then cosine, or constant with a linear end (wsd), to
+    `min_lr_ratio * lr`, which the last step reaches.
+    """
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    start = cfg.warmup_steps
+    if cfg.schedule is Schedule.wsd:
+        start = max(start, steps - round(cfg.decay_fraction * steps))
+    progress = max(0.0, (step - start + 1) / max(1, steps - start))
+    if cfg.schedule is Schedule.cosine:
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        remaining = 1 - progress
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * remaining)
+
+
+def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW over named parameters, its state allocated at once.
+
+    Sharded (DTensor) and replicated parameters are groups apart, as fused kernels want; within
+    each, only tensors of two and more dimensions decay.
+    """
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for param in params.values():
+        groups.setdefault((isinstance(param, DTensor), param.ndim >= 2), []).append(param)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": group, "weight_decay": cfg.weight_decay if decays else 0.0}
+            for (_, decays), group in groups.items()
+        ],
+        lr=cfg.lr,
+        betas=(cfg.beta1, cfg.beta2),
+        eps=cfg.eps,
+        fused=True,
+    )
+    for param in params.values():
+        optimizer.state[param] = {
+            "step": torch.zeros((), dtype=torch.float32, device=param.device),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` in every parameter group from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The optimizer's state as flat names: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
+    return {
+        f"{name}.{key}": value
+        for name, param in params.items()
+        for key, value in optimizer.state[param].items()
+    }

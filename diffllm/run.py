@@ -1,0 +1,204 @@
+"""One run, from a typed config to a summary."""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffllm.checkpoint import Checkpointer
+from diffllm.config import TrainConfig
+from diffllm.data import TokenData, prepare
+from diffllm.display import Display, duration
+from diffllm.distributed.world import environment, join
+from diffllm.errors import DataError
+from diffllm.generate import generate
+from diffllm.metrics import MetricsFile, WandbRun
+from diffllm.recorder import Outputs, Recorder
+from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
+from diffllm.trainer import LoopState, Training, build, restore, train
+
+
+def run(cfg: TrainConfig) -> None:
+    """Prepare, build, train, report; in every process of a launch.
+
+    Raises:
+        UserError: something outside the code is wrong; nothing that was there is changed.
+    """
+    _, world_size, _ = environment()
+    cfg.micro_batches(world_size)
+    cfg.parallel.sizes(world_size)
+    world = join(cfg.distributed)
+    directory: RunDirectory | None = None
+
+    def claim() -> dict[str, Any]:
+        nonlocal directory
+        directory = RunDirectory(choose_path(cfg), cfg)
+        directory.check()
+        checkpoint = resume_checkpoint(cfg, directory.checkpoints)
+        return {
+            "path": str(directory.path),
+            "finished": directory.finished(),
+            "checkpoint": str(checkpoint) if checkpoint else None,
+        }
+
+    claimed = world.decide("run", claim)
+    display = Display(cfg.steps, enabled=world.rank == 0)
+    if claimed["finished"]:
+        display.say(f"{claimed['path']} is finished: {cfg.steps} steps")
+        return
+    data = prepare(cfg.data)
+    check_fit(cfg, data)
+    if directory:
+        directory.begin(data.directory / "tokenizer.model")
+    device = world.device()
+    torch.manual_seed(cfg.seed)
+    world.init_process_group(device, cfg.distributed)
+    try:
+        checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
+        execute(cfg, device, data, display, Path(claimed["path"]), checkpoint, directory)
+    finally:
+        display.stop()
+        dist.destroy_process_group()
+
+
+def check_fit(cfg: TrainConfig, data: TokenData) -> None:
+    """Raise DataError if the corpus or its tokenizer cannot feed this model."""
+    manifest = data.manifest
+    if manifest.vocab_size > cfg.model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {manifest.vocab_size} pieces, more than "
+            f"model.vocab_size={cfg.model.vocab_size}"
+        )
+    for name, split in manifest.splits.items():
+        if split.tokens < cfg.seq_len + 1:
+            raise DataError(
+                f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
+                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text or a smaller seq_len"
+            )
+
+
+def execute(
+    cfg: TrainConfig,
+    device: torch.device,
+    data: TokenData,
+    display: Display,
+    path: Path,
+    checkpoint: Path | None,
+    directory: RunDirectory | None,
+) -> None:
+    """Build, train and report, inside a process group; `directory` is rank 0's."""
+    started = time.perf_counter()
+    t, state = build(cfg, device), LoopState()
+    flops = t.model.flops_per_token()
+    if checkpoint:
+        restore(t, state, checkpoint)
+    display.say(headline(cfg, t, data, path, state.step))
+    outputs = None
+    if directory:
+        variant = cfg.run.choices["attention"]
+        wandb = WandbRun(cfg.wandb, path, path.name, variant, yaml_dict(cfg), state.wandb_id)
+        state.wandb_id = wandb.id
+        outputs = Outputs(MetricsFile(path / "metrics.jsonl", state.step), wandb)
+    recorder = Recorder(
+        device,
+        cfg.steps,
+        cfg.global_batch_size * cfg.seq_len,
+        flops,
+        cfg.model.z_loss,
+        state.spikes,
+        display,
+        outputs,
+    )
+    stopped = train(t, state, data, recorder, Checkpointer(path / "checkpoints", cfg.checkpoint))
+    display.stop()
+    summary: dict[str, Any] = {}
+    if stopped:
+        display.say(
+            f"stopped by {stopped} after step {state.step}, saved; "
+            f"run.name={path.name} with the same config continues"
+        )
+    else:
+        text = sample(t, data)
+        summary = summarise(cfg, state, data, recorder, time.perf_counter() - started)
+        display.say(summary_text(summary, path, text))
+    if directory and outputs:
+        if not stopped:
+            directory.finish({**summary, "sample": text})
+        outputs.file.close()
+        outputs.wandb.finish(summary)
+
+
+def headline(cfg: TrainConfig, t: Training, data: TokenData, path: Path, step: int) -> str:
+    """What is about to run."""
+    params = sum(p.numel() for p in t.params.values())
+    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
+    choices, splits = cfg.run.choices, data.manifest.splits
+    lines = [
+        f"{path}" + (f" continues after step {step}" if step else ""),
+        f"{choices['attention']} / {choices['model']}: {params / 1e6:.2f}M parameters, "
+        f"{dist.get_world_size()} x {device}, {str(t.compute_dtype).removeprefix('torch.')}",
+        f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
+        f"{splits['heldout'].tokens:,} held out; "
+        f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
+    ]
+    return "\n".join(lines)
+
+
+def sample(t: Training, data: TokenData) -> str:
+    """A continuation of data.sample_prompt, or of the held-out split's first tokens."""
+    tokenizer = data.tokenizer()
+    if t.cfg.data.sample_prompt:
+        prompt = tokenizer.encode(t.cfg.data.sample_prompt)
+    else:
+        prompt = data.split("heldout").tokens(0, 16).tolist()
+    room = t.cfg.seq_len - len(prompt)
+    with torch.compiler.set_stance("force_eager"):
+        tokens = generate(
+            t.model,
+            torch.tensor([prompt], device=t.device),
+            max_new_tokens=max(0, min(128, room)),
+            temperature=0.8,
+            top_p=0.95,
+            seed=t.cfg.seed,
+            stop_token=tokenizer.eos_id,
+            dtype=t.compute_dtype,
+        )
+    return tokenizer.decode(tokens[0].tolist())
+
+
+def summarise(
+    cfg: TrainConfig, state: LoopState, data: TokenData, recorder: Recorder, seconds: float
+) -> dict[str, Any]:
+    """The numbers of a finished run."""
+    entropy = data.manifest.heldout_unigram_entropy
+    return {
+        "variant": cfg.run.choices["attention"],
+        "steps": state.step,
+        "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
+        "train_loss": state.spikes.recent_loss(20),
+        "heldout_loss": state.heldout_loss,
+        "heldout_unigram_entropy": entropy,
+        "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
+        "seconds": seconds,
+        **state.spikes.metrics(),
+    }
+
+
+def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
+    """What a person reads at the end."""
+    gain = summary["heldout_unigram_entropy"] - summary["heldout_loss"]
+    speed = summary["tokens_per_s"]
+    return f"""
+sample
+{text}
+
+train loss      {summary["train_loss"]:.3f}  (mean of the last 20 steps)
+held-out loss   {summary["heldout_loss"]:.3f}  ({gain:.2f} nats under the unigram entropy {summary["heldout_unigram_entropy"]:.3f})
+tokens          {summary["tokens"]:,} in {duration(summary["seconds"])}{f", {speed:,.0f} a second" if speed else ""}
+spikes          loss {summary["spikes/loss_total"]:.0f}, gradient {summary["spikes/grad_total"]:.0f}
+metrics         {path / "metrics.jsonl"}
+checkpoints     {path / "checkpoints"}
+sample again    diffllm generate run={path} prompt="..." """

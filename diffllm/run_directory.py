@@ -1,0 +1,169 @@
+"""A run's directory: its name, its identity, whether it may be used."""
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from diffllm.checkpoint import complete_checkpoints, read_state
+from diffllm.config import TrainConfig, compose_config, typed
+from diffllm.errors import CheckpointError, ConfigError
+
+# What may change between two starts of one run without changing what it computes.
+FREE = (
+    "run", "wandb", "resume", "log_interval", "checkpoint", "eval", "diagnostics", "distributed",
+    "parallel", "micro_batch_size", "compile", "activation_checkpointing", "data.cache_dir",
+    "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
+)  # fmt: skip
+
+
+class RunDirectory:
+    """Rank 0's hold on `outputs/<name>/`; one process at a time.
+
+    Raises:
+        ConfigError: the name exists with another config, or the directory cannot be written.
+    """
+
+    def __init__(self, path: Path, cfg: TrainConfig):
+        self.path, self.cfg = path, cfg
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(path / ".lock")
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(f"run directory {path} is in use by another process") from None
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {path} cannot be written ({error.strerror}); choose run.dir=..."
+            ) from error
+
+    def check(self) -> None:
+        """Compare with the run that is here, if any; nothing is changed."""
+        if self.cfg.resume == "never" and self.has_run:
+            raise ConfigError(
+                f"{self.path} holds a run and resume=never; choose another run.name or resume=auto"
+            )
+        if not self.config_file.is_file():
+            if self.has_run:
+                raise ConfigError(f"{self.path} holds files but no config.yaml: not a run of ours")
+            return
+        saved = flatten(yaml_dict(load_run_config(self.path)))
+        new = flatten(yaml_dict(self.cfg))
+        changed = [
+            f"{key}: {saved.get(key)} there, {new.get(key)} here"
+            for key in sorted(saved.keys() | new.keys())
+            if saved.get(key) != new.get(key)
+            and not any(key == free or key.startswith(f"{free}.") for free in FREE)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.path} is a run with another config ({'; '.join(changed[:5])}"
+                f"{'; ...' if len(changed) > 5 else ''}); choose another run.name"
+            )
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def has_run(self) -> bool:
+        return (self.path / "metrics.jsonl").exists() or bool(self.checkpoints)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return complete_checkpoints(self.path / "checkpoints")
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of a run that has reached its last step."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def begin(self, tokenizer: Path) -> None:
+        """Write config.yaml and the tokenizer; drop checkpoints that were never completed."""
+        write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
+        if not (self.path / "tokenizer.model").exists():
+            shutil.copyfile(tokenizer, self.path / "tokenizer.model")
+        for leftover in (self.path / "checkpoints").glob(".step-*.incomplete"):
+            shutil.rmtree(leftover)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Mark the run as finished."""
+        write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def choose_path(cfg: TrainConfig) -> Path:
+    """Where the run goes: run.dir, or outputs/[<sweep>/]<name> with a fresh name if none is set."""
+    name = cfg.run.name
+    if name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        name = f"{cfg.run.choices['experiment']}-{cfg.run.choices['attention']}-{stamp}"
+    if not re.fullmatch(r"[\w.,+-]+", name) or name.startswith("."):
+        raise ConfigError(
+            f"run.name={name!r} must be letters, digits and _ . , + - and not begin with a dot"
+        )
+    if cfg.run.dir:
+        return Path(cfg.run.dir).expanduser()
+    return Path("outputs", *([cfg.run.sweep] if cfg.run.sweep else []), name)
+
+
+def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
+    """The checkpoint that `resume` means, or None for a start from nothing."""
+    if cfg.resume == "never":
+        return None
+    if own or cfg.resume == "auto":
+        return own[-1] if own else None
+    path = Path(cfg.resume).expanduser()
+    inside = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    path = inside[-1] if inside else path
+    read_state(path)
+    return path
+
+
+def load_run_config(path: Path) -> TrainConfig:
+    """The typed config of a run directory, from its config.yaml.
+
+    Raises:
+        CheckpointError: there is none, or it is not a config of ours.
+    """
+    file = path / "config.yaml"
+    try:
+        saved = OmegaConf.load(file)
+        composed = compose_config([f"attention={saved.run.choices.attention}"])
+        return typed(OmegaConf.merge(composed, saved))  # type: ignore[arg-type]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
+    except (ConfigError, OmegaConfBaseException, AttributeError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
+
+
+def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
+    """Plain values, enums by name."""
+    return OmegaConf.to_container(  # type: ignore[return-value]
+        OmegaConf.structured(cfg), enum_to_str=True
+    )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file in one step."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,112 @@
+"""Two published definitions of a spike, kept apart.
+
+The current value is never in its own window; finite values, spikes included, enter it afterwards;
+NaN and infinity are always spikes and never enter it.
+"""
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+
+class SpikeCounter:
+    """Counts spikes of one series.
+
+    Args:
+        window: how many earlier values count.
+        least: how many must be there before a finite value can be a spike.
+        sigmas: population standard deviations from the window's mean that make a spike.
+        two_sided: whether drops count too.
+        inclusive: whether exactly `sigmas` counts.
+    """
+
+    def __init__(self, window: int, least: int, sigmas: float, two_sided: bool, inclusive: bool):
+        self.values: deque[float] = deque(maxlen=window)
+        self.least, self.sigmas, self.two_sided, self.inclusive = least, sigmas, two_sided, inclusive
+        self.total = 0
+        self.seen = 0
+
+    def update(self, value: float) -> bool:
+        """Take the next value of the series; True when it is a spike."""
+        spike = self._is_spike(value)
+        self.seen += 1
+        self.total += spike
+        if math.isfinite(value):
+            self.values.append(value)
+        return spike
+
+    def _is_spike(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return True
+        if len(self.values) < self.least:
+            return False
+        window = np.fromiter(self.values, dtype=np.float64)
+        deviation = value - window.mean()
+        if self.two_sided:
+            deviation = abs(deviation)
+        bound = self.sigmas * window.std()
+        return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
+
+    @property
+    def score(self) -> float:
+        """Share of the values seen that were spikes."""
+        return self.total / self.seen if self.seen else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values), "total": self.total, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.clear()
+        self.values.extend(state["values"])
+        self.total, self.seen = state["total"], state["seen"]
+
+
+def window128() -> SpikeCounter:
+    """Above mean + 6 standard deviations of the 128 values before it; a full window required."""
+    return SpikeCounter(window=128, least=128, sigmas=6.0, two_sided=False, inclusive=False)
+
+
+def olmo2() -> SpikeCounter:
+    """7 or more standard deviations from the mean of the last 1,000, from 128 values on.
+
+    OLMo 2 (arXiv 2501.00656), section 3.
+    """
+    return SpikeCounter(window=1000, least=128, sigmas=7.0, two_sided=True, inclusive=True)
+
+
+class SpikeMonitor:
+    """Both definitions for the loss and for the gradient norm, each counted separately."""
+
+    def __init__(self) -> None:
+        self.counters = {
+            f"{prefix}/{series}": make()
+            for prefix, make in (("spikes", window128), ("spikes_olmo2", olmo2))
+            for series in ("loss", "grad")
+        }
+
+    def update(self, loss: float, grad_norm: float) -> None:
+        """Take one optimizer step's values, in order of steps."""
+        for name, counter in self.counters.items():
+            counter.update(loss if name.endswith("/loss") else grad_norm)
+
+    def metrics(self) -> dict[str, float]:
+        """`<definition>/{loss,grad}_{total,score}`."""
+        return {
+            f"{name}_{what}": float(getattr(counter, what))
+            for name, counter in self.counters.items()
+            for what in ("total", "score")
+        }
+
+    def recent_loss(self, count: int) -> float:
+        """Mean of the last `count` finite losses."""
+        losses = list(self.counters["spikes/loss"].values)[-count:]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: counter.state_dict() for name, counter in self.counters.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, counter in self.counters.items():
+            counter.load_state_dict(state[name])
