@@ -1,31 +1,41 @@
-"""Train a decoder: `python train.py [overrides]`, under torchrun too, `-m` for a sweep."""
+"""Train a decoder: `python train.py [overrides]`, alone or under torchrun; `-m` for a sweep."""
 
 import os
 import sys
+import warnings
 
-import hydra
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
-from diffllm.config import config_directory, load_config
-from diffllm.errors import UserError
+import hydra  # noqa: E402
+from hydra._internal.utils import get_args_parser  # noqa: E402
+from hydra.core.hydra_config import HydraConfig  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
+
+from diffllm.config import config_directory, load_config  # noqa: E402
+from diffllm.errors import UserError  # noqa: E402
+
+
+@hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
+def hydra_main(_: DictConfig) -> None:
+    """One job of a sweep, and what Hydra's own flags (--help, --cfg) need."""
+    from diffllm.sweep import run_job
+
+    run_job(__file__, HydraConfig.get())
 
 
 def main() -> int:
     args = get_args_parser().parse_args()
-    hydra_only = (args.help, args.hydra_help, args.info, args.cfg, args.shell_completion)
-    if any(hydra_only):
-        run_hydra()
-        return 0
     try:
-        if args.multirun:
-            from diffllm.sweep import check_sweep
+        if any((args.help, args.hydra_help, args.info, args.cfg, args.shell_completion)):
+            hydra_main()
+        elif args.multirun:
+            from diffllm.sweep import sweep
 
-            return sweep(args.overrides)
-        from diffllm.run import run
+            return sweep(args.overrides, hydra_main)
+        else:
+            from diffllm.run import run
 
-        run(load_config(args.overrides))
+            run(load_config(args.overrides))
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

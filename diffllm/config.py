@@ -47,6 +47,8 @@ class RunConfig:
     """null: outputs/<name>, or outputs/<sweep>/<name>."""
     sweep: str | None = None
     """The sweep that the run belongs to; set by `train.py -m`."""
+    swept: list[str] = field(default_factory=list)
+    """Keys whose values name the runs of a sweep; set by `train.py -m`."""
     choices: dict[str, str] = field(default_factory=dict)
     """The YAML chosen in each group; filled in when the config is composed."""
 
@@ -148,7 +150,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(explain(error, overrides)) from error
     choices = cfg.hydra.runtime.choices
     with open_dict(cfg):
@@ -211,17 +213,13 @@ def explain(error: Exception, overrides: list[str]) -> str:
         if unknown and key.split(".")[-1] == (unknown[1] or unknown[2]):
             defaults = compose("train")
             return f"unknown key {key}{suggest(key, known_keys(defaults))}"
-        if text_names(text, key):
+        if f"'{key}'" in text or re.search(rf"full_key: {re.escape(key)}$", str(cause), re.M):
             return f"{override}: {text}"
     return text
-
-
-def text_names(text: str, key: str) -> bool:
-    return f"full_key: {key}" in text or f"'{key}'" in text
 
 
 def one_line(error: BaseException) -> str:
     """An exception's text without line breaks or internals of the config library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("object_type=", "reference_type="))]
-    return " ".join(kept)
+    internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
+    return " ".join(line for line in lines if not line.startswith(internal))

@@ -33,11 +33,11 @@ class DataConfig:
     prefetch_factor: int = 4
     """Micro-batches each loader process prepares ahead."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (data=files): parquet, jsonl(.gz/.zst) or txt."""
+    """Files or globs (data=files): parquet, jsonl, json or txt, the last three also .gz or .zst."""
     text_column: str = "text"
     sample_by: SampleBy = SampleBy.document
     dataset: str | None = None
-    """Hub dataset (data=hub), with its `name`, `split` and `revision`."""
+    """Hub dataset or local dataset directory (data=hub), with its `name`, `split`, `revision`."""
     name: str | None = None
     split: str = "train"
     revision: str | None = None

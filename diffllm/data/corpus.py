@@ -82,7 +82,7 @@ def python_files(root: Path) -> list[Path]:
 
 
 def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    paths = [path for pattern in cfg.paths for path in _expand(pattern)]
+    paths = list(dict.fromkeys(path for pattern in cfg.paths for path in _expand(pattern)))
     formats = [_format(path) for path in paths]
     facts = file_facts(paths, cache_dir)
     for path, facts_of_file in zip(paths, facts, strict=True):
@@ -120,15 +120,14 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def _format(path: Path) -> str:
-    name = path.name.lower()
-    stem, suffix = os.path.splitext(name)
-    if suffix in COMPRESSED:
+    stem, suffix = os.path.splitext(path.name.lower())
+    compressed = suffix in COMPRESSED
+    if compressed:
         suffix = os.path.splitext(stem)[1]
-        if suffix == ".parquet":
-            suffix = ""
-    if suffix not in FORMATS:
+    if suffix not in FORMATS or (compressed and suffix == ".parquet"):
         raise DataError(
-            f"{path}: unsupported format; use .parquet, .jsonl, .json or .txt (.gz, .zst)"
+            f"{path}: unsupported format; use .parquet, or .jsonl, .json, .txt and these with "
+            ".gz or .zst"
         )
     return FORMATS[suffix]
 
@@ -166,7 +165,8 @@ def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
         version = combined_hash([facts.sha256 for facts in file_facts(paths, cache_dir)])
         dataset, revision, label = str(directory), None, directory.name
     else:
-        revision = version = _resolve_revision(cfg.dataset, cfg.revision, cache_dir)
+        revision = _resolve_revision(cfg.dataset, cfg.revision, cache_dir)
+        version = f"{cfg.dataset}@{revision}"
         dataset, label = cfg.dataset, f"{cfg.dataset}@{revision[:12]}"
 
     def load() -> "Dataset":
@@ -186,7 +186,7 @@ def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
     return Corpus(
         description=", ".join(filter(None, [label, cfg.name, cfg.split])),
-        identity=combined_hash(["hub", cfg.dataset, cfg.name, cfg.split, cfg.text_column, version]),
+        identity=combined_hash(["hub", version, cfg.name, cfg.split, cfg.text_column]),
         load=cache(load),
     )
 

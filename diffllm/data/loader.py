@@ -5,6 +5,7 @@ Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n se
 
 import atexit
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,19 +108,21 @@ class TrainLoader:
         self._sampler = GlobalBatchSampler(
             global_batch_size, micro_batch_size, rank, world_size, start_sample
         )
-        self._loader = StatefulDataLoader(
-            ShuffledSequences(stream, seq_len, self._samples, seed),
-            batch_sampler=self._sampler,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            collate_fn=_unchanged,
-            pin_memory=pin_memory,
-            worker_init_fn=_leave_signals_to_the_trainer,
-            # A generator of its own: worker seeds would otherwise be drawn from the model's.
-            generator=torch.Generator(),
-            # Our state is one number; that of the library also fixes the number of workers.
-            snapshot_every_n_steps=2**62,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
+            self._loader = StatefulDataLoader(
+                ShuffledSequences(stream, seq_len, self._samples, seed),
+                batch_sampler=self._sampler,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                collate_fn=_unchanged,
+                pin_memory=pin_memory,
+                worker_init_fn=_leave_signals_to_the_trainer,
+                # A generator of its own: worker seeds would otherwise be drawn from the model's.
+                generator=torch.Generator(),
+                # Our state is one number; that of the library also fixes the number of workers.
+                snapshot_every_n_steps=2**62,
+            )
         self._batches: Any = None
         self._consumed = 0
         # Workers ignore SIGTERM, so at exit they have to be told to leave.

@@ -21,15 +21,13 @@ BATCH_BYTES = 4_000_000
 TOKENIZER_FILE = "tokenizer.model"
 
 
-def write_tokens(corpus: Corpus, directory: Path, heldout_fraction: float) -> Manifest:
+def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Manifest:
     """Tokenise `corpus` with the tokenizer in `directory`; write shards and manifest beside it.
 
-    Raises:
-        DataError: the corpus has fewer than two distinct documents.
+    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus.
     """
     tokenizer = Tokenizer.from_file(directory / TOKENIZER_FILE)
     documents = corpus.load()
-    is_heldout, blank = _choose_heldout(documents, heldout_fraction)
     writers = {
         name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
     }
@@ -54,7 +52,7 @@ def write_tokens(corpus: Corpus, directory: Path, heldout_fraction: float) -> Ma
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         dtype=token_dtype(tokenizer.vocab_size).name,
-        skipped_empty=corpus.skipped_empty + blank,
+        skipped_empty=corpus.skipped_empty + len(documents) - len(is_heldout),
         skipped_undecodable=corpus.skipped_undecodable,
         heldout_unigram_entropy=_entropy(writers["heldout"].counts),
         splits={name: writer.finish() for name, writer in writers.items()},
@@ -63,11 +61,14 @@ def write_tokens(corpus: Corpus, directory: Path, heldout_fraction: float) -> Ma
     return manifest
 
 
-def _choose_heldout(documents: "Dataset", fraction: float) -> tuple[np.ndarray, int]:
-    """(documents,) bool, True where held out, blank ones left out; and how many are blank.
+def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
+    """Which documents are held out: bool, one for each that is more than whitespace, in order.
 
     The choice hangs on a hash of a document's text alone, so order does not matter and
     duplicates stay on one side. Each side gets at least one document.
+
+    Raises:
+        DataError: there are fewer than two distinct documents.
     """
     hashes = np.fromiter(
         (
@@ -87,7 +88,7 @@ def _choose_heldout(documents: "Dataset", fraction: float) -> tuple[np.ndarray, 
         heldout = hashes == hashes.min()
     if heldout.all():
         heldout = hashes != hashes.max()
-    return heldout, len(documents) - len(hashes)
+    return heldout
 
 
 def _batches(documents: "Dataset") -> Iterator[list[str]]:

@@ -1,0 +1,38 @@
+"""The `diffllm` console script: one module a subcommand."""
+
+import importlib
+import sys
+
+from diffllm.errors import UserError
+
+COMMANDS = {
+    "prepare": "make a corpus's tokenizer and token shards ahead of a run",
+    "count": "parameters, FLOPs and KV cache of a model",
+    "generate": "continue a prompt with a trained run",
+}
+
+
+def usage() -> str:
+    """The list of subcommands."""
+    lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; the exit code is 2 for what a user can mend."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] not in COMMANDS:
+        print(
+            f"error: unknown command {args[0]!r}; choose from {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        importlib.import_module(f"diffllm.tools.{args[0]}").main(args[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,44 @@
+"""`key=value` arguments into a dataclass, values taken verbatim."""
+
+import difflib
+import sys
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from diffllm.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], argv: list[str], what: str) -> T:
+    """An instance of the dataclass `cls` from `key=value` words.
+
+    Fields are str, int or float; a field's `metadata["help"]` says what it is. `--help` prints
+    them and exits.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, a missing key.
+    """
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    if "-h" in argv or "--help" in argv:
+        print(what, "", sep="\n")
+        for name, f in known.items():
+            default = "required" if f.default is MISSING else f"default {f.default!r}"
+            print(f"  {name + '=':<18}{f.metadata.get('help', '')} ({default})")
+        sys.exit(0)
+    values: dict[str, Any] = {}
+    for word in argv:
+        name, equals, text = word.partition("=")
+        if not equals or name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
+            raise ConfigError(f"unknown argument {word!r}{hint}")
+        kind = known[name].type
+        try:
+            values[name] = kind(text)  # type: ignore[operator]
+        except ValueError:
+            raise ConfigError(f"{name}={text!r} is not {kind.__name__}") from None  # type: ignore[union-attr]
+    missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
+    if missing:
+        raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")
+    return cls(**values)

@@ -1,0 +1,76 @@
+"""diffllm generate run=<dir> prompt="...": continue a prompt with a trained run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from diffllm.checkpoint import check_parameters, complete_checkpoints, load_tensors, read_state
+from diffllm.data import Tokenizer
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.generate import generate
+from diffllm.model import Transformer
+from diffllm.run_directory import load_run_config
+from diffllm.tools.arguments import parse
+
+
+@dataclass
+class Arguments:
+    """What `diffllm generate` takes."""
+
+    run: str = field(metadata={"help": "run directory"})
+    prompt: str = field(metadata={"help": "text to continue, taken verbatim"})
+    max_new_tokens: int = field(default=128, metadata={"help": "tokens to add at most"})
+    temperature: float = field(default=0.8, metadata={"help": "0 takes the likeliest token"})
+    top_p: float = field(default=0.95, metadata={"help": "nucleus to sample from"})
+    seed: int = field(default=0, metadata={"help": "of the sampling"})
+    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest"})
+
+
+def load_model(run: Path, step: int = 0) -> Transformer:
+    """The decoder of a run's checkpoint (0: the newest), float32 on the default device.
+
+    Raises:
+        CheckpointError: no run, no such checkpoint, or one of another model.
+    """
+    cfg = load_run_config(run)
+    found = {read_state(path)["step"]: path for path in complete_checkpoints(run / "checkpoints")}
+    if not found:
+        raise CheckpointError(f"{run} has no complete checkpoint yet")
+    if step and step not in found:
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
+    path = found[step or max(found)]
+    model = Transformer(cfg.model)
+    model.rope.reset_parameters()
+    params = dict(model.named_parameters())
+    check_parameters(path, params)
+    model.reset_parameters()
+    load_tensors(path, {f"model.{n}": p.detach() for n, p in params.items()}, no_dist=True)
+    return model
+
+
+def main(argv: list[str]) -> None:
+    """Print the prompt and its continuation."""
+    args = parse(Arguments, argv, 'diffllm generate run=<dir> prompt="def "')
+    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
+        raise ConfigError("temperature must be >= 0, top_p in (0, 1], max_new_tokens >= 1")
+    run = Path(args.run)
+    model = load_model(run, args.step)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = Tokenizer.from_file(run / "tokenizer.model")
+    prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
+    room = model.cfg.seq_len - len(prompt)
+    if room < 1:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens, but the model reads {model.cfg.seq_len} in all"
+        )
+    tokens = generate(
+        model.to(device),
+        torch.tensor([prompt], device=device),
+        min(args.max_new_tokens, room),
+        args.temperature,
+        args.top_p,
+        args.seed,
+        stop_token=tokenizer.eos_id,
+    )
+    print(tokenizer.decode([t for t in tokens[0].tolist() if t != tokenizer.eos_id]))

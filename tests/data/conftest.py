@@ -1,0 +1,82 @@
+"""Small real corpora and token streams."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_texts import sample_documents
+
+from diffllm.data import TokenData, TokenStream, prepare, shards
+from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.shards import Manifest, ShardWriter
+
+
+@pytest.fixture
+def corpus_file(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(sample_documents(200)) + "\n")
+    return path
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., DataConfig]:
+    def make(*paths: Path, **changes: Any) -> DataConfig:
+        defaults: dict[str, Any] = {
+            "source": "files",
+            "paths": [str(path) for path in paths],
+            "cache_dir": str(tmp_path / "cache"),
+            "vocab_size": 400,
+            "sample_by": SampleBy.line,
+        }
+        return DataConfig(**{**defaults, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
+    """200 one-line documents in token shards."""
+    directory = tmp_path_factory.mktemp("prepared")
+    corpus = directory / "corpus.txt"
+    corpus.write_text("\n".join(sample_documents(200)) + "\n")
+    return prepare(
+        DataConfig(
+            source="files",
+            paths=[str(corpus)],
+            cache_dir=str(directory / "cache"),
+            vocab_size=400,
+            sample_by=SampleBy.line,
+            heldout_fraction=0.1,
+        )
+    )
+
+
+@pytest.fixture
+def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TokenStream]:
+    """A stream of the given tokens, in shards of `shard_tokens`."""
+
+    def make(tokens: list[int], vocab_size: int = 50_000, shard_tokens: int = 97) -> TokenStream:
+        monkeypatch.setattr(shards, "SHARD_TOKENS", shard_tokens)
+        directory = tmp_path / "stream"
+        directory.mkdir()
+        writer = ShardWriter(directory, "train", vocab_size)
+        writer.add([tokens], text_bytes=len(tokens))
+        manifest = Manifest(
+            format_version=1,
+            source="test",
+            corpus="",
+            pieces_hash="",
+            vocab_size=vocab_size,
+            eos_id=0,
+            dtype=np.dtype(shards.token_dtype(vocab_size)).name,
+            skipped_empty=0,
+            skipped_undecodable=0,
+            heldout_unigram_entropy=0.0,
+            splits={"train": writer.finish()},
+        )
+        manifest.save(directory)
+        return TokenStream(directory, Manifest.load(directory), "train")
+
+    return make

@@ -1,0 +1,216 @@
+import gzip
+import json
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from diffllm.data import corpus as corpus_module
+from diffllm.data import file_index
+from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.corpus import Corpus, open_corpus
+from diffllm.data.file_index import file_facts
+from diffllm.errors import DataError
+
+MakeConfig = Callable[..., DataConfig]
+
+
+def opened(cfg: DataConfig) -> Corpus:
+    return open_corpus(cfg, Path(cfg.cache_dir))
+
+
+def texts(cfg: DataConfig) -> list[str]:
+    dataset = opened(cfg).load()
+    assert dataset.column_names == ["text"]
+    return dataset["text"][:]
+
+
+def json_lines(*documents: str | None, column: str = "text") -> str:
+    return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
+
+
+def test_stdlib_skips_and_counts_what_is_no_text(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "stdlib"
+    contents = {
+        "b.py": b"b = 1\n",
+        "a/z.py": b"z = '\xc3\xa9'\n",
+        "empty.py": b"",
+        "blank.py": b" \n\n",
+        "latin.py": b"# \xe9\n",
+        "site-packages/other.py": b"other = 1\n",
+        "a/__pycache__/cached.py": b"cached = 1\n",
+        "readme.txt": b"text\n",
+    }
+    for name, content in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(root))
+    cfg = make_config(source="stdlib")
+    assert texts(cfg) == ["z = 'é'\n", "b = 1\n"]
+    assert (opened(cfg).skipped_empty, opened(cfg).skipped_undecodable) == (2, 1)
+
+
+def test_every_format_gives_its_documents(tmp_path: Path, make_config: MakeConfig) -> None:
+    lines = json_lines("one", "two\nlines \u2581")
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (tmp_path / "d.json").write_text(json.dumps([{"text": "three"}]))
+    table = pyarrow.table({"text": pyarrow.array(["four"], pyarrow.large_string()), "id": ["x"]})
+    pyarrow.parquet.write_table(table, tmp_path / "e[1].parquet")
+    (tmp_path / "f.txt").write_text("five\n\nsix")
+    names = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.json", "e[1].parquet", "f.txt"]
+    cfg = make_config(*(tmp_path / name for name in names), sample_by=SampleBy.paragraph)
+    assert texts(cfg) == ["one", "two\nlines \u2581"] * 3 + ["three", "four", "five", "six"]
+
+
+def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(json_lines(name, None, column="body"))
+    cfg = make_config(tmp_path / "*.jsonl", tmp_path / "a.jsonl", text_column="body")
+    assert texts(cfg) == ["a", None, "b", None]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "a.txt: the file is empty"),
+        ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
+        ("a.txt.gz", gzip.compress(b"\xe9t\xe9\n"), "a.txt.gz: not UTF-8 text"),
+        ("a.txt.gz", b"plain", "a.txt.gz: Not a gzipped file"),
+        ("a.csv", b"text\nx\n", "a.csv: unsupported format; use .parquet"),
+        ("a.parquet", b"no parquet", "a.parquet: "),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl: JSON parse error"),
+        (
+            "a.jsonl",
+            json_lines("x", column="body").encode(),
+            "a.jsonl: no column 'text'; it has body, id",
+        ),
+        ("a.jsonl", b'{"text": 1}\n', "a.jsonl: column 'text' holds int64, not text"),
+    ],
+)
+def test_unusable_files_are_named_in_one_line(
+    tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, message: str
+) -> None:
+    good = tmp_path / "good.jsonl"
+    good.write_text(json_lines("fine"))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        texts(make_config(good, tmp_path / name))
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_parquet_column_is_named(tmp_path: Path, make_config: MakeConfig) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: no column 'text'; it has id, body$"):
+        texts(make_config(tmp_path / "a.parquet"))
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path, make_config: MakeConfig) -> None:
+    for path, message in [
+        (tmp_path / "none.txt", r"none.txt matches no file"),
+        (tmp_path / "*.parquet", r"\*.parquet matches no file"),
+        (tmp_path, r"is a directory; name its files"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            opened(make_config(path))
+
+
+def test_a_local_directory_serves_as_a_hub_dataset(tmp_path: Path, make_config: MakeConfig) -> None:
+    directory = tmp_path / "dataset"
+    directory.mkdir()
+    for split in ("train", "test"):
+        table = pyarrow.table({"body": [f"{split} {i}" for i in range(3)], "id": [0, 1, 2]})
+        pyarrow.parquet.write_table(table, directory / f"{split}-00000.parquet")
+    cfg = make_config(source="hub", dataset=str(directory), split="test", text_column="body")
+    assert texts(cfg) == ["test 0", "test 1", "test 2"]
+    for changes, message in [
+        ({"split": "dev"}, 'Unknown split "dev"'),
+        ({"text_column": "x"}, "no column 'x'"),
+    ]:
+        wrong = make_config(source="hub", dataset=str(directory), **changes)
+        with pytest.raises(DataError, match=message) as caught:
+            texts(wrong)
+        assert str(directory) in str(caught.value)
+
+
+def test_a_hub_branch_is_resolved_once(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    commits = iter(["a" * 40, "b" * 40])
+
+    class Info:
+        sha = next(commits)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: Info())
+    cfg = make_config(source="hub", dataset="someone/corpus")
+    first = opened(cfg)
+    assert "someone/corpus@" + "a" * 12 in first.description
+    Info.sha = next(commits)
+    assert opened(cfg).identity == first.identity
+    pinned = make_config(source="hub", dataset="someone/corpus", revision="b" * 40)
+    assert opened(pinned).identity != first.identity
+
+
+def test_identity_follows_content_not_paths_or_times(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("one\ntwo\n")
+    second.write_text("one\ntwo\n")
+    os.utime(second, (0, 0))
+    identity = opened(make_config(first)).identity
+    assert opened(make_config(second)).identity == identity
+    second.write_text("one\ntwo!\n")
+    assert opened(make_config(second)).identity != identity
+    assert opened(make_config(first, sample_by=SampleBy.document)).identity != identity
+
+
+def test_unchanged_files_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    facts = file_facts([path], tmp_path / "cache")
+    monkeypatch.setattr(file_index, "_read_facts", lambda _: pytest.fail("read again"))
+    assert file_facts([path], tmp_path / "cache") == facts
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"version": 1, "files": {"x": [1]}}'])
+def test_a_damaged_index_is_ignored(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    facts = file_facts([path], tmp_path)
+    (tmp_path / "file_index.json").write_bytes(damage)
+    assert file_facts([path], tmp_path) == facts
+    assert str(path) in json.loads((tmp_path / "file_index.json").read_text())["files"]
+
+
+def test_an_index_of_another_version_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    facts = file_facts([path], tmp_path)
+    index = tmp_path / "file_index.json"
+    stored = json.loads(index.read_text())
+    stored["version"] += 1
+    stored["files"][str(path)][2] = "another kind of hash"
+    index.write_text(json.dumps(stored))
+    assert file_facts([path], tmp_path) == facts
+
+
+def test_opening_a_corpus_loads_nothing(
+    make_config: MakeConfig, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_datasets", lambda: pytest.fail("datasets was imported"))
+    assert opened(make_config(corpus_file)).identity

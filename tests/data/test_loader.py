@@ -1,0 +1,274 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
+from diffllm.data.permutation import permute
+from diffllm.errors import CheckpointError, ConfigError, DataError
+
+SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12
+TOKENS = 8 * 50 + 5
+SAMPLES = 50
+
+MakeLoader = Callable[..., TrainLoader]
+
+
+@pytest.fixture
+def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
+    """Token i is i, so that a batch tells where it was read."""
+    return make_stream(list(range(TOKENS)))
+
+
+@pytest.fixture
+def make_loader(stream: TokenStream) -> Iterator[MakeLoader]:
+    loaders = []
+
+    def make(**changes: Any) -> TrainLoader:
+        options: dict[str, Any] = {
+            "seq_len": SEQ_LEN,
+            "seed": SEED,
+            "global_batch_size": GLOBAL_BATCH,
+            "micro_batch_size": 4,
+            "num_workers": 0,
+        }
+        loaders.append(TrainLoader(stream, **{**options, **changes}))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+
+
+def samples_of(inputs: torch.Tensor) -> list[int]:
+    return (inputs[:, 0] // SEQ_LEN).tolist()
+
+
+def expected_step(step: int) -> list[int]:
+    """What the order's definition says that optimizer step `step` reads."""
+    indices = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+    return [int(permute(np.array([g % SAMPLES]), SAMPLES, SEED, g // SAMPLES)[0]) for g in indices]
+
+
+def global_steps(
+    make_loader: MakeLoader,
+    steps: int,
+    world_size: int,
+    state: dict[str, int] | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """The samples of each step, micro-step by micro-step and in it rank by rank."""
+    loaders = [make_loader(rank=r, world_size=world_size, **options) for r in range(world_size)]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(state)
+    micro_steps = GLOBAL_BATCH // (world_size * options.get("micro_batch_size", 4))
+    return [
+        [s for _ in range(micro_steps) for loader in loaders for s in samples_of(next(loader)[0])]
+        for _ in range(steps)
+    ]
+
+
+def test_targets_are_the_inputs_one_token_on(make_loader: MakeLoader) -> None:
+    inputs, targets = next(make_loader())
+    assert inputs.shape == targets.shape == (4, SEQ_LEN)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert (inputs[:, 0] % SEQ_LEN == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "num_workers"),
+    [(1, 12, 0), (1, 1, 2), (1, 4, 1), (2, 3, 0), (2, 2, 1), (3, 4, 0), (4, 1, 0), (6, 2, 0)],
+)
+def test_a_step_reads_the_same_whatever_the_layout(
+    make_loader: MakeLoader, world_size: int, micro_batch_size: int, num_workers: int
+) -> None:
+    """Nine steps cross two epoch borders, the first inside a batch."""
+    steps = global_steps(
+        make_loader, 9, world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
+    )
+    assert steps == [expected_step(step) for step in range(9)]
+
+
+def test_an_epoch_reads_every_sample_once(make_loader: MakeLoader) -> None:
+    read = [s for inputs, _ in islice(make_loader(), 25) for s in samples_of(inputs)]
+    assert sorted(read[:SAMPLES]) == sorted(read[SAMPLES:]) == list(range(SAMPLES))
+    assert read[:SAMPLES] != read[SAMPLES:]
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 4, 5, 11])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (1, 6, 2), (3, 2, 0)]
+)
+def test_resumes_at_any_step_in_any_layout(
+    make_loader: MakeLoader, consumed: int, world_size: int, micro_batch_size: int, num_workers: int
+) -> None:
+    loader = make_loader(num_workers=1, prefetch_factor=8)
+    for _ in range(consumed * 3):
+        next(loader)
+    state = loader.state_dict()
+    resumed = global_steps(
+        make_loader,
+        3,
+        world_size,
+        state,
+        micro_batch_size=micro_batch_size,
+        num_workers=num_workers,
+    )
+    assert resumed == [expected_step(consumed + step) for step in range(3)]
+
+
+def test_state_counts_whole_steps_consumed_not_prefetched(make_loader: MakeLoader) -> None:
+    loader = make_loader(num_workers=2, prefetch_factor=8)
+    assert loader.state_dict() == {"seed": SEED, "epoch": 0, "sample": 0}
+    for _ in range(3 * 4 + 2):
+        next(loader)
+    assert loader.state_dict() == {"seed": SEED, "epoch": 0, "sample": 48}
+    next(loader)
+    assert loader.state_dict() == {"seed": SEED, "epoch": 1, "sample": 10}
+
+
+def test_state_survives_a_chain_of_resumes(make_loader: MakeLoader) -> None:
+    state = make_loader().state_dict()
+    for step in range(8):
+        loader = make_loader()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert [s for i, _ in islice(loader, 3) for s in samples_of(i)] == expected_step(step)
+        state = loader.state_dict()
+
+
+def test_loading_a_state_rewinds_a_running_loader(make_loader: MakeLoader) -> None:
+    loader = make_loader(num_workers=1)
+    first = samples_of(next(loader)[0])
+    loader.load_state_dict({"seed": SEED, "epoch": 0, "sample": 0})
+    assert samples_of(next(loader)[0]) == first
+
+
+def test_start_sample_is_where_the_order_starts(make_loader: MakeLoader) -> None:
+    loader = make_loader(start_sample=2 * GLOBAL_BATCH)
+    assert [s for i, _ in islice(loader, 3) for s in samples_of(i)] == expected_step(2)
+    assert loader.state_dict()["sample"] == 3 * GLOBAL_BATCH
+
+
+def test_states_of_other_runs_are_refused(make_loader: MakeLoader) -> None:
+    with pytest.raises(CheckpointError, match=r"seed=6, this run seed=5"):
+        make_loader().load_state_dict({"seed": 6, "epoch": 0, "sample": 0})
+    with pytest.raises(CheckpointError, match=r"sequence 50 .* this corpus has 50"):
+        make_loader().load_state_dict({"seed": SEED, "epoch": 0, "sample": 50})
+
+
+def test_unusable_shapes_are_refused(make_loader: MakeLoader) -> None:
+    with pytest.raises(DataError, match=r"train split has 405 tokens, seq_len=405 needs 406"):
+        make_loader(seq_len=405)
+    make_loader(seq_len=404)
+    with pytest.raises(ConfigError, match=r"global_batch_size=12 .* micro_batch_size=4 times 2"):
+        make_loader(world_size=2)
+
+
+def test_the_models_random_state_is_left_alone(make_loader: MakeLoader) -> None:
+    before = torch.get_rng_state()
+    next(make_loader(num_workers=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("sequences", [1, 10, 50, 1000])
+def test_ranks_share_the_held_out_sequences(
+    stream: TokenStream, world_size: int, sequences: int
+) -> None:
+    read = []
+    for rank in range(world_size):
+        batches = list(heldout_batches(stream, SEQ_LEN, 4, sequences, rank, world_size))
+        assert all(len(inputs) == 4 for inputs, _ in batches[:-1])
+        assert all(torch.equal(targets, inputs + 1) for inputs, targets in batches)
+        read += [s for inputs, _ in batches for s in samples_of(inputs)]
+    count = min(sequences, SAMPLES)
+    assert sorted(read) == [i * SAMPLES // count for i in range(count)]
+
+
+def test_a_held_out_split_of_less_than_a_sequence_is_named(prepared: TokenData) -> None:
+    stream = prepared.split("heldout")
+    with pytest.raises(DataError, match=rf"its heldout split has {len(stream)} tokens, seq_len="):
+        next(heldout_batches(stream, len(stream), 1, 1))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_error_arrives_as_one_line(
+    make_loader: MakeLoader, stream: TokenStream, tmp_path: Path, num_workers: int
+) -> None:
+    loader = make_loader(num_workers=num_workers)
+    (tmp_path / "stream" / "train-00002.bin").write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        list(islice(loader, 20))
+    assert "train-00002.bin: 0 bytes where the manifest says 194" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_killed_worker_is_an_error_that_says_so(make_loader: MakeLoader) -> None:
+    loader = make_loader(num_workers=1)
+    next(loader)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises(DataError, match="a data loader process died"):
+        list(islice(loader, 1000))
+
+
+def test_close_ends_the_workers_although_they_ignore_stop_signals(make_loader: MakeLoader) -> None:
+    loader = make_loader(num_workers=2)
+    next(loader)
+    started = multiprocessing.active_children()
+    assert len(started) == 2
+    for worker in started:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker.pid or 0, number)
+    read = [s for inputs, _ in islice(loader, 8) for s in samples_of(inputs)]
+    assert read == [*expected_step(0)[4:], *expected_step(1), *expected_step(2)]
+    loader.close()
+    assert not any(worker.is_alive() for worker in started)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from diffllm.data import TokenStream, TrainLoader
+from diffllm.data.shards import Manifest
+directory = Path(sys.argv[1])
+stream = TokenStream(directory, Manifest.load(directory), "train")
+loader = TrainLoader(stream, 8, 0, 4, 4, num_workers=2)
+next(loader)
+print("here", flush=True)
+if sys.argv[2] == "hang":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["hang", "return"])
+def test_workers_leave_quietly_with_the_trainer(
+    stream: TokenStream, tmp_path: Path, end: str
+) -> None:
+    """The trainer is killed, or ends without close()."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "stream"), end],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "here\n"
+    if end == "hang":
+        trainer.kill()
+    # Standard error ends when the last process that holds it is gone.
+    _, stderr = trainer.communicate(timeout=60)
+    assert stderr == ""
+    assert trainer.returncode == (-signal.SIGKILL if end == "hang" else 0)

@@ -1,0 +1,256 @@
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_texts import sample_documents
+
+from diffllm.data import TokenData, prepare
+from diffllm.data.config import DataConfig, SampleBy
+from diffllm.errors import DataError
+
+MakeConfig = Callable[..., DataConfig]
+
+PREPARE = """
+import sys
+from diffllm.data import preparation, tokenise, train_tokenizer
+from diffllm.data.config import DataConfig, SampleBy
+corpus, cache, stage = sys.argv[1:]
+if stage != "all":
+    import time
+    def hang(*args, **kwargs):
+        print("here", flush=True)
+        time.sleep(600)
+    if stage == "training":
+        preparation.train_tokenizer = hang
+    elif stage == "writing":
+        tokenise.ShardWriter.add, add = hang, tokenise.ShardWriter.add
+        tokenise.ShardWriter.add = lambda *args: (add(*args), hang())
+    elif stage == "manifest":
+        tokenise.Manifest.save = hang
+cfg = DataConfig(source="files", paths=[corpus], cache_dir=cache, vocab_size=400,
+                 sample_by=SampleBy.line)
+print(preparation.prepare(cfg).directory)
+"""
+
+
+def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE, str(corpus), str(cache), stage],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def contents(data: TokenData) -> dict[str, bytes]:
+    """Every file but the model, whose bytes hold the name of a temporary file."""
+    return {p.name: p.read_bytes() for p in data.directory.iterdir() if p.suffix != ".model"}
+
+
+def documents_of(data: TokenData, split: str) -> list[str]:
+    tokenizer, stream = data.tokenizer(), data.split(split)
+    tokens = stream.tokens(0, len(stream))
+    ends = np.flatnonzero(tokens == tokenizer.eos_id)
+    return [
+        tokenizer.decode(part[part != tokenizer.eos_id].tolist())
+        for part in np.split(tokens, ends + 1)[:-1]
+    ]
+
+
+def test_the_splits_are_the_corpus(prepared: TokenData) -> None:
+    train, heldout = documents_of(prepared, "train"), documents_of(prepared, "heldout")
+    assert sorted(train + heldout) == sorted(sample_documents(200))
+    assert 5 <= len(heldout) <= 45
+
+
+def test_the_manifest_describes_the_files(prepared: TokenData) -> None:
+    manifest = prepared.manifest
+    tokenizer = prepared.tokenizer()
+    assert (manifest.vocab_size, manifest.eos_id) == (400, tokenizer.eos_id)
+    assert manifest.pieces_hash == tokenizer.pieces_hash
+    assert manifest.dtype == "uint16"
+    for name, split in manifest.splits.items():
+        texts = documents_of(prepared, name)
+        assert split.documents == len(texts)
+        assert split.bytes == sum(len(text.encode()) for text in texts)
+        assert split.tokens == len(prepared.split(name)) == sum(s.tokens for s in split.shards)
+        for shard in split.shards:
+            content = (prepared.directory / shard.file).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == shard.sha256
+    stored = json.loads((prepared.directory / "manifest.json").read_text())
+    assert stored == asdict(manifest)
+
+
+def test_heldout_unigram_entropy_is_that_of_its_tokens(prepared: TokenData) -> None:
+    stream = prepared.split("heldout")
+    _, counts = np.unique(stream.tokens(0, len(stream)), return_counts=True)
+    # Cross-entropy of every token under the split's own frequencies.
+    expected = -np.repeat(np.log(counts / counts.sum()), counts).mean()
+    assert prepared.manifest.heldout_unigram_entropy == pytest.approx(expected)
+
+
+def test_the_held_out_choice_ignores_order_and_keeps_duplicates_together(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    texts = sample_documents(100)
+    forwards, backwards = tmp_path / "forwards.txt", tmp_path / "backwards.txt"
+    forwards.write_text("\n".join(texts))
+    backwards.write_text("\n".join(reversed(texts + texts[:50])))
+    first = prepare(make_config(forwards, heldout_fraction=0.2))
+    second = prepare(make_config(backwards, heldout_fraction=0.2))
+    assert set(documents_of(first, "heldout")) == set(documents_of(second, "heldout"))
+    assert not set(documents_of(second, "heldout")) & set(documents_of(second, "train"))
+    assert len(documents_of(second, "heldout")) > len(documents_of(first, "heldout"))
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_both_splits_get_a_document(
+    tmp_path: Path, make_config: MakeConfig, fraction: float
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(sample_documents(20)))
+    data = prepare(make_config(corpus, heldout_fraction=fraction, vocab_size=300))
+    sizes = sorted(len(documents_of(data, name)) for name in ("train", "heldout"))
+    assert sizes == [1, 19]
+
+
+def test_blank_documents_are_skipped_and_counted(tmp_path: Path, make_config: MakeConfig) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    texts: list[str | None] = [*sample_documents(30), "", " \n\u00a0", None]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = prepare(make_config(corpus, vocab_size=300))
+    assert data.manifest.skipped_empty == 3
+    assert sum(split.documents for split in data.manifest.splits.values()) == 30
+
+
+@pytest.mark.parametrize("text", ["one document only", "the same\nthe same"])
+def test_a_corpus_of_one_document_is_refused(
+    tmp_path: Path, make_config: MakeConfig, text: str
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(text)
+    with pytest.raises(DataError, match=r"fewer than two distinct .*data.sample_by=paragraph"):
+        prepare(make_config(corpus, vocab_size=280))
+    assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
+
+
+def test_what_changes_tokens_changes_the_directory(
+    tmp_path: Path, corpus_file: Path, make_config: MakeConfig
+) -> None:
+    base = prepare(make_config(corpus_file))
+    assert prepare(make_config(corpus_file)).directory == base.directory
+    for changes in (
+        {"vocab_size": 410},
+        {"heldout_fraction": 0.3},
+        {"tokenizer_sample_bytes": 9000},
+    ):
+        assert prepare(make_config(corpus_file, **changes)).directory != base.directory
+    corpus_file.write_text("\n".join(sample_documents(150, seed=1)))
+    assert prepare(make_config(corpus_file)).directory != base.directory
+
+
+def test_a_second_run_needs_neither_datasets_nor_torch(tmp_path: Path, corpus_file: Path) -> None:
+    cache = tmp_path / "cache"
+    assert start_preparing(corpus_file, cache).wait() == 0
+    script = PREPARE + "\nassert not {'datasets', 'torch'} & set(sys.modules)\n"
+    warm = subprocess.run(
+        [sys.executable, "-c", script, str(corpus_file), str(cache), "all"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (warm.returncode, warm.stderr) == (0, "")
+
+
+def test_processes_that_prepare_one_cache_agree(
+    tmp_path: Path, corpus_file: Path, make_config: MakeConfig
+) -> None:
+    processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    (directory,) = {stdout.strip() for stdout, _ in outputs}
+    # Two lines from the one that prepared, none from those that waited.
+    assert sorted(stderr.count("\n") for _, stderr in outputs) == [0, 0, 2]
+    alone = prepare(make_config(corpus_file))
+    assert contents(TokenData(Path(directory))) == contents(alone)
+
+
+@pytest.mark.parametrize("stage", ["training", "writing", "manifest"])
+def test_a_killed_preparation_leaves_nothing_behind(
+    tmp_path: Path, corpus_file: Path, make_config: MakeConfig, stage: str
+) -> None:
+    cache = tmp_path / "killed"
+    process = start_preparing(corpus_file, cache, stage)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    tokens = cache / "tokens"
+    assert [path for path in tokens.iterdir() if path.is_dir() and ".tmp-" not in path.name] == []
+    again = prepare(make_config(corpus_file, cache_dir=str(cache)))
+    assert contents(again) == contents(prepare(make_config(corpus_file)))
+    assert not list(cache.glob("*/*.tmp-*"))
+
+
+def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_file: Path) -> None:
+    first = start_preparing(corpus_file, tmp_path / "cache", "writing")
+    assert first.stdout is not None
+    first.stdout.readline()
+    second = start_preparing(corpus_file, tmp_path / "cache")
+    time.sleep(1)
+    assert second.poll() is None
+    first.kill()
+    first.communicate()
+    stdout, stderr = second.communicate(timeout=60)
+    assert second.returncode == 0, stderr
+    assert (Path(stdout.strip()) / "manifest.json").is_file()
+
+
+def test_a_cache_directory_that_cannot_be_made_is_named(
+    tmp_path: Path, corpus_file: Path, make_config: MakeConfig
+) -> None:
+    cache = corpus_file / "cache"
+    with pytest.raises(DataError, match=rf"data.cache_dir={cache}: Not a directory"):
+        prepare(make_config(corpus_file, cache_dir=str(cache)))
+
+
+def test_a_disk_that_fills_up_is_one_line(
+    tmp_path: Path, corpus_file: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file-size limit stands in for a full disk: the same call fails, in the same place."""
+    resource = pytest.importorskip("resource")
+    data = prepare(make_config(corpus_file))
+    smallest = min(path.stat().st_size for path in data.directory.glob("train-*.bin"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    changed = make_config(corpus_file, heldout_fraction=0.001)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (smallest // 2, hard))
+        with pytest.raises(DataError, match=r"data.cache_dir=.*: File too large$"):
+            prepare(changed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "cache" / "tokens").glob("*.tmp-*"))
+    assert prepare(changed).manifest.splits["train"].documents > 0
+
+
+def test_txt_documents_are_files_paragraphs_or_lines(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    texts = sample_documents(30)
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("\n\n".join(texts[10 * i : 10 * i + 10]))
+    counts = {}
+    for sample_by in SampleBy:
+        data = prepare(make_config(tmp_path / "?.txt", sample_by=sample_by, vocab_size=300))
+        counts[sample_by.value] = sum(s.documents for s in data.manifest.splits.values())
+    assert counts == {"document": 3, "paragraph": 30, "line": 30}
+    assert os.listdir(tmp_path / "cache" / "tokens")

@@ -1,0 +1,88 @@
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diffllm.data import TokenStream
+from diffllm.data.shards import Manifest, token_dtype
+from diffllm.errors import DataError
+
+MakeStream = Callable[..., TokenStream]
+
+
+@pytest.fixture
+def stream(make_stream: MakeStream) -> TokenStream:
+    return make_stream(list(range(1000)), shard_tokens=97)
+
+
+@given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) -> None:
+    start, stop = sorted(ends)
+    tokens = stream.tokens(start, stop)
+    assert tokens.dtype == np.int64
+    assert tokens.tolist() == list(range(start, stop))
+
+
+def test_shards_are_full_but_the_last(stream: TokenStream, tmp_path: Path) -> None:
+    manifest = Manifest.load(tmp_path / "stream")
+    assert [shard.tokens for shard in manifest.splits["train"].shards] == [97] * 10 + [30]
+    assert len(stream) == 1000
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (990, 1001)])
+def test_a_range_outside_the_stream_is_refused(stream: TokenStream, start: int, stop: int) -> None:
+    with pytest.raises(IndexError, match="of a stream of 1000"):
+        stream.tokens(start, stop)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(256, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (152_000, "<u4")]
+)
+def test_the_dtype_holds_the_vocabulary(
+    make_stream: MakeStream, vocab_size: int, dtype: str
+) -> None:
+    assert token_dtype(vocab_size) == np.dtype(dtype)
+    assert make_stream([0, vocab_size - 1], vocab_size).tokens(0, 2).tolist() == [0, vocab_size - 1]
+
+
+def test_a_stream_travels_without_its_tokens(stream: TokenStream) -> None:
+    stream.tokens(0, 1000)
+    packed = pickle.dumps(stream)
+    assert len(packed) < 4000
+    assert pickle.loads(packed).tokens(500, 503).tolist() == [500, 501, 502]
+
+
+def test_a_truncated_shard_is_named(stream: TokenStream, tmp_path: Path) -> None:
+    directory = tmp_path / "stream"
+    shard = directory / "train-00003.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    expected = r"train-00003.bin: 192 bytes where the manifest says 194; delete .*stream to prepare"
+    with pytest.raises(DataError, match=expected):
+        TokenStream(directory, Manifest.load(directory), "train")
+    with pytest.raises(DataError, match=expected):
+        stream.tokens(300, 301)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"train-00003.bin: No such file"):
+        TokenStream(directory, Manifest.load(directory), "train")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Expecting"),
+        ('{"format_version": 99}', "format 99, expected 1"),
+        ('{"format_version": 1}', "splits"),
+    ],
+)
+def test_an_unusable_manifest_is_named(
+    stream: TokenStream, tmp_path: Path, content: str, reason: str
+) -> None:
+    directory = tmp_path / "stream"
+    (directory / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match=rf"manifest.json: unusable \(.*{reason}.*\); delete"):
+        Manifest.load(directory)

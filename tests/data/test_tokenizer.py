@@ -1,0 +1,152 @@
+import hashlib
+import inspect
+import io
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from datasets import Dataset
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+
+from diffllm.data import TokenData, Tokenizer, prepare
+from diffllm.data.config import DataConfig
+from diffllm.data.train_tokenizer import train_tokenizer, training_sample
+from diffllm.errors import DataError
+
+CODE = Dataset.from_dict(
+    {"text": [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]}
+)
+
+
+@pytest.fixture(scope="module")
+def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "code.model"
+    path.write_bytes(train_tokenizer(CODE, 1000, 200_000, threads=2))
+    return Tokenizer.from_file(path)
+
+
+@given(text=st.text())
+@example("a\u2581b\u2581\u2581 c \u2581")
+@example("def f():\n    return 1\n\n\n\tx\r\n")
+@example("<0x41></s><unk><s>")
+@example("\x00\ufeff \u2047 \u2585 \u00a0\ufb01e\u0301")
+@example("")
+@settings(deadline=None, max_examples=300)
+def test_any_text_comes_back_exactly(code_tokenizer: Tokenizer, text: str) -> None:
+    ids = code_tokenizer.encode(text)
+    assert code_tokenizer.decode(ids) == text
+    assert code_tokenizer.eos_id not in ids
+
+
+@given(texts=st.lists(st.text(alphabet="ab \n\u2581é"), max_size=6))
+@settings(deadline=None)
+def test_a_batch_is_encoded_as_its_texts_are(code_tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert code_tokenizer.encode_batch(texts, threads=2) == [
+        code_tokenizer.encode(text) for text in texts
+    ]
+
+
+def test_eos_is_no_text(code_tokenizer: Tokenizer) -> None:
+    ids = code_tokenizer.encode("one")
+    assert code_tokenizer.decode([*ids, code_tokenizer.eos_id, *ids]) == "oneone"
+
+
+def test_indentation_is_cheap(code_tokenizer: Tokenizer) -> None:
+    assert len(code_tokenizer.encode("):\n" + " " * 8)) <= 2
+
+
+def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
+    hashes = set()
+    for threads in (1, 2):
+        path = tmp_path / f"{threads}.model"
+        path.write_bytes(train_tokenizer(CODE, 600, 100_000, threads))
+        hashes.add(Tokenizer.from_file(path).pieces_hash)
+    assert len(hashes) == 1
+
+
+def test_pieces_hash_tells_vocabularies_and_normalisations_apart(tmp_path: Path) -> None:
+    plain = _train(tmp_path / "plain.model")
+    more_pieces = _train(tmp_path / "more.model", vocab_size=401)
+    same_pieces = sentencepiece_model_pb2.ModelProto.FromString(plain.read_bytes())
+    same_pieces.normalizer_spec.add_dummy_prefix = True
+    prefixing = tmp_path / "prefixing.model"
+    prefixing.write_bytes(same_pieces.SerializeToString())
+    models = (plain, more_pieces, prefixing)
+    assert len({Tokenizer.from_file(model).pieces_hash for model in models}) == 3
+
+
+def _train(path: Path, **options: object) -> Path:
+    model = io.BytesIO()
+    defaults = {"vocab_size": 400, "model_type": "bpe", "byte_fallback": True}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CODE["text"][0].splitlines()),
+        model_writer=model,
+        minloglevel=2,
+        **{**defaults, "add_dummy_prefix": False, **options},
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def test_the_training_sample_lies_evenly_over_the_corpus() -> None:
+    documents = Dataset.from_dict({"text": [chr(97 + i) * 10_000 for i in range(20)] + [None]})
+    sample = "".join(training_sample(documents, 80_000))
+    assert len(sample) == pytest.approx(80_000, rel=0.1)
+    counts = {letter: sample.count(letter) for letter in set(sample)}
+    assert len(counts) == 20
+    assert max(counts.values()) <= 4096 * 2
+
+
+def test_a_small_corpus_is_its_own_sample() -> None:
+    documents = Dataset.from_dict({"text": ["one é", "", "two"]})
+    assert len("".join(training_sample(documents, 10**6)).encode()) <= 9
+    assert next(training_sample(documents, 10**6)) == "one é"
+
+
+def test_a_model_of_the_users_is_used(
+    tmp_path: Path, corpus_file: Path, make_config: Callable[..., DataConfig]
+) -> None:
+    model = _train(tmp_path / "own.model", vocab_size=450)
+    data = prepare(make_config(corpus_file, tokenizer=str(model)))
+    assert data.manifest.vocab_size == 450
+    assert data.manifest.pieces_hash == Tokenizer.from_file(model).pieces_hash
+    assert data.tokenizer().pieces_hash == data.manifest.pieces_hash
+
+
+def test_the_prepared_tokens_are_the_documents(prepared: TokenData) -> None:
+    tokenizer = prepared.tokenizer()
+    stream = prepared.split("heldout")
+    ids = stream.tokens(0, len(stream)).tolist()
+    assert ids[-1] == tokenizer.eos_id
+    assert ids.count(tokenizer.eos_id) == prepared.manifest.splits["heldout"].documents
+    first = ids[: ids.index(tokenizer.eos_id)]
+    assert tokenizer.encode(tokenizer.decode(first)) == first
+
+
+def test_unusable_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
+        Tokenizer.from_file(tmp_path / "absent.model")
+    (tmp_path / "text.model").write_text("not a model")
+    with pytest.raises(DataError, match=r"text.model: not a sentencepiece model"):
+        Tokenizer.from_file(tmp_path / "text.model")
+    no_eos = _train(tmp_path / "no_eos.model", eos_id=-1)
+    with pytest.raises(DataError, match=r"no_eos.model: the tokenizer has no end-of-sentence"):
+        Tokenizer.from_file(no_eos)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"),
+    [
+        (50_000, r"data.vocab_size=50000 is more than this corpus can fill; .* works is \d+"),
+        (100, r"data.vocab_size=100 is too small for this corpus: .* alone need \d+"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_explained(vocab_size: int, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        train_tokenizer(CODE, vocab_size, 50_000, threads=2)
+    works = int(str(caught.value).split()[-1])
+    train_tokenizer(CODE, works, 50_000, threads=2)
