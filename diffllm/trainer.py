@@ -15,7 +15,7 @@ from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import merge, reduce_stats
 from diffllm.distributed.fsdp import local_rows, parallelize
-from diffllm.distributed.gradients import clip_, global_norm, reduce_replicated
+from diffllm.distributed.gradients import clip_, global_norm, average_replicated
 from diffllm.distributed.mesh import build_mesh
 from diffllm.distributed.stop import StopFlag
 from diffllm.evaluate import heldout_loss
@@ -106,10 +106,10 @@ def train_step(
         inputs, targets = (part.to(t.device, non_blocking=True) for part in next(batches))
         t.model.set_requires_all_reduce(i == count - 1)  # HSDP: once a step
         out = t.model(inputs, targets, diagnose=diagnose)
-        (out.objective / tokens).backward()
+        (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
         nll, z = nll + out.loss.nll, z + out.loss.z
         stats = merge(stats, out.stats) if diagnose else stats
-    reduce_replicated(t.params.values())
+    average_replicated(t.params.values())
     grads = [p.grad for p in t.params.values() if p.grad is not None]
     norm = global_norm(grads, t.mesh)
     if cfg.optim.clip_norm:

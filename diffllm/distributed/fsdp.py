@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
@@ -23,9 +23,8 @@ def parallelize(
 ) -> None:
     """Shard `model` in place over `mesh`: each of `model.layers`, then the rest.
 
-    Parameters named in a module's `fp32_parameters` stay out: replicated, in float32, their
-    gradients for `reduce_replicated`. Gradients of the others arrive summed over all ranks in
-    float32.
+    Gradients arrive averaged over all ranks, in float32. Parameters named in a module's
+    `fp32_parameters` stay out: replicated, in float32, their gradients for `average_replicated`.
 
     Args:
         mesh: dimensions "replicate" and "shard".
@@ -49,9 +48,6 @@ def parallelize(
     if compile:
         model.chunk_loss = torch.compile(model.chunk_loss, fullgraph=True)
     fully_shard(model, reshard_after_forward=False, **kwargs)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:

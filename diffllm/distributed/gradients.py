@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 from diffllm.distributed.fsdp import local
 
 
-def reduce_replicated(params: Iterable[Tensor]) -> None:
-    """Sum the gradients of replicated parameters over all ranks, in one packed collective."""
+def average_replicated(params: Iterable[Tensor]) -> None:
+    """Average the gradients of replicated parameters over all ranks, in one packed collective."""
     grads = [p.grad for p in params if p.grad is not None and not isinstance(p.grad, DTensor)]
     if not grads or dist.get_world_size() == 1:
         return
     packed = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(packed)
+    packed /= dist.get_world_size()
     for grad, part in zip(grads, packed.split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 

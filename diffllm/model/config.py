@@ -46,7 +46,7 @@ class ModelConfig:
     init_seed: int = "${seed}"  # type: ignore[assignment]
     z_loss: float = 0.0
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
-    loss_chunk: int = 2048
+    loss_chunk: int = 512
     """Tokens whose logits exist at once while the loss is computed."""
 
     def validate(self) -> None:

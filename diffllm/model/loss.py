@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 
+FP32 = torch.float32
+
+
 class Loss(NamedTuple):
     """Sums over tokens, float32 scalars: divide by a token count of your choice."""
 
@@ -26,17 +29,17 @@ def chunk_loss(
     hidden (n, D), weight (V, D), targets (n,) int64, negative ones ignored. The gradient is
     empty unless asked for.
     """
-    logits = (hidden @ weight.T).float()
-    lse = torch.logsumexp(logits, dim=-1)
-    valid = (targets >= 0).float()
+    logits = hidden @ weight.T
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, FP32))
+    valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
-    picked = logits.gather(1, index).squeeze(1)
-    nll, z = ((lse - picked) * valid).sum(), (lse.square() * valid).sum()
+    picked = log_probs.gather(1, index)
+    lse = (logits.gather(1, index) - picked).squeeze(1)
+    nll, z = -(picked.squeeze(1) * valid).sum(), (lse.square() * valid).sum()
     if not needs_grad:
         return nll, z, hidden.new_empty(0)
-    scale = valid * (1 + 2 * z_weight * lse) if z_weight else valid
-    grad = torch.exp(logits - lse.unsqueeze(1)) * scale.unsqueeze(1)
-    grad = grad.scatter_add(1, index, -valid.unsqueeze(1))
+    scale = valid * (1 + 2 * z_weight * lse)
+    grad = log_probs.exp_().mul_(scale.unsqueeze(1)).scatter_add_(1, index, -valid.unsqueeze(1))
     return nll, z, grad.to(hidden.dtype)
 
 

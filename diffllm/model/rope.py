@@ -36,9 +36,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate x (B, T, H, d) by its positions: x cos + rotate_half(x) sin, in float32."""
-    cos, sin = rope
-    low, high = x.float().chunk(2, dim=-1)
+    """Rotate x (B, T, H, d) by its positions: x cos + rotate_half(x) sin, in float32 or wider."""
+    cos, sin = rope  # float32: products with bf16 are float32
+    low, high = x.chunk(2, dim=-1)
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -36,6 +36,7 @@ def small_config(variant, heads=4, kv_heads=2, head_dim=8, extra=()):
 def layer_of(variant, heads, kv_heads, head_dim, index=1):
     cfg = small_config(variant, heads, kv_heads, head_dim)
     model = build_model(cfg.model).double()
+    model.reset_parameters()  # tables and constants in float64
     return model.layers[index].attention, model.rope, cfg.model.rope.theta
 
 
@@ -62,17 +63,16 @@ def reference(attention, x, theta, layer_idx):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_and_every_gradient_equal_the_reference(variant, shape):
     attention, tables, theta = layer_of(variant, *shape)
-    tables.double().reset_parameters()
     x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
     leaves = [x, *attention.parameters()]
     weights = torch.randn(2, 7, 24, dtype=torch.float64)
     ours = attention(x, tables(0, 7))
     theirs = reference(attention, x, theta, layer_idx=1)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     ours_grads = torch.autograd.grad((ours * weights).sum(), leaves)
     their_grads = torch.autograd.grad((theirs * weights).sum(), leaves)
     for mine, other in zip(ours_grads, their_grads, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -110,7 +110,7 @@ def test_diff_v2_at_zero_w_lambda_subtracts_half():
     show = {}
     attention(x, tables(0, 6), show=show)
     expected = maps[:, :, 0::2] - 0.5 * maps[:, :, 1::2]
-    torch.testing.assert_close(show["context"], expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(show["context"], expected, rtol=0, atol=1e-10)
     assert (show["lambda"] == 0.5).all()
 
 
@@ -123,7 +123,7 @@ def test_diff_v2_with_equal_pairs_scales_attention_by_one_minus_lambda():
     attention(x, tables(0, 6), show=show)
     maps = attend(*attention.project(x, tables(0, 6)))[:, :, 0::2]
     expected = (1 - show["lambda"].unsqueeze(-1)) * maps
-    torch.testing.assert_close(show["context"], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(show["context"], expected, rtol=0, atol=1e-10)
 
 
 def test_lambda_init_runs_from_one_fifth_towards_four_fifths():

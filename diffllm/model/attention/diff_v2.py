@@ -40,7 +40,8 @@ class DiffV2Attention(Attention):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
     ) -> Tensor:
         attn1, attn2 = attend(q, k, v, mask).unflatten(2, (-1, 2)).unbind(3)
-        lam = torch.sigmoid(self.w_lambda(x).float())
+        logits = self.w_lambda(x)
+        lam = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         if show is not None:
             show["lambda"] = lam
         return (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
