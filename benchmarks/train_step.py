@@ -124,7 +124,9 @@ def main() -> None:
                 elapsed = seconds(step, device)
                 if round_ >= 3:
                     times[name].append(elapsed)
-        best = min((n for n in steps if n.startswith(peer)), key=lambda n: statistics.median(times[n]))
+        best = min(
+            (n for n in steps if n.startswith(peer)), key=lambda n: statistics.median(times[n])
+        )
         print(f"\n{'':28}ms/step   tokens/s   against {best} (pairwise median, min, max)")
         for name, values in times.items():
             ratios = sorted(b / own for b, own in zip(times[best], values, strict=True))
@@ -141,7 +143,11 @@ def main() -> None:
                 f"{statistics.median(ratios):.2f}  {ratios[0]:.2f}  {ratios[-1]:.2f}"
             )
     if args.json:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU cores"
+        name = (
+            torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else f"{torch.get_num_threads()} CPU cores"
+        )
         meta = {
             "device": name,
             "torch": torch.__version__,

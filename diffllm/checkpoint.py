@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_parameters(path: Path, params: dict[str, Tensor]) -> None:
+def check_parameters(path: Path, params: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the checkpoint holds just these parameters and shapes."""
     saved = read_state(path)["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}

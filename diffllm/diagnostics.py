@@ -1,6 +1,7 @@
 """Per-layer statistics of a step: combined over micro-batches and ranks, named for logging."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,13 @@ def merge(into: Stats, new: Stats) -> Stats:
     """Combine the statistics of two micro-batches; means become sums until `reduce_stats`."""
     if not into:
         return new
-    combine = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
+    combine: dict[str, Any] = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
     return {name: combine[combine_by(name)](into[name], new[name]) for name in new}
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
     """Combine over ranks, one packed collective a kind; each (L,) float32, equal on all ranks."""
-    reduced = {}
+    reduced: Stats = {}
     for kind, op in REDUCE.items():
         names = [name for name in stats if combine_by(name) == kind]
         if not names:
@@ -57,5 +58,3 @@ def named_values(stats: Stats) -> dict[str, float]:
         for name, row in zip(stats, rows, strict=True)
         for layer, value in enumerate(row)
     }
-
-

@@ -46,8 +46,9 @@ class Display:
         if self.live:
             self.live.update(self.task, completed=step, status=status)
         else:
-            self.say(f"step {step:>{len(str(self.steps))}}/{self.steps}  {status}  "
-                     f"ETA {duration(eta_s)}")
+            self.say(
+                f"step {step:>{len(str(self.steps))}}/{self.steps}  {status}  ETA {duration(eta_s)}"
+            )
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

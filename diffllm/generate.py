@@ -52,9 +52,7 @@ def generate(
     return tokens
 
 
-def sample(
-    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
-) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
     """One token a row: logits (B, V) -> (B,) int64. Drawn on the CPU, so devices agree."""
     if temperature == 0:
         return logits.argmax(-1)

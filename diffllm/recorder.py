@@ -105,13 +105,14 @@ class Recorder:
         rows = torch.stack([row for _, row, _ in self.pending])
         shared = rows[:, :2].contiguous()
         dist.all_reduce(shared)
-        rows = torch.cat((shared, rows[:, 2:]), dim=1)
-        for (at, _, stats), (nll, z, norm) in zip(self.pending, rows.tolist(), strict=True):
+        values = torch.cat((shared, rows[:, 2:]), dim=1).tolist()
+        for (at, _, stats), (nll, _, norm) in zip(self.pending, values, strict=True):
             self.spikes.update(nll, norm)
             if at == step:
                 self.line |= named_values(stats)
             elif stats:
                 self.write(at, named_values(stats))
+        nll, z, norm = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         if self.z_weight:
             self.latest["train/z_loss"] = self.z_weight * z

@@ -1,6 +1,5 @@
 """One run, from a typed config to a summary."""
 
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ import torch.distributed as dist
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, prepare
-from diffllm.display import Display, duration
+from diffllm.display import Display
 from diffllm.distributed.world import environment, join
 from diffllm.errors import DataError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile, WandbRun
 from diffllm.recorder import Outputs, Recorder
 from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
+from diffllm.summary import headline, summarise, summary_text
 from diffllm.trainer import LoopState, Training, build, restore, train
 
 
@@ -131,22 +131,6 @@ def execute(
         outputs.wandb.finish(summary)
 
 
-def headline(cfg: TrainConfig, t: Training, data: TokenData, path: Path, step: int) -> str:
-    """What is about to run."""
-    params = sum(p.numel() for p in t.params.values())
-    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
-    choices, splits = cfg.run.choices, data.manifest.splits
-    lines = [
-        f"{path}" + (f" continues after step {step}" if step else ""),
-        f"{choices['attention']} / {choices['model']}: {params / 1e6:.2f}M parameters, "
-        f"{dist.get_world_size()} x {device}, {str(t.compute_dtype).removeprefix('torch.')}",
-        f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
-        f"{splits['heldout'].tokens:,} held out; "
-        f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
-    ]
-    return "\n".join(lines)
-
-
 def sample(t: Training, data: TokenData) -> str:
     """A continuation of data.sample_prompt, or of the held-out split's first tokens."""
     tokenizer = data.tokenizer()
@@ -167,38 +151,3 @@ def sample(t: Training, data: TokenData) -> str:
             dtype=t.compute_dtype,
         )
     return tokenizer.decode(tokens[0].tolist())
-
-
-def summarise(
-    cfg: TrainConfig, state: LoopState, data: TokenData, recorder: Recorder, seconds: float
-) -> dict[str, Any]:
-    """The numbers of a finished run."""
-    entropy = data.manifest.heldout_unigram_entropy
-    return {
-        "variant": cfg.run.choices["attention"],
-        "steps": state.step,
-        "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
-        "train_loss": state.spikes.recent_loss(20),
-        "heldout_loss": state.heldout_loss,
-        "heldout_unigram_entropy": entropy,
-        "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
-        "seconds": seconds,
-        **state.spikes.metrics(),
-    }
-
-
-def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
-    """What a person reads at the end."""
-    gain = summary["heldout_unigram_entropy"] - summary["heldout_loss"]
-    speed = summary["tokens_per_s"]
-    return f"""
-sample
-{text}
-
-train loss      {summary["train_loss"]:.3f}  (mean of the last 20 steps)
-held-out loss   {summary["heldout_loss"]:.3f}  ({gain:.2f} nats under the unigram entropy {summary["heldout_unigram_entropy"]:.3f})
-tokens          {summary["tokens"]:,} in {duration(summary["seconds"])}{f", {speed:,.0f} a second" if speed else ""}
-spikes          loss {summary["spikes/loss_total"]:.0f}, gradient {summary["spikes/grad_total"]:.0f}
-metrics         {path / "metrics.jsonl"}
-checkpoints     {path / "checkpoints"}
-sample again    diffllm generate run={path} prompt="..." """

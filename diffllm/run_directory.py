@@ -153,7 +153,7 @@ def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

@@ -24,7 +24,12 @@ class SpikeCounter:
 
     def __init__(self, window: int, least: int, sigmas: float, two_sided: bool, inclusive: bool):
         self.values: deque[float] = deque(maxlen=window)
-        self.least, self.sigmas, self.two_sided, self.inclusive = least, sigmas, two_sided, inclusive
+        self.least, self.sigmas, self.two_sided, self.inclusive = (
+            least,
+            sigmas,
+            two_sided,
+            inclusive,
+        )
         self.total = 0
         self.seen = 0
 

@@ -15,7 +15,7 @@ from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import merge, reduce_stats
 from diffllm.distributed.fsdp import local_rows, parallelize
-from diffllm.distributed.gradients import clip_, global_norm, average_replicated
+from diffllm.distributed.gradients import average_replicated, clip_, global_norm
 from diffllm.distributed.mesh import build_mesh
 from diffllm.distributed.stop import StopFlag
 from diffllm.evaluate import heldout_loss
@@ -33,7 +33,7 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     mesh: DeviceMesh
-    model: Transformer
+    model: Any  # a Transformer, and an FSDPModule
     params: dict[str, Tensor]
     """Sharded and replicated parameters by name, float32."""
     optimizer: torch.optim.AdamW

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES = 4096
 
-# Pieces may span words and lines: on source code, indentation and frequent phrases then cost one
-# token, a third fewer tokens than with pieces inside words (README.md has the measurements).
+# Llama's settings, but for line breaks, which may be part of a piece: a break and the indentation
+# after it are then one or two tokens (README.md has the measurements).
 TRAINING: dict[str, Any] = {
     "model_type": "bpe",
     "byte_fallback": True,
@@ -23,8 +23,7 @@ TRAINING: dict[str, Any] = {
     "add_dummy_prefix": False,
     "remove_extra_whitespaces": False,
     "allow_whitespace_only_pieces": True,
-    "split_by_whitespace": False,
-    "split_by_unicode_script": False,
+    "split_digits": True,
     "max_sentencepiece_length": 32,
     "max_sentence_length": 8 * WINDOW_BYTES,
     "unk_id": 0,

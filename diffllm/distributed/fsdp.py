@@ -4,6 +4,7 @@ Order: activation checkpointing, torch.compile, fully_shard: each wraps what cam
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +35,23 @@ def parallelize(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    kwargs = {
-        "mesh": mesh if mesh["replicate"].size() > 1 else mesh["shard"],
-        "mp_policy": policy,
-        "ignored_params": ignored,
-    }
-    for layer in model.layers:
+    shard = partial(
+        fully_shard,
+        mesh=mesh if mesh["replicate"].size() > 1 else mesh["shard"],
+        mp_policy=policy,
+        ignored_params=ignored,
+    )
+    layers: Any = model.layers
+    for layer in layers:
         if activation_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         if compile:
             layer.compile(fullgraph=True)
-        fully_shard(layer, reshard_after_forward=True, **kwargs)
+        shard(layer, reshard_after_forward=True)
     if compile:
-        model.chunk_loss = torch.compile(model.chunk_loss, fullgraph=True)
-    fully_shard(model, reshard_after_forward=False, **kwargs)
+        loss: Any = model.chunk_loss
+        model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
+    shard(model, reshard_after_forward=False)
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:

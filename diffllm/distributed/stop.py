@@ -20,7 +20,9 @@ class StopFlag:
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.work: Any = None
-        self.previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.previous = {
+            s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)
+        }
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:

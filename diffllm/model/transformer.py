@@ -58,6 +58,8 @@ class TrainOutput(NamedTuple):
 class Transformer(nn.Module):
     """Llama-style decoder over any attention variant."""
 
+    layers: Any  # nn.ModuleList of Block
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -89,7 +91,8 @@ class Transformer(nn.Module):
                 f"{start + tokens.shape[1]} positions, but model.seq_len is {self.cfg.seq_len}"
             )
         rope = self.rope(start, tokens.shape[1])
-        x, stats = self.tok_embeddings(tokens), []
+        x = self.tok_embeddings(tokens)
+        stats: list[Stats] = []
         for i, layer in enumerate(self.layers):
             x, layer_stats = layer(x, rope, None, caches[i] if caches else None, diagnose)
             stats.append(layer_stats)

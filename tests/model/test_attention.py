@@ -96,7 +96,9 @@ def test_cached_decoding_equals_the_full_forward_pass(variant):
 def test_caches_hold_what_the_baseline_holds(variant):
     model = build_model(small_config(variant).model)
     baseline = build_model(small_config("standard").model)
-    held = [sum(t.nbytes for c in m.new_caches(2, 9) for t in (c.k, c.v)) for m in (model, baseline)]
+    held = [
+        sum(t.nbytes for c in m.new_caches(2, 9) for t in (c.k, c.v)) for m in (model, baseline)
+    ]
     assert held[0] == held[1]
     assert model.kv_cache_bytes_per_token() * 2 * 9 * 2 == held[0]  # caches above are float32
 

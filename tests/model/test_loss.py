@@ -38,7 +38,9 @@ def test_bf16_gradients_accumulate_over_chunks_in_float32():
     targets = torch.randint(0, 16, (512,))
     total, _ = chunked_cross_entropy(hidden, weight, targets, chunk=4)
     (grad,) = torch.autograd.grad(total, weight)
-    exact, _, _ = torch_objective(hidden.double(), (w := weight.detach().double().requires_grad_()), targets, 0.0)
+    exact, _, _ = torch_objective(
+        hidden.double(), (w := weight.detach().double().requires_grad_()), targets, 0.0
+    )
     (expected,) = torch.autograd.grad(exact, w)
     error = (grad.double() - expected).norm() / expected.norm()
     assert error < 0.01

@@ -76,7 +76,11 @@ class Attention(nn.Module):
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
     ):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = model.n_heads, model.n_kv_heads, model.head_dim
+        self.n_heads, self.n_kv_heads, self.head_dim = (
+            model.n_heads,
+            model.n_kv_heads,
+            model.head_dim,
+        )
         self.n_query_heads = n_query_heads or model.n_heads
         context_dim = context_dim or self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim

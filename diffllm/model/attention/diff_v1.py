@@ -49,6 +49,10 @@ class DiffV1Attention(Attention):
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+    lambda_q1: Tensor
+    lambda_k1: Tensor
+    lambda_q2: Tensor
+    lambda_k2: Tensor
     lambda_init: Tensor
 
     def __init__(self, model: ModelConfig, cfg: DiffV1Config, layer_idx: int):
@@ -73,7 +77,7 @@ class DiffV1Attention(Attention):
         return (self.head_norm(context) * (1 - self.lambda_init)).to(x.dtype)
 
     def lambda_value(self) -> Tensor:
-        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, a float32 scalar."""
+        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""
         first = torch.exp((self.lambda_q1 * self.lambda_k1).sum())
         second = torch.exp((self.lambda_q2 * self.lambda_k2).sum())
         return first - second + self.lambda_init

@@ -1,0 +1,68 @@
+"""What a person reads about a run: at its start and at its end."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffllm.config import TrainConfig
+from diffllm.data import TokenData
+from diffllm.display import duration
+from diffllm.recorder import Recorder
+from diffllm.trainer import LoopState, Training
+
+
+def headline(cfg: TrainConfig, t: Training, data: TokenData, path: Path, step: int) -> str:
+    """What is about to run."""
+    params = sum(p.numel() for p in t.params.values())
+    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
+    choices, splits = cfg.run.choices, data.manifest.splits
+    lines = [
+        f"{path}" + (f" continues after step {step}" if step else ""),
+        f"{choices['attention']} / {choices['model']}: {params / 1e6:.2f}M parameters, "
+        f"{dist.get_world_size()} x {device}, {str(t.compute_dtype).removeprefix('torch.')}",
+        f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
+        f"{splits['heldout'].tokens:,} held out; "
+        f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
+    ]
+    return "\n".join(lines)
+
+
+def summarise(
+    cfg: TrainConfig, state: LoopState, data: TokenData, recorder: Recorder, seconds: float
+) -> dict[str, Any]:
+    """The numbers of a finished run."""
+    entropy = data.manifest.heldout_unigram_entropy
+    return {
+        "variant": cfg.run.choices["attention"],
+        "steps": state.step,
+        "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
+        "train_loss": state.spikes.recent_loss(20),
+        "heldout_loss": state.heldout_loss,
+        "heldout_unigram_entropy": entropy,
+        "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
+        "seconds": seconds,
+        **state.spikes.metrics(),
+    }
+
+
+def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
+    """The end of a run, a sample of its text included."""
+    entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
+    spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
+    rows = [
+        ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of the last 20 steps"),
+        (
+            "held-out loss",
+            f"{loss:.3f}, {entropy - loss:.2f} under the unigram entropy {entropy:.3f}",
+        ),
+        ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
+        ("speed", f"{speed:,.0f} tokens a second" if speed else "nothing was left to train"),
+        ("spikes", f"loss {spikes:.0f}, gradient norm {summary['spikes/grad_total']:.0f}"),
+        ("run", f"{path}/: metrics.jsonl, checkpoints/, config.yaml"),
+        ("sample again", f'diffllm generate run={path} prompt="..."'),
+    ]
+    table = "\n".join(f"{name:<14}{what}" for name, what in rows)
+    return f"\n{text}\n\n{table}"
