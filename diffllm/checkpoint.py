@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,7 +84,9 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
         CheckpointError: a file is missing or damaged.
     """
     try:
-        dcp.load(tensors, checkpoint_id=path, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(tensors, checkpoint_id=path, **kwargs)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {reason}") from error

@@ -155,7 +155,7 @@ def train(
     cfg, stop, loader = t.cfg, StopFlag(), training_loader(t, data, state)
     batches = recorder.timed(iter(loader))
     recorder.start(state.step)
-    stopping = False
+    stopping: str | None = None
     while state.step < cfg.steps and not stopping:
         step = state.step + 1
         out = train_step(t, batches, state.step, every(cfg.diagnostics.interval, step))
@@ -179,7 +179,7 @@ def train(
     checkpointer.close()
     loader.close()
     stop.close()
-    return stop.signal if stopping else None
+    return stopping if state.step < cfg.steps else None
 
 
 def training_loader(t: Training, data: TokenData, state: LoopState) -> TrainLoader:

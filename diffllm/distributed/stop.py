@@ -16,30 +16,31 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.signal: str | None = None
+        self.received = 0
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.work: Any = None
-        self.previous = {
-            s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)
-        }
+        stops = (signal.SIGTERM, signal.SIGINT)
+        self.previous = {number: signal.signal(number, self._on_signal) for number in stops}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
+        self.received = number
 
-    def agreed(self) -> bool:
-        """Whether any rank had been signalled by the previous call; call once a step."""
-        if self.group is None:
-            return self.signal is not None
-        stop = False
-        if self.work is not None:
-            self.work.wait()
-            stop = bool(self.flag.item())
-        self.flag.fill_(self.signal is not None)
-        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return stop
+    def agreed(self) -> str | None:
+        """The signal that some rank had received by the previous call; call once a step."""
+        number = self.received
+        if self.group is not None:
+            number = 0
+            if self.work is not None:
+                self.work.wait()
+                number = int(self.flag.item())
+            self.flag.fill_(self.received)
+            self.work = dist.all_reduce(
+                self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True
+            )
+        return signal.Signals(number).name if number else None
 
     def close(self) -> None:
         """Finish the pending collective and restore the signal handlers."""

@@ -1,0 +1,59 @@
+"""A tiny corpus, one cache for the session, and one finished run."""
+
+from pathlib import Path
+
+import pytest
+from cli_helpers import clean_environment, command, documents, train_command, write_jsonl
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("integration")
+
+
+@pytest.fixture(scope="session")
+def cache_dir(workplace: Path) -> Path:
+    return workplace / "cache"
+
+
+@pytest.fixture(scope="session")
+def environment(cache_dir: Path) -> dict[str, str]:
+    """For real commands."""
+    return clean_environment(cache_dir)
+
+
+@pytest.fixture(scope="session")
+def corpus(workplace: Path) -> Path:
+    return write_jsonl(workplace / "corpus.jsonl", documents(300))
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus: Path) -> list[str]:
+    """Overrides of a run that takes a moment."""
+    return [
+        "model=tiny",
+        "model.vocab_size=512",
+        "data=files",
+        f"data.paths=[{corpus}]",
+        "data.num_workers=0",
+        "data.heldout_fraction=0.1",
+        "seq_len=32",
+        "global_batch_size=4",
+        "steps=4",
+        "optim.warmup_steps=1",
+        "log_interval=2",
+        "diagnostics.interval=2",
+        "eval.interval=2",
+        "eval.sequences=4",
+        "checkpoint.interval=2",
+        "wandb.mode=disabled",
+    ]
+
+
+@pytest.fixture(scope="session")
+def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) -> Path:
+    """The directory of a finished run of standard attention; not to be written to."""
+    words = train_command([*tiny, "attention=standard", "run.name=finished"])
+    result = command(words, workplace, environment)
+    assert result.code == 0, result.err
+    return workplace / "outputs" / "finished"

@@ -1,0 +1,172 @@
+"""Learning-rate schedules, and AdamW against its equations in float64."""
+
+import math
+
+import pytest
+import torch
+
+from diffllm.errors import ConfigError
+from diffllm.optim import (
+    OptimConfig,
+    Schedule,
+    build_optimizer,
+    learning_rate,
+    optimizer_tensors,
+    set_learning_rate,
+)
+
+SCHEDULES = list(Schedule)
+
+
+def rates(steps, **changes):
+    cfg = OptimConfig(**{"lr": 0.5, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes})
+    cfg.validate(steps)
+    return [learning_rate(cfg, step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (11, 10), (1000, 1), (7, 3)])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
+def test_rises_to_lr_then_falls_to_the_floor_at_the_last_step(schedule, steps, warmup, ratio):
+    lrs = rates(steps, schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
+    assert all(0 <= lr <= 0.5 + 1e-12 for lr in lrs)
+    for step in range(warmup):
+        assert lrs[step] == pytest.approx(0.5 * (step + 1) / warmup)
+    assert all(a >= b - 1e-15 for a, b in zip(lrs[warmup:], lrs[warmup + 1 :], strict=False))
+    assert lrs[-1] == pytest.approx(ratio * 0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warmup_as_long_as_the_run_ends_at_lr(schedule):
+    lrs = rates(20, schedule=schedule, warmup_steps=20)
+    assert lrs == pytest.approx([0.5 * (i + 1) / 20 for i in range(20)])
+
+
+def test_cosine_follows_its_formula():
+    lrs = rates(110, warmup_steps=10, min_lr_ratio=0.2)
+    for done in (1, 25, 50, 99, 100):  # of the 100 steps after warmup
+        half_wave = 0.5 * (1 + math.cos(math.pi * done / 100))
+        assert lrs[9 + done] == pytest.approx(0.1 + 0.4 * half_wave)
+    assert lrs[9 + 50] == pytest.approx(0.3)  # half way between lr and the floor
+
+
+def test_wsd_stays_at_lr_then_falls_on_a_straight_line():
+    lrs = rates(100, schedule=Schedule.wsd, decay_fraction=0.3, min_lr_ratio=0.0)
+    assert lrs[9:70] == [0.5] * 61
+    assert lrs[69:] == pytest.approx([0.5 * (1 - i / 30) for i in range(31)])
+
+
+def test_wsd_whose_decay_would_begin_inside_warmup_begins_after_it():
+    lrs = rates(100, schedule=Schedule.wsd, decay_fraction=1.0, warmup_steps=60, min_lr_ratio=0.0)
+    assert lrs[59] == 0.5
+    assert lrs[59:] == pytest.approx([0.5 * (1 - i / 40) for i in range(41)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_schedule_is_a_pure_function_of_config_step_and_steps(schedule):
+    cfg = OptimConfig(lr=0.5, warmup_steps=10, schedule=schedule)
+    forwards = [learning_rate(cfg, step, 50) for step in range(50)]
+    backwards = [learning_rate(cfg, step, 50) for step in reversed(range(50))]
+    assert forwards == backwards[::-1]
+    assert cfg == OptimConfig(lr=0.5, warmup_steps=10, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr": 0.0},
+        {"lr": -1.0},
+        {"eps": 0.0},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"weight_decay": -0.1},
+        {"clip_norm": -1.0},
+        {"warmup_steps": -1},
+        {"warmup_steps": 101},
+        {"decay_fraction": 1.5},
+        {"min_lr_ratio": -0.1},
+    ],
+)
+def test_values_outside_their_range_are_refused_by_name(changes):
+    with pytest.raises(ConfigError, match=f"optim.{next(iter(changes))}="):
+        OptimConfig(**changes).validate(100)
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "beta1", "weight_decay", "clip_norm"])
+def test_nan_is_outside_every_range(name):
+    with pytest.raises(ConfigError):
+        OptimConfig(**{name: math.nan}).validate(100)
+
+
+def tensors(dtype):
+    """One parameter of every number of dimensions that models have."""
+    shapes = {"vector": (5,), "matrix": (4, 3), "experts": (2, 3, 4), "scalar": ()}
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()
+    }
+
+
+def test_only_tensors_of_two_and_more_dimensions_decay():
+    params = tensors(torch.float32)
+    before = {name: param.detach().clone() for name, param in params.items()}
+    optimizer = build_optimizer(params, OptimConfig(lr=0.1, weight_decay=0.5))
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for name, param in params.items():
+        factor = 1 - 0.1 * 0.5 if param.ndim >= 2 else 1.0
+        torch.testing.assert_close(param.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-5)])
+def test_steps_equal_adamw_from_its_equations(dtype, tolerance):
+    cfg = OptimConfig(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
+    params = tensors(dtype)
+    theta = {name: param.detach().double() for name, param in params.items()}
+    first = {name: torch.zeros_like(value) for name, value in theta.items()}
+    second = {name: torch.zeros_like(value) for name, value in theta.items()}
+    optimizer = build_optimizer(params, cfg)
+    for step in range(1, 8):
+        lr = 0.01 * step
+        set_learning_rate(optimizer, lr)
+        for name, param in params.items():
+            grad = torch.randn_like(param) * 10.0 ** (step % 3 - 1)
+            param.grad = grad
+            g = grad.double()
+            if param.ndim >= 2:
+                theta[name] = theta[name] - lr * 0.3 * theta[name]
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            mean, square = first[name] / (1 - 0.8**step), second[name] / (1 - 0.95**step)
+            theta[name] = theta[name] - lr * mean / (square.sqrt() + 1e-6)
+        optimizer.step()
+        for name, param in params.items():
+            torch.testing.assert_close(
+                param.detach().double(), theta[name], rtol=tolerance, atol=tolerance, msg=name
+            )
+    state = optimizer_tensors(optimizer, params)
+    for name in params:
+        assert state[f"{name}.step"].item() == 7
+        torch.testing.assert_close(
+            state[f"{name}.exp_avg"].double(), first[name], rtol=tolerance, atol=tolerance
+        )
+        torch.testing.assert_close(
+            state[f"{name}.exp_avg_sq"].double(), second[name], rtol=tolerance, atol=tolerance
+        )
+
+
+def test_optimizer_tensors_are_the_state_itself_and_there_from_the_start():
+    params = tensors(torch.float32)
+    optimizer = build_optimizer(params, OptimConfig(lr=0.1))
+    state = optimizer_tensors(optimizer, params)
+    expected = {f"{n}.{key}" for n in params for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert set(state) == expected
+    assert all((value == 0).all() for value in state.values())
+    # a moment loaded in place is what the next step uses
+    state["matrix.exp_avg"].fill_(1.0)
+    state["matrix.step"].fill_(1000.0)
+    before = params["matrix"].detach().clone()
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert (params["matrix"] < before * (1 - 0.1 * 0.1) - 0.1).all()

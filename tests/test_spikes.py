@@ -1,0 +1,227 @@
+"""Both spike definitions against a plain recomputation over the whole recorded series."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from diffllm.spikes import SpikeMonitor
+
+NAN, INF = math.nan, math.inf
+NAMES = [
+    f"{definition}/{series}_{what}"
+    for definition in ("spikes", "spikes_olmo2")
+    for series in ("loss", "grad")
+    for what in ("total", "score")
+]
+
+
+def finite_before(series, index):
+    return np.array([v for v in series[:index] if math.isfinite(v)])
+
+
+def spikes_window128(series):
+    """Indices above mean + 6 sigma of the 128 finite values before, once there are 128."""
+    found = []
+    for i, value in enumerate(series):
+        window = finite_before(series, i)[-128:]
+        above = len(window) == 128 and value > np.mean(window) + 6 * np.std(window)
+        if above or not math.isfinite(value):
+            found.append(i)
+    return found
+
+
+def spikes_olmo2(series):
+    """Indices 7 or more sigma from the mean of the last 1,000 finite values, from 128 on."""
+    found = []
+    for i, value in enumerate(series):
+        window = finite_before(series, i)[-1000:]
+        far = False
+        if len(window) >= 128 and np.std(window) > 0:
+            far = abs(value - np.mean(window)) / np.std(window) >= 7
+        if far or not math.isfinite(value):
+            found.append(i)
+    return found
+
+
+def counted(series, start=0, monitor=None):
+    """The steps at which each total of a monitor fed (series, series) grew."""
+    monitor = monitor or SpikeMonitor()
+    steps = {"spikes": [], "spikes_olmo2": []}
+    for i, value in enumerate(series[start:], start):
+        before = monitor.metrics()
+        monitor.update(value, value)
+        after = monitor.metrics()
+        for name, found in steps.items():
+            grown = after[f"{name}/loss_total"] - before[f"{name}/loss_total"]
+            assert grown in (0, 1)
+            assert after[f"{name}/grad_total"] == after[f"{name}/loss_total"]
+            if grown:
+                found.append(i)
+    return steps
+
+
+def training_like(steps=1500, seed=0):
+    """A falling loss with noise, upward and downward outliers, a plateau, NaN and infinities."""
+    rng = np.random.default_rng(seed)
+    series = 2.5 + 6 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.05, steps)
+    for at, jump in ((600, 1.5), (601, 1.5), (640, 0.6), (1400, -4.0), (1200, 9.0), (1203, 0.9)):
+        series[at] += jump
+    series[1250:1300] += 0.8
+    series[[3, 700]] = NAN
+    series[[127, 710]] = INF
+    series[711] = -INF
+    return series.tolist()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_recorded_series_give_the_spikes_of_a_plain_recomputation(seed):
+    series = training_like(seed=seed)
+    found = counted(series)
+    assert found["spikes"] == spikes_window128(series)
+    assert found["spikes_olmo2"] == spikes_olmo2(series)
+    # the two definitions disagree here, so neither can stand in for the other
+    assert set(found["spikes"]) != set(found["spikes_olmo2"])
+    assert {3, 127, 600, 700, 710, 711, 1200} <= set(found["spikes"])
+    assert 1400 in found["spikes_olmo2"]
+    assert 1400 not in found["spikes"]
+
+
+def alternating(count):
+    """Mean 0 and standard deviation 1 over any even number of values."""
+    return [1.0, -1.0] * (count // 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "window128", "olmo2"),
+    [
+        (6.0, False, False),  # more than 6, not 6
+        (6.001, True, False),
+        (6.999, True, False),
+        (7.0, True, True),  # 7 or more
+        (-6.5, False, False),
+        (-7.0, False, True),  # two-sided
+        (-50.0, False, True),
+    ],
+)
+def test_thresholds_and_sides(value, window128, olmo2):
+    found = counted([*alternating(128), value])
+    assert found == {
+        "spikes": [128] if window128 else [],
+        "spikes_olmo2": [128] if olmo2 else [],
+    }
+
+
+@pytest.mark.parametrize(("before", "counts"), [(126, False), (127, False), (128, True)])
+def test_no_finite_value_is_a_spike_before_128_values(before, counts):
+    series = [*alternating(128)[:before], 100.0]
+    expected = [before] if counts else []
+    assert counted(series) == {"spikes": expected, "spikes_olmo2": expected}
+
+
+def test_values_that_are_not_finite_do_not_count_towards_the_128():
+    series = [*alternating(126), NAN, INF, -INF, 1.0, 100.0, 100.0]
+    # 127 finite values stand before the first 100, 128 before the second, itself one of them
+    found = counted(series)
+    expected = spikes_window128(series)
+    assert found["spikes"] == expected == [126, 127, 128, 131]
+    assert found["spikes_olmo2"] == spikes_olmo2(series)
+
+
+def test_nan_and_infinity_are_spikes_from_the_first_step_on():
+    assert counted([NAN, INF, -INF, 1.0]) == {"spikes": [0, 1, 2], "spikes_olmo2": [0, 1, 2]}
+
+
+def test_nan_and_infinity_leave_the_window_as_it_was():
+    noise = np.random.default_rng(0).normal(0, 1, 400).tolist()
+    broken = [*noise[:300], NAN, INF, -INF, *noise[300:], 30.0]
+    assert counted(broken) == {"spikes": [300, 301, 302, 403], "spikes_olmo2": [300, 301, 302, 403]}
+
+
+def test_a_finite_spike_enters_the_windows_that_follow():
+    # 10 is 10 sigma away from the alternating values, 1.5 and 0.5 once a 200 is among them
+    assert counted([*alternating(1000), 10.0]) == {"spikes": [1000], "spikes_olmo2": [1000]}
+    assert counted([*alternating(1000), 200.0, 10.0]) == {"spikes": [1000], "spikes_olmo2": [1000]}
+
+
+def test_the_current_value_is_not_in_its_own_window():
+    # 6.5 sigma from the 128 values before it, but less than 6 from a window that holds it too
+    series = [*alternating(128), 6.5]
+    inside = np.array(series[1:])
+    assert (6.5 - inside.mean()) / inside.std() < 6
+    assert counted(series)["spikes"] == [128]
+
+
+def test_windows_forget_after_128_and_after_1000_values():
+    far = [*([1000.0, -1000.0] * 64), *alternating(128), 10.0]
+    found = counted(far)
+    assert found["spikes"] == [len(far) - 1]
+    assert found["spikes_olmo2"] == []
+    further = [*([1000.0, -1000.0] * 64), *alternating(1000), 10.0]
+    assert counted(further)["spikes_olmo2"] == [len(further) - 1]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 2.302585092994046, 1e-12, 3e38])
+def test_a_constant_series_has_no_spikes(value):
+    assert counted([value] * 1200) == {"spikes": [], "spikes_olmo2": []}
+
+
+def test_a_rise_after_a_constant_series_is_a_spike():
+    found = counted([*([2.0] * 128), 2.1])
+    assert found == {"spikes": [128], "spikes_olmo2": [128]}
+
+
+def test_loss_and_gradient_norm_are_counted_apart():
+    monitor = SpikeMonitor()
+    quiet = alternating(200)
+    loss, grad = list(quiet), list(quiet)
+    loss[150] = 50.0
+    grad[160] = grad[170] = NAN
+    grad[180] = -50.0
+    for values in zip(loss, grad, strict=True):
+        monitor.update(*values)
+    metrics = monitor.metrics()
+    assert {n: metrics[n] for n in metrics if n.endswith("total")} == {
+        "spikes/loss_total": 1,
+        "spikes/grad_total": 2,
+        "spikes_olmo2/loss_total": 1,
+        "spikes_olmo2/grad_total": 3,
+    }
+
+
+def test_metrics_have_the_published_names_and_the_score_is_the_share_of_steps():
+    monitor = SpikeMonitor()
+    assert sorted(monitor.metrics()) == sorted(NAMES)
+    assert set(monitor.metrics().values()) == {0.0}
+    for value in [1.0, NAN, 1.0, 1.0, INF]:
+        monitor.update(value, 1.0)
+    metrics = monitor.metrics()
+    assert metrics["spikes/loss_score"] == metrics["spikes_olmo2/loss_score"] == 2 / 5
+    assert metrics["spikes/grad_score"] == metrics["spikes_olmo2/grad_score"] == 0
+
+
+@pytest.mark.parametrize("cut", [0, 64, 128, 600, 601, 701, 1000, 1499])
+def test_state_survives_json_in_the_middle_of_a_series(cut):
+    series = training_like()
+    whole, first = SpikeMonitor(), SpikeMonitor()
+    for value in series:
+        whole.update(value, -value)
+    for value in series[:cut]:
+        first.update(value, -value)
+    second = SpikeMonitor()
+    second.update(7.0, 7.0)  # what it held before must not matter
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    for value in series[cut:]:
+        second.update(value, -value)
+    assert second.metrics() == whole.metrics()
+    assert second.recent_loss(100) == whole.recent_loss(100)
+
+
+def test_recent_loss_is_the_mean_of_the_last_finite_losses():
+    monitor = SpikeMonitor()
+    assert math.isnan(monitor.recent_loss(10))
+    for value in [5.0, 1.0, NAN, 3.0]:
+        monitor.update(value, 0.0)
+    assert monitor.recent_loss(2) == 2.0
+    assert monitor.recent_loss(10) == 3.0

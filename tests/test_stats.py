@@ -1,0 +1,297 @@
+"""In-block statistics: against recomputation, in theory, and combined over micro-batches."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from single_process import gloo_group
+
+from diffllm import build_model, load_config
+from diffllm.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
+from diffllm.errors import ConfigError
+from diffllm.model.attention.ops import attend
+from diffllm.model.stats import block_stats
+
+COMMON = {
+    "hidden_top1",
+    "hidden_kurtosis",
+    "context_rms",
+    "context_rms_min",
+    "context_rms_max",
+}
+LAMBDA = {"lambda_mean", "lambda_min", "lambda_max"}
+EXPECTED = {
+    "standard": COMMON,
+    "gated": COMMON | {"gate_mean"},
+    "diff_v1": COMMON | LAMBDA,
+    "diff_v2": COMMON | LAMBDA,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with gloo_group():
+        yield
+
+
+def tiny(variant, *extra):
+    overrides = ["model=tiny", "model.init_std=0.2", "model.vocab_size=64", "data.vocab_size=64"]
+    cfg = load_config([*overrides, f"attention={variant}", "seq_len=16", *extra])
+    return build_model(cfg.model)
+
+
+def batch(size=4):
+    tokens = torch.randint(0, 64, (size, 17))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_nothing_is_computed_unless_asked_for():
+    assert block_stats(torch.randn(2, 3, 4), None) == {}
+
+
+def test_block_stats_equal_an_explicit_recomputation():
+    x = torch.randn(2, 5, 12)
+    x[1, 3, 7] = -40.0
+    context, lam, gate = torch.randn(2, 5, 3, 6), torch.rand(2, 5, 3), torch.rand(2, 5, 3, 6)
+    stats = block_stats(x, {"context": context, "lambda": lam, "gate": gate})
+    rms = [
+        math.sqrt(sum(c.item() ** 2 for c in context[b, t, h]) / 6)
+        for b in range(2)
+        for t in range(5)
+        for h in range(3)
+    ]
+    kurtosis = []
+    for row in x.flatten(0, 1).double().tolist():
+        mean = sum(row) / 12
+        variance = sum((v - mean) ** 2 for v in row) / 12
+        kurtosis.append(sum((v - mean) ** 4 for v in row) / 12 / variance**2)
+    expected = {
+        "hidden_top1": 40.0,
+        "hidden_kurtosis": sum(kurtosis) / 10,
+        "context_rms": sum(rms) / 30,
+        "context_rms_min": min(rms),
+        "context_rms_max": max(rms),
+        "lambda_mean": lam.double().mean().item(),
+        "lambda_min": lam.min().item(),
+        "lambda_max": lam.max().item(),
+        "gate_mean": gate.double().mean().item(),
+    }
+    assert {name: value.item() for name, value in stats.items()} == pytest.approx(expected)
+    assert all(s.dtype == torch.float32 and s.shape == () for s in stats.values())
+
+
+def test_statistics_are_detached_and_float32_from_bf16():
+    x = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    shown = {"context": x.view(1, 4, 2, 4) * 1, "lambda": x.mean(-1)}
+    for name, value in block_stats(x, shown).items():
+        assert not value.requires_grad, name
+        assert value.dtype == torch.float32
+
+
+def test_a_scalar_lambda_is_its_own_mean_minimum_and_maximum():
+    shown = {"context": torch.randn(1, 2, 1, 4), "lambda": torch.tensor(0.37)}
+    stats = block_stats(torch.randn(1, 2, 4), shown)
+    assert {stats[name].item() for name in LAMBDA} == {torch.tensor(0.37).item()}
+
+
+def context_rms(q, k, v):
+    """Mean, minimum and maximum that diagnostics report for a map over all positions."""
+    n = q.shape[1]
+    context = attend(q, k, v, torch.ones(n, n, dtype=torch.bool))
+    stats = block_stats(torch.zeros(1, n, 4), {"context": context})
+    return [stats[f"context_rms{what}"].item() for what in ("", "_min", "_max")]
+
+
+@pytest.mark.parametrize("n", [16, 64, 256])
+def test_context_rms_of_uniform_heads_is_one_over_root_n_and_of_one_hot_heads_one(n):
+    d = 512  # wide, so that the n values are nearly uncorrelated
+    v = torch.randn(1, n, 2, d)
+    v = v / v.square().mean(-1, keepdim=True).sqrt()
+    uniform = context_rms(torch.zeros(1, n, 2, d), torch.randn(1, n, 2, d), v)
+    assert uniform == pytest.approx([n**-0.5] * 3, rel=0.15)
+    one_hot = torch.eye(n, d).view(1, n, 1, d).expand(1, n, 2, d) * 1000.0
+    assert context_rms(one_hot, one_hot, v) == pytest.approx([1.0] * 3, abs=1e-4)
+
+
+def test_context_rms_is_a_mean_over_tokens_and_heads_of_roots():
+    context = torch.tensor([0.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 8)
+    stats = block_stats(torch.zeros(1, 2, 4), {"context": context})
+    assert stats["context_rms"] == 1.0  # not sqrt(2), the root of the mean square
+    assert (stats["context_rms_min"], stats["context_rms_max"]) == (0.0, 2.0)
+
+
+def kurtosis_of(x):
+    return block_stats(x, {"context": torch.zeros(1, 1, 1, 1)})["hidden_kurtosis"].item()
+
+
+def test_kurtosis_is_3_for_normals_and_the_width_for_a_single_large_channel():
+    assert kurtosis_of(torch.randn(4, 16, 8192) * 7 + 3) == pytest.approx(3, rel=0.02)
+    assert kurtosis_of(torch.rand(4, 16, 8192)) == pytest.approx(1.8, rel=0.02)
+    outlier = torch.zeros(2, 3, 1000)
+    outlier[..., 17] = 50.0
+    assert kurtosis_of(outlier) == pytest.approx(1000, rel=0.01)
+    assert math.isfinite(kurtosis_of(torch.zeros(2, 3, 8)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_micro_batches_combine_to_the_statistics_of_the_whole(micro_batches):
+    x = torch.randn(8, 5, 16) * torch.arange(1, 9).view(8, 1, 1)
+    context, lam = torch.randn(8, 5, 2, 4) * x[:, :, :2, None], torch.rand(8, 5, 2)
+    gate = torch.rand(8, 5, 2, 4)
+
+    def stats(rows):
+        shown = {"context": context[rows], "lambda": lam[rows], "gate": gate[rows]}
+        return {name: value.view(1) for name, value in block_stats(x[rows], shown).items()}
+
+    merged, size = {}, 8 // micro_batches
+    for i in range(micro_batches):
+        merged = merge(merged, stats(slice(i * size, (i + 1) * size)))
+    reduced, whole = reduce_stats(merged, micro_batches), stats(slice(None))
+    assert reduced.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(reduced[name], value, msg=name)
+
+
+def test_merging_leaves_the_parts_as_they_were():
+    a, b = {"context_rms": torch.ones(2)}, {"context_rms": torch.ones(2)}
+    merge(a, b)
+    assert a["context_rms"].tolist() == b["context_rms"].tolist() == [1.0, 1.0]
+
+
+def test_reducing_no_statistics_gives_none():
+    assert reduce_stats({}, 3) == {}
+    assert named_values({}) == {}
+
+
+def test_named_values_put_the_quantity_first_and_the_layer_in_two_digits():
+    stats = {"context_rms": torch.arange(12.0), "hidden_top1": torch.arange(12.0) + 100}
+    values = named_values(stats)
+    assert len(values) == 24
+    assert values["context_rms/layer_00"] == 0.0
+    assert values["context_rms/layer_11"] == 11.0
+    assert values["hidden_top1/layer_03"] == 103.0
+    assert all(type(value) is float for value in values.values())
+
+
+@pytest.mark.parametrize("variant", EXPECTED)
+def test_a_diagnosed_forward_pass_returns_exactly_its_names(variant):
+    inputs, targets = batch()
+    stats = tiny(variant)(inputs, targets, diagnose=True).stats
+    assert set(stats) == EXPECTED[variant]
+    assert all(value.shape == (2,) and torch.isfinite(value).all() for value in stats.values())
+    expected = {f"{name}/layer_{i:02d}" for name in EXPECTED[variant] for i in range(2)}
+    assert set(named_values(reduce_stats(stats, 1))) == expected
+
+
+@pytest.mark.parametrize("variant", EXPECTED)
+def test_diagnosing_changes_neither_objective_nor_gradients(variant):
+    model, (inputs, targets) = tiny(variant), batch()
+    plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
+    assert plain.stats == {}
+    assert torch.equal(plain.objective, diagnosed.objective)
+    grads = [torch.autograd.grad(out.objective, list(model.parameters())) for out in (plain, diagnosed)]
+    for mine, other in zip(*grads, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("variant", EXPECTED)
+def test_a_models_micro_batches_combine_to_the_whole_batch(variant):
+    model, (inputs, targets) = tiny(variant), batch(6)
+    whole = model(inputs, targets, diagnose=True).stats
+    merged = {}
+    for i in range(3):
+        rows = slice(2 * i, 2 * i + 2)
+        merged = merge(merged, model(inputs[rows], targets[rows], diagnose=True).stats)
+    reduced = reduce_stats(merged, 3)
+    for name, value in whole.items():
+        torch.testing.assert_close(reduced[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def heard(module, where, run):
+    """The first input or the output of a module during `run()`."""
+    tensors = []
+    if where == "input":
+        handle = module.register_forward_pre_hook(lambda _, args: tensors.append(args[0].detach()))
+    else:
+        handle = module.register_forward_hook(lambda _, args, out: tensors.append(out))
+    result = run()
+    handle.remove()
+    return tensors[0], result
+
+
+def rms_over_channels(x):
+    return x.float().square().mean(-1).sqrt()
+
+
+def test_context_rms_of_diff_v1_is_that_before_the_head_norm():
+    model, (inputs, targets) = tiny("diff_v1"), batch()
+    for i, layer in enumerate(model.layers):
+        before, out = heard(
+            layer.attention.head_norm, "input", lambda: model(inputs, targets, diagnose=True)
+        )
+        assert before.shape == (4, 16, 2, 64)  # H/2 heads, 2d wide
+        rms = rms_over_channels(before)
+        torch.testing.assert_close(out.stats["context_rms"][i], rms.mean())
+        torch.testing.assert_close(out.stats["context_rms_min"][i], rms.amin())
+        torch.testing.assert_close(out.stats["context_rms_max"][i], rms.amax())
+        # after the norm the RMS is the same for every token and head, so it would show nothing
+        assert out.stats["context_rms_max"][i] > 1.2 * out.stats["context_rms_min"][i]
+
+
+@pytest.mark.parametrize("variant", ["standard", "gated", "diff_v2"])
+def test_context_rms_of_the_others_is_that_of_what_enters_wo(variant):
+    model, (inputs, targets) = tiny(variant), batch()
+    for i, layer in enumerate(model.layers):
+        before, out = heard(
+            layer.attention.wo, "input", lambda: model(inputs, targets, diagnose=True)
+        )
+        rms = rms_over_channels(before.unflatten(-1, (4, 32)))
+        torch.testing.assert_close(out.stats["context_rms"][i], rms.mean())
+        torch.testing.assert_close(out.stats["context_rms_min"][i], rms.amin())
+        torch.testing.assert_close(out.stats["context_rms_max"][i], rms.amax())
+
+
+def test_hidden_statistics_are_of_the_blocks_output():
+    model, (inputs, targets) = tiny("standard"), batch()
+    final, out = heard(model.norm, "input", lambda: model(inputs, targets, diagnose=True))
+    torch.testing.assert_close(out.stats["hidden_top1"][1], final.abs().max())
+    assert out.stats["hidden_kurtosis"][1].item() == pytest.approx(kurtosis_of(final), rel=1e-5)
+
+
+def test_lambda_of_diff_v2_is_the_sigmoid_of_w_lambda():
+    model, (inputs, targets) = tiny("diff_v2"), batch()
+    for i, layer in enumerate(model.layers):
+        logits, out = heard(
+            layer.attention.w_lambda, "output", lambda: model(inputs, targets, diagnose=True)
+        )
+        lam = torch.sigmoid(logits)
+        torch.testing.assert_close(out.stats["lambda_mean"][i], lam.mean())
+        torch.testing.assert_close(out.stats["lambda_min"][i], lam.min())
+        torch.testing.assert_close(out.stats["lambda_max"][i], lam.max())
+
+
+def test_lambda_of_diff_v1_follows_its_formula_in_every_layer():
+    model, (inputs, targets) = tiny("diff_v1", "model.n_layers=3"), batch()
+    stats = model(inputs, targets, diagnose=True).stats
+    for i, layer in enumerate(model.layers):
+        q1, k1, q2, k2 = (
+            getattr(layer.attention, f"lambda_{name}").detach().double() for name in ("q1", "k1", "q2", "k2")
+        )
+        lam = math.exp(q1 @ k1) - math.exp(q2 @ k2) + 0.8 - 0.6 * math.exp(-0.3 * i)
+        assert [stats[name][i].item() for name in sorted(LAMBDA)] == pytest.approx([lam] * 3)
+    assert all(a != b for a, b in pairwise(stats["lambda_mean"].tolist()))
+
+
+def test_the_gate_of_gated_attention_is_the_sigmoid_of_w_gate():
+    model, (inputs, targets) = tiny("gated"), batch()
+    for i, layer in enumerate(model.layers):
+        logits, out = heard(
+            layer.attention.w_gate, "output", lambda: model(inputs, targets, diagnose=True)
+        )
+        torch.testing.assert_close(out.stats["gate_mean"][i], torch.sigmoid(logits).mean())
+
+
+def test_a_negative_interval_is_refused():
+    with pytest.raises(ConfigError, match=r"diagnostics.interval=-1"):
+        DiagnosticsConfig(interval=-1).validate()
