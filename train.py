@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import config_directory, load_config  # noqa: E402
-from diffllm.errors import UserError  # noqa: E402
+from diffllm.errors import AgreedError, ConfigError, UserError  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -37,8 +37,11 @@ def main() -> int:
 
             run(load_config(args.overrides))
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             print(f"error: {error}", file=sys.stderr)
+        elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
+            print(f"error: rank {rank}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -5,6 +5,10 @@ class UserError(Exception):
     """Something outside the code is wrong; the message names it and says what is allowed."""
 
 
+class AgreedError(UserError):
+    """An error of rank 0 that the other ranks share; rank 0 reports it."""
+
+
 class ConfigError(UserError):
     """A configuration key, value or combination that cannot run."""
 

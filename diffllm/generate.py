@@ -17,6 +17,7 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int = 0,
+    vocab_size: int | None = None,
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -28,6 +29,7 @@ def generate(
         top_p: sample among the fewest tokens whose probabilities sum to at least this
             (Holtzman et al., arXiv 1904.09751).
         seed: of the sampling; the same on every rank of a sharded model.
+        vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
         stop_token: ends the generation once every sequence has it; rows are padded with it.
         dtype: of the caches; the parameters' by default.
 
@@ -40,7 +42,7 @@ def generate(
     tokens, unseen = prompt, prompt
     done = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for _ in range(max_new_tokens):
-        logits = model(unseen, caches=caches)[:, -1].float()
+        logits = model(unseen, caches=caches)[:, -1, :vocab_size].float()
         unseen = sample(logits, temperature, top_p, generator)
         if stop_token is not None:
             unseen = torch.where(done, stop_token, unseen)

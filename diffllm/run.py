@@ -92,9 +92,10 @@ def execute(
     """Build, train and report, inside a process group; `directory` is rank 0's."""
     started = time.perf_counter()
     t, state = build(cfg, device), LoopState()
-    flops = t.model.flops_per_token()
     if checkpoint:
         restore(t, state, checkpoint)
+        if path not in checkpoint.parents:
+            state.wandb_id = None  # another run's
     display.say(headline(cfg, t, data, path, state.step))
     outputs = None
     if directory:
@@ -106,7 +107,7 @@ def execute(
         device,
         cfg.steps,
         cfg.global_batch_size * cfg.seq_len,
-        flops,
+        t.model.flops_per_token(),
         cfg.model.z_loss,
         state.spikes,
         display,
@@ -118,7 +119,7 @@ def execute(
     if stopped:
         display.say(
             f"stopped by {stopped} after step {state.step}, saved; "
-            f"run.name={path.name} with the same config continues"
+            f"the same command with run.dir={path} continues"
         )
     else:
         text = sample(t, data)
@@ -138,15 +139,16 @@ def sample(t: Training, data: TokenData) -> str:
         prompt = tokenizer.encode(t.cfg.data.sample_prompt)
     else:
         prompt = data.split("heldout").tokens(0, 16).tolist()
-    room = t.cfg.seq_len - len(prompt)
+    prompt = prompt[: max(1, t.cfg.seq_len // 2)]
     with torch.compiler.set_stance("force_eager"):
         tokens = generate(
             t.model,
             torch.tensor([prompt], device=t.device),
-            max_new_tokens=max(0, min(128, room)),
+            max_new_tokens=min(128, t.cfg.seq_len - len(prompt)),
             temperature=0.8,
             top_p=0.95,
             seed=t.cfg.seed,
+            vocab_size=tokenizer.vocab_size,
             stop_token=tokenizer.eos_id,
             dtype=t.compute_dtype,
         )

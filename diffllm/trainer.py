@@ -149,8 +149,8 @@ def train(
 ) -> str | None:
     """Train until cfg.steps, or until a signal, whose name is returned.
 
-    The last step is logged, evaluated and saved whatever the intervals; the step at which the
-    ranks agree on a signal is saved.
+    The first step is logged, the last one logged, evaluated and saved whatever the intervals; the
+    step at which the ranks agree on a signal is saved.
     """
     cfg, stop, loader = t.cfg, StopFlag(), training_loader(t, data, state)
     batches = recorder.timed(iter(loader))
@@ -165,7 +165,7 @@ def train(
             with recorder.paused():
                 state.heldout_loss = evaluate(t, data)
                 recorder.note("eval/loss", state.heldout_loss)
-        if every(cfg.log_interval, step) or last:
+        if every(cfg.log_interval, step) or step == 1 or last:
             params = [p.detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
             recorder.log(step, lr, global_norm(params, t.mesh))

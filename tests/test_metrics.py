@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,12 @@ def test_auto_is_online_with_a_key_in_netrc(home):
 def test_a_netrc_for_another_machine_or_a_broken_one_is_no_key(home):
     netrc(home, "example.org")
     assert resolve_mode(WandbConfig()) == "offline"
-    (home / ".netrc").write_text("machine api.wandb.ai login\nnonsense")
+    (home / ".netrc").write_text("nonsense at the top level\n")
     assert resolve_mode(WandbConfig()) == "offline"
-    (home / ".netrc").write_bytes(b"\xff\xfe\x00machine")
+
+
+def test_a_netrc_that_is_not_utf8_is_no_key(home):
+    (home / ".netrc").write_bytes("machine example.org login user password größe".encode("latin-1"))
     assert resolve_mode(WandbConfig()) == "offline"
 
 
@@ -195,8 +199,15 @@ def records(path: Path) -> list[Record]:
     return found
 
 
-def offline_runs(directory: Path) -> list[list[Record]]:
-    return [records(path) for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"))]
+def offline_run_records(directory: Path) -> list[Record]:
+    """Of the one run below `directory`; wandb's service may still be writing after finish()."""
+    (path,) = directory.glob("wandb/offline-run-*/*.wandb")
+    for _ in range(300):
+        found = records(path) if path.stat().st_size else []
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no exit record")
 
 
 def of_kind(found: list[Record], kind: str) -> list[Any]:
@@ -225,7 +236,7 @@ def test_an_offline_run_holds_config_history_group_and_id(tmp_path, quiet_wandb,
         run.log({"step": step, "tokens": 100 * step, "train/loss": 3.0 - 0.5 * step})
     run.log({"step": 4, "tokens": 400, "train/loss": math.nan, "context_rms/layer_01": 0.25})
     run.finish({"heldout_loss": 1.25})
-    (found,) = offline_runs(tmp_path)
+    found = offline_run_records(tmp_path)
 
     (header,) = of_kind(found, "run")
     assert header.run_id == run.id
@@ -266,8 +277,7 @@ def test_the_same_id_continues_on_a_second_start(tmp_path, quiet_wandb):
     assert second.id == first.id != third.id
     headers = []
     for name in ("first", "second", "third"):
-        (found,) = offline_runs(tmp_path / name)
-        headers += of_kind(found, "run")
+        headers += of_kind(offline_run_records(tmp_path / name), "run")
     assert [h.run_id for h in headers] == [first.id, first.id, third.id]
     assert [h.run_group for h in headers] == ["my-group", "my-group", "diff_v2"]
 

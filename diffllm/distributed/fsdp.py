@@ -44,7 +44,9 @@ def parallelize(
     layers: Any = model.layers
     for layer in layers:
         if activation_checkpointing:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
         if compile:
             layer.compile(fullgraph=True)
         shard(layer, reshard_after_forward=True)

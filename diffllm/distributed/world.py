@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from diffllm.errors import ConfigError, UserError
+from diffllm.errors import AgreedError, ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -50,12 +50,17 @@ class World:
                 raise
         decision = json.loads(self.store.get(key))
         if "error" in decision:
-            raise UserError(decision["error"])
+            raise AgreedError(decision["error"])
         return decision["result"]
 
     def device(self) -> torch.device:
         """This rank's GPU where there is one, else the CPU."""
         if torch.cuda.is_available():
+            if self.local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"local rank {self.local_rank} has no GPU: this machine has "
+                    f"{torch.cuda.device_count()}; start one process a GPU"
+                )
             torch.cuda.set_device(self.local_rank)
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")

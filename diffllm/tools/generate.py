@@ -71,6 +71,7 @@ def main(argv: list[str]) -> None:
         args.temperature,
         args.top_p,
         args.seed,
+        vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )
     print(tokenizer.decode([t for t in tokens[0].tolist() if t != tokenizer.eos_id]))

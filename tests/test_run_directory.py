@@ -1,0 +1,367 @@
+"""A run's directory: its name, its identity, and that nothing foreign is believed or harmed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from diffllm import build_model, load_config
+from diffllm.config import TrainConfig
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.run_directory import RunDirectory, choose_path, load_run_config, resume_checkpoint
+
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+
+
+def tiny(*overrides: str) -> TrainConfig:
+    return load_config(["model=tiny", "run.name=a-run", *overrides])
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "source.model"
+    path.write_bytes(b"pieces")
+    return path
+
+
+@pytest.fixture
+def begun(tmp_path: Path, tokenizer: Path) -> Path:
+    """The directory of a run that has begun, logged a step and saved a checkpoint."""
+    directory = RunDirectory(tmp_path / "run", tiny())
+    directory.check()
+    directory.begin(tokenizer)
+    (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    checkpoint = directory.path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text('{"format": 1}')
+    directory.lock.release()
+    return directory.path
+
+
+def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(file.relative_to(path)): (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name != ".lock"
+    }
+
+
+# Names
+
+
+def test_a_run_goes_below_outputs_under_its_name():
+    assert choose_path(tiny()) == Path("outputs/a-run")
+    assert choose_path(tiny("run.sweep=lrs")) == Path("outputs/lrs/a-run")
+    assert choose_path(tiny("run.dir=/somewhere/else")) == Path("/somewhere/else")
+    assert choose_path(tiny("run.dir=/somewhere/else", "run.sweep=lrs")) == Path("/somewhere/else")
+
+
+def test_a_home_directory_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert choose_path(tiny("run.dir='~/runs/x'")) == Path("/home/someone/runs/x")
+
+
+def test_a_run_without_a_name_gets_one_that_says_what_it_is():
+    path = choose_path(load_config(["model=tiny", "attention=gated"]))
+    assert path.parent == Path("outputs")
+    assert path.name.startswith("quickstart-gated-2")
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "..", "a b", "/abs", "a\n", ""])
+def test_a_name_that_is_not_one_path_component_is_refused(name):
+    cfg = tiny()
+    cfg.run.name = name
+    with pytest.raises(ConfigError, match=r"run\.name="):
+        choose_path(cfg)
+
+
+# Identity
+
+
+def test_the_same_config_may_go_on(begun):
+    before = snapshot(begun)
+    RunDirectory(begun, tiny()).check()
+    assert snapshot(begun) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("seed=7", "seed: 0 there, 7 here"),
+        ("optim.lr=0.5", "optim.lr: 0.003 there, 0.5 here"),
+        ("attention=standard", "model.attention"),
+        ("steps=301", "steps"),
+        ("global_batch_size=32", "global_batch_size"),
+        ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
+        ("precision=fp32", "precision: auto there, fp32 here"),
+        ("data.heldout_fraction=0.1", "data.heldout_fraction"),
+    ],
+)
+def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override, key):
+    before = snapshot(begun)
+    with pytest.raises(ConfigError, match="is a run with another config") as caught:
+        RunDirectory(begun, tiny(override)).check()
+    if key != "model.attention":
+        assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert snapshot(begun) == before
+
+
+def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_path, tokenizer):
+    first = RunDirectory(tmp_path / "run", tiny("attention=standard"))
+    first.begin(tokenizer)
+    first.lock.release()
+    (first.path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"attention.*standard there, diff_v2 here"):
+        RunDirectory(first.path, tiny("attention=diff_v2")).check()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "log_interval=3",
+        "wandb.mode=disabled",
+        "checkpoint.interval=7",
+        "checkpoint.keep_last=0",
+        "eval.interval=7",
+        "diagnostics.interval=0",
+        "parallel.replicate=2",
+        "parallel=hsdp",
+        "micro_batch_size=2",
+        "compile=false",
+        "activation_checkpointing=true",
+        "data.cache_dir=/elsewhere",
+        "data.num_workers=0",
+        "distributed.timeout=5",
+        "run.name=another-name",
+    ],
+)
+def test_what_does_not_change_the_result_may_change(begun, override):
+    RunDirectory(begun, tiny(override)).check()
+
+
+def test_resume_never_refuses_a_directory_that_holds_a_run(begun, tmp_path):
+    before = snapshot(begun)
+    with pytest.raises(ConfigError, match="resume=never"):
+        RunDirectory(begun, tiny("resume=never")).check()
+    assert snapshot(begun) == before
+    RunDirectory(tmp_path / "fresh", tiny("resume=never")).check()
+
+
+def test_a_directory_with_checkpoints_but_no_config_is_not_ours(begun):
+    (begun / "config.yaml").unlink()
+    before = snapshot(begun)
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        RunDirectory(begun, tiny()).check()
+    assert snapshot(begun) == before
+
+
+def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(begun, tmp_path):
+    cut_short = begun / "checkpoints" / ".step-00000002.incomplete"
+    cut_short.mkdir()
+    (cut_short / "part").touch()
+    other = tmp_path / "other.model"
+    other.write_bytes(b"other pieces")
+    directory = RunDirectory(begun, tiny())
+    directory.begin(other)
+    assert (begun / "tokenizer.model").read_bytes() == b"pieces"
+    assert not cut_short.exists()
+    assert [path.name for path in directory.checkpoints] == ["step-00000001"]
+
+
+def test_a_finished_run_says_so(begun):
+    directory = RunDirectory(begun, tiny())
+    assert directory.finished() is None
+    directory.finish({"heldout_loss": 1.5})
+    assert directory.finished() == {"heldout_loss": 1.5}
+
+
+# Whether it may be used
+
+
+def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
+    held = RunDirectory(tmp_path / "run", tiny())
+    script = (
+        "import sys; from pathlib import Path; from diffllm import load_config\n"
+        "from diffllm.run_directory import RunDirectory\n"
+        "RunDirectory(Path(sys.argv[1]), load_config(['model=tiny']))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "is in use by another process" in refused.stderr
+    assert "ConfigError" in refused.stderr
+    held.lock.release()
+    RunDirectory(tmp_path / "run", tiny()).lock.release()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
+        RunDirectory(tmp_path / "file" / "run", tiny())
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(tmp_path / "file", tiny())
+    assert (tmp_path / "file").read_text() == "not a directory"
+
+
+def test_a_directory_on_a_read_only_file_system_is_refused():
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(Path("/proc/sys/run"), tiny())
+
+
+def test_a_directory_whose_lock_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(tmp_path / "run", tiny())
+
+
+# config.yaml
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_config_yaml_gives_back_the_config_and_an_identical_model(tmp_path, tokenizer, variant):
+    cfg = tiny(
+        f"attention={variant}",
+        "seed=3",
+        "seq_len=64",
+        "model.dim=64",
+        "model.rope.theta=5000",
+        "model.qk_norm=true",
+        "model.tie_embeddings=true",
+        "precision=fp32",
+        "data.text_column='a: b # c'",
+        "run.swept=[seed,optim.lr]",
+    )
+    RunDirectory(tmp_path / "run", cfg).begin(tokenizer)
+    again = load_run_config(tmp_path / "run")
+    assert again == cfg
+    assert type(again.model.attention) is type(cfg.model.attention)
+    first, second = build_model(cfg.model).state_dict(), build_model(again.model).state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_fields_of_a_variant_come_back(tmp_path, tokenizer):
+    cfg = tiny("attention=gated", "model.attention.gate=headwise")
+    RunDirectory(tmp_path / "run", cfg).begin(tokenizer)
+    assert load_run_config(tmp_path / "run") == cfg
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["attention"] == {
+        "gate": "headwise"
+    }
+
+
+def test_config_yaml_does_not_depend_on_later_defaults_or_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFLLM_CACHE", "/cache-one")
+    tokenizer = tmp_path / "t.model"
+    tokenizer.touch()
+    RunDirectory(tmp_path / "run", tiny("seq_len=64")).begin(tokenizer)
+    monkeypatch.setenv("DIFFLLM_CACHE", "/cache-two")
+    again = load_run_config(tmp_path / "run")
+    assert again.data.cache_dir == "/cache-one"
+    assert again.model.seq_len == 64
+
+
+def saved_text(tmp_path: Path) -> str:
+    tokenizer = tmp_path / "t.model"
+    tokenizer.touch()
+    RunDirectory(tmp_path / "saved", tiny()).begin(tokenizer)
+    return (tmp_path / "saved" / "config.yaml").read_text()
+
+
+FOREIGN = {
+    "empty": b"",
+    "a list": b"- 1\n- 2\n",
+    "a word": b"hello\n",
+    "a number": b"17\n",
+    "another program's": b"learning_rate: 0.1\nmodel: gpt2\n",
+    "a config of hydra's": b"run:\n  dir: /tmp\n",
+    "not yaml": b"run: [1, 2\nmodel: }{",
+    "not text": b"\xff\xfe\x00\x01\x80",
+    "a nul byte": b"run: \0\n",
+    "an unknown variant": b"run: {choices: {attention: nonsense}}\n",
+    "a variant that is a path": b"run: {choices: {attention: ../../etc/passwd}}\n",
+    "a variant that is an override": b"run: {choices: {attention: 'standard,diff_v2'}}\n",
+    "a variant that is a mapping": b"run: {choices: {attention: {a: 1}}}\n",
+    "no variant": b"run: {choices: {attention: null}}\n",
+    "choices that are a list": b"run: {choices: [1]}\n",
+    "an unknown key": b"run: {choices: {attention: standard}}\nmodel: {foo: 1}\n",
+    "a wrong type": b"run: {choices: {attention: standard}}\nmodel: {dim: wide}\n",
+    "a missing interpolation": b"run: {choices: {attention: standard}}\nseed: ${nowhere}\n",
+    "an interpolation of itself": b"run: {choices: {attention: standard}}\nseed: ${seed}\n",
+    "an unknown resolver": b"run: {choices: {attention: standard}}\nseed: ${py:1+1}\n",
+    "a bad interpolation": b"run: {choices: {attention: '${'}}\n",
+    "a target": b"run: {choices: {attention: standard}}\nmodel: {_target_: os.system}\n",
+    "a model that is a number": b"run: {choices: {attention: standard}}\nmodel: 17\n",
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN.keys())
+def test_a_foreign_config_yaml_is_one_error_line(tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_run_config(tmp_path)
+    assert "config.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "!!python/object/apply:os.system ['touch {marker}']",
+        "!!python/object/new:os.system ['touch {marker}']",
+        "!!python/name:os.system",
+    ],
+)
+def test_a_config_yaml_cannot_run_code(tmp_path, payload):
+    marker = tmp_path / "marker"
+    text = saved_text(tmp_path)
+    (tmp_path / "config.yaml").write_text(f"{text}evil: {payload.format(marker=marker)}\n")
+    with pytest.raises(CheckpointError):
+        load_run_config(tmp_path)
+    assert not marker.exists()
+
+
+def test_a_key_of_another_version_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_text(saved_text(tmp_path) + "from_the_future: 1\n")
+    with pytest.raises(CheckpointError, match="from_the_future"):
+        load_run_config(tmp_path)
+
+
+def test_a_directory_without_config_yaml_is_not_a_run(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="is not a run directory"):
+            load_run_config(path)
+
+
+# Where a start continues
+
+
+def checkpoint_at(directory: Path, step: int) -> Path:
+    path = directory / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(f'{{"format": 1, "step": {step}}}')
+    return path
+
+
+def test_what_resume_means(tmp_path):
+    own = [checkpoint_at(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
+    other = [checkpoint_at(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
+    assert resume_checkpoint(tiny("resume=auto"), []) is None
+    assert resume_checkpoint(tiny("resume=auto"), own) == own[-1]
+    assert resume_checkpoint(tiny("resume=never"), []) is None
+    for path in (tmp_path / "other", tmp_path / "other" / "checkpoints", other[-1]):
+        assert resume_checkpoint(tiny(f"resume={path}"), []) == other[-1]
+    assert resume_checkpoint(tiny(f"resume={other[0]}"), []) == other[0]
+    # a requeued job that was started from elsewhere goes on with its own
+    assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
+
+
+def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
+            resume_checkpoint(tiny(f"resume={path}"), [])
