@@ -17,8 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch import Tensor
 
+from diffllm.checkpoint_reader import TensorReader
 from diffllm.errors import CheckpointError, ConfigError
 
 FORMAT = 1
@@ -60,6 +62,10 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
+    parts = {"step": int, "parameters": dict, "ranks": int, "loop": dict}
+    for name, kind in parts.items():
+        if not isinstance(state.get(name), kind):
+            raise CheckpointError(f"{path} is not a checkpoint: state.json has no {name}")
     return state
 
 
@@ -86,10 +92,16 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(tensors, checkpoint_id=path, **kwargs)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {reason}") from error
+            dcp.load(tensors, storage_reader=TensorReader(path), **kwargs)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """One line about a failure; DCP wraps those of the ranks, and not in an Exception."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class Checkpointer:
@@ -142,10 +154,9 @@ class Checkpointer:
             return
         try:
             pending.result()
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
-                f"could not write a checkpoint under {self.directory}: {reason}"
+                f"could not write a checkpoint under {self.directory}: {reason(error)}"
             ) from error
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ Hydra composes, the dataclasses type it, and nothing past `train.py` sees a Dict
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -166,19 +167,21 @@ def typed(composed: DictConfig) -> TrainConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from error
     assert isinstance(cfg, TrainConfig)
-    reject_unknown(cfg)
+    check_fields(cfg)
     cfg.validate()
     return cfg
 
 
-def reject_unknown(node: Any, prefix: str = "") -> None:
-    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
+def check_fields(node: Any, prefix: str = "") -> None:
+    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`), inf and nan."""
     known = [f.name for f in fields(node)]
     for name, value in vars(node).items():
         if name not in known:
             raise ConfigError(f"unknown key {prefix}{name}{suggest(name, known)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{prefix}{name}={value} must be finite")
         if is_dataclass(value):
-            reject_unknown(value, f"{prefix}{name}.")
+            check_fields(value, f"{prefix}{name}.")
 
 
 def suggest(name: str, known: list[str]) -> str:

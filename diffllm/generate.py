@@ -25,7 +25,7 @@ def generate(
 
     Args:
         prompt: (B, T) int64, T >= 1, T + max_new_tokens <= model.cfg.seq_len.
-        temperature: 0 takes the most likely token.
+        temperature: 0 (below 1e-6) takes the most likely token.
         top_p: sample among the fewest tokens whose probabilities sum to at least this
             (Holtzman et al., arXiv 1904.09751).
         seed: of the sampling; the same on every rank of a sharded model.
@@ -56,7 +56,7 @@ def generate(
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
     """One token a row: logits (B, V) -> (B,) int64. Drawn on the CPU, so devices agree."""
-    if temperature == 0:
+    if temperature < 1e-6:
         return logits.argmax(-1)
     probs = torch.softmax(logits / temperature, dim=-1).cpu()
     if top_p < 1:

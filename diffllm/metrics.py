@@ -1,5 +1,6 @@
 """Where numbers go: metrics.jsonl always, wandb when it works."""
 
+import contextlib
 import json
 import math
 import netrc
@@ -48,7 +49,7 @@ def has_key() -> bool:
         return True
     try:
         return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, ValueError, netrc.NetrcParseError):
         return False
 
 
@@ -63,12 +64,10 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int = 0):
         kept = []
         if path.exists() and last_step:
-            for line in path.read_text().splitlines():
-                try:
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= last_step:
                         kept.append(line + "\n")
-                except (ValueError, KeyError):
-                    continue
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(path)

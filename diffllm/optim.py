@@ -39,13 +39,14 @@ class OptimConfig:
 
     def validate(self, steps: int) -> None:
         """Raise ConfigError for values outside their range."""
-        if self.lr <= 0 or self.eps <= 0:
-            raise ConfigError(f"optim.lr={self.lr} and optim.eps={self.eps} must be positive")
+        for name in ("lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must be positive")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1)")
         for name in ("weight_decay", "clip_norm", "warmup_steps"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must not be negative")
         for name in ("decay_fraction", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
@@ -64,7 +65,7 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     start = cfg.warmup_steps
     if cfg.schedule is Schedule.wsd:
-        start = max(start, steps - round(cfg.decay_fraction * steps))
+        start = max(start, steps - max(1, round(cfg.decay_fraction * steps)))
     progress = max(0.0, (step - start + 1) / max(1, steps - start))
     if cfg.schedule is Schedule.cosine:
         remaining = 0.5 * (1 + math.cos(math.pi * progress))

@@ -91,7 +91,8 @@ def execute(
 ) -> None:
     """Build, train and report, inside a process group; `directory` is rank 0's."""
     started = time.perf_counter()
-    t, state = build(cfg, device), LoopState()
+    t = build(cfg, device)
+    state = LoopState(corpus=f"{data.manifest.corpus}/{data.manifest.pieces_hash}")
     if checkpoint:
         restore(t, state, checkpoint)
         if path not in checkpoint.parents:

@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from diffllm.checkpoint import complete_checkpoints, read_state
 from diffllm.config import TrainConfig, compose_config, typed
@@ -18,10 +19,12 @@ from diffllm.errors import CheckpointError, ConfigError
 
 # What may change between two starts of one run without changing what it computes.
 FREE = (
-    "run", "wandb", "resume", "log_interval", "checkpoint", "eval", "diagnostics", "distributed",
+    "run.name", "run.dir", "run.sweep", "run.swept", "wandb", "resume", "log_interval", "checkpoint", "eval", "diagnostics", "distributed",
     "parallel", "micro_batch_size", "compile", "activation_checkpointing", "data.cache_dir",
-    "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
+    "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer", "data.sample_prompt",
+    *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError)
 
 
 class RunDirectory:
@@ -139,7 +142,7 @@ def load_run_config(path: Path) -> TrainConfig:
         return typed(OmegaConf.merge(composed, saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
-    except (ConfigError, OmegaConfBaseException, AttributeError, KeyError, OSError) as error:
+    except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
 

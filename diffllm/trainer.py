@@ -18,6 +18,7 @@ from diffllm.distributed.fsdp import local_rows, parallelize
 from diffllm.distributed.gradients import average_replicated, clip_, global_norm
 from diffllm.distributed.mesh import build_mesh
 from diffllm.distributed.stop import StopFlag
+from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
 from diffllm.model.stats import Stats
@@ -126,6 +127,8 @@ class LoopState:
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
+    corpus: str = ""
+    """Hashes of the corpus and of the tokenizer's pieces, which `data` counts in."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     heldout_loss: float | None = None
@@ -135,6 +138,8 @@ class LoopState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.spikes.load_state_dict(state["spikes"])
+        if state["corpus"] != self.corpus:
+            raise CheckpointError("the checkpoint is of another corpus or tokenizer")
         for name in ("step", "data", "wandb_id", "heldout_loss"):
             setattr(self, name, state[name])
 
@@ -227,6 +232,12 @@ def restore(t: Training, state: LoopState, path: Path) -> None:
     """Continue from a checkpoint, whatever mesh wrote it; raises CheckpointError."""
     check_parameters(path, t.params)
     saved = read_state(path)
+    try:
+        state.load_state_dict(saved["loop"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its loop state lacks {error}"
+        ) from error
     rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
     load_tensors(path, {**t.tensors(), **rng})
     for name, value in rng.items():
@@ -234,7 +245,6 @@ def restore(t: Training, state: LoopState, path: Path) -> None:
             torch.cuda.set_rng_state(value, t.device)
         else:
             torch.set_rng_state(value)
-    state.load_state_dict(saved["loop"])
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

@@ -16,3 +16,4 @@ import torch
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tiny models, and cores shared with the processes that tests start

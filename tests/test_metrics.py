@@ -96,7 +96,9 @@ def test_a_last_line_cut_short_is_dropped(tmp_path, keep):
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("junk", [b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'])
+@pytest.mark.parametrize(
+    "junk", [b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n']
+)
 def test_junk_at_the_end_of_the_file_does_not_stop_a_resume(tmp_path, junk):
     """What a machine that lost power can leave behind."""
     path = tmp_path / "metrics.jsonl"
@@ -104,6 +106,17 @@ def test_junk_at_the_end_of_the_file_does_not_stop_a_resume(tmp_path, junk):
     path.write_bytes(path.read_bytes() + junk)
     write(path, range(4, 5), last_step=3)
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+
+
+def test_a_resume_replaces_the_file_in_one_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6))
+    before = path.read_text()
+    with path.open() as reader:  # who is reading goes on reading the whole old file
+        MetricsFile(path, last_step=3).close()
+        assert reader.read() == before
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_resume_that_cannot_write_leaves_the_old_file_whole(tmp_path, monkeypatch):

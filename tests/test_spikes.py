@@ -153,6 +153,14 @@ def test_the_current_value_is_not_in_its_own_window():
     assert counted(series)["spikes"] == [128]
 
 
+def test_windows_hold_exactly_128_and_1000_values():
+    # a far value hides what follows as long as it is in the window
+    assert counted([1e6, *alternating(126), 0.0, 10.0])["spikes"] == []
+    assert counted([1e6, *alternating(128), 10.0])["spikes"] == [129]
+    assert counted([1e6, *alternating(998), 0.0, 10.0])["spikes_olmo2"] == []
+    assert counted([1e6, *alternating(1000), 10.0])["spikes_olmo2"] == [1001]
+
+
 def test_windows_forget_after_128_and_after_1000_values():
     far = [*([1000.0, -1000.0] * 64), *alternating(128), 10.0]
     found = counted(far)

@@ -190,7 +190,9 @@ def test_diagnosing_changes_neither_objective_nor_gradients(variant):
     plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}
     assert torch.equal(plain.objective, diagnosed.objective)
-    grads = [torch.autograd.grad(out.objective, list(model.parameters())) for out in (plain, diagnosed)]
+    grads = [
+        torch.autograd.grad(out.objective, list(model.parameters())) for out in (plain, diagnosed)
+    ]
     for mine, other in zip(*grads, strict=True):
         assert torch.equal(mine, other)
 
@@ -276,7 +278,8 @@ def test_lambda_of_diff_v1_follows_its_formula_in_every_layer():
     stats = model(inputs, targets, diagnose=True).stats
     for i, layer in enumerate(model.layers):
         q1, k1, q2, k2 = (
-            getattr(layer.attention, f"lambda_{name}").detach().double() for name in ("q1", "k1", "q2", "k2")
+            getattr(layer.attention, f"lambda_{name}").detach().double()
+            for name in ("q1", "k1", "q2", "k2")
         )
         lam = math.exp(q1 @ k1) - math.exp(q2 @ k2) + 0.8 - 0.6 * math.exp(-0.3 * i)
         assert [stats[name][i].item() for name in sorted(LAMBDA)] == pytest.approx([lam] * 3)

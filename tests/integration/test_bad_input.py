@@ -28,6 +28,8 @@ from cli_helpers import (
 
 from diffllm import tools
 
+pytestmark = pytest.mark.timeout(60)  # what is wrongly accepted may train for long
+
 VARIANTS = ["diff_v1", "diff_v2", "gated", "standard"]
 
 
@@ -101,7 +103,11 @@ def error_line(result: Result) -> str:
     lines = result.err.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1, result.err
-    others = [line for line in lines if not line.startswith(("error: ", "preparing tokens: "))]
+    others = [
+        line
+        for line in lines
+        if not line.startswith(("error: ", "preparing tokens: ", "prepared "))
+    ]
     assert not others, result.err
     assert lines[-1] == errors[0], result.err
     assert not result.out.strip(), result.out
@@ -139,7 +145,7 @@ def test_snapshot_sees_every_kind_of_change(tmp_path: Path) -> None:
         what()
         return len(changes(earlier, snapshot(tmp_path)))
 
-    assert change(lambda: file.write_text("b")) == 2  # the link shows it no more than the file
+    assert change(lambda: file.write_text("b")) == 1
     assert change(lambda: (tmp_path / "new").mkdir()) == 1
     assert change(lambda: (tmp_path / "new" / "empty").touch()) == 1
     assert change(lambda: os.utime(file, (0, 0))) == 1
@@ -165,7 +171,6 @@ KEYS = [
     (["+attenton=standard"], ["attenton", "attention"]),
     (["optimiser.lr=1"], ["optimiser.lr", "optim.lr"]),
     (["~stepz"], ["stepz"]),
-    (["~steps"], ["steps"]),
     (["~model"], ["model"]),
 ]
 CHOICES = [
@@ -179,20 +184,20 @@ CHOICES = [
     (["model=null"], ["model", "tiny", "mini"]),
     (["model="], ["model", "tiny", "mini"]),
     (["attention=null"], ["attention", *VARIANTS]),
-    (["model=[tiny,mini]"], ["model"]),
-    (["attention=standard_schema"], ["attention=standard_schema", *VARIANTS]),
+    (["model=[tiny,mini]"], ["model", "tiny", "mini"]),
+    (["attention=3"], ["attention=3", *VARIANTS]),
 ]
 TYPES = [
     (["steps=many"], ["steps", "many", "nteger"]),
     (["steps=1.5"], ["steps", "1.5", "nteger"]),
-    (["steps=null"], ["steps", "None"]),
-    (["steps=[1,2]"], ["steps", "[1,2]"]),
-    (["steps="], ["steps"]),
+    (["steps=null"], ["steps=null"]),
+    (["steps=[1,2]"], ["steps=[1,2]", "nteger"]),
+    (["steps="], ["steps=", "nteger"]),
     (["optim.lr=fast"], ["optim.lr", "fast", "loat"]),
     (["compile=maybe"], ["compile", "maybe", "ool"]),
     (["model.dim=8.5"], ["model.dim", "8.5", "nteger"]),
-    (["data.paths=one.txt"], ["data.paths", "one.txt"]),
-    (["optim=3"], ["optim"]),
+    (["data.paths=one.txt"], ["data.paths=one.txt", "list"]),
+    (["optim=3"], ["optim=3", "adamw"]),
     (["model.rope=3"], ["model.rope", "3"]),
     (["seed=a"], ["seed", "a", "nteger"]),
 ]
@@ -287,9 +292,7 @@ def cases(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"), cases(KEYS, CHOICES, TYPES, ENUMS, RANGES, SYNTAX)
-)
+@pytest.mark.parametrize(("words", "named"), cases(KEYS, CHOICES, TYPES, ENUMS, RANGES, SYNTAX))
 def test_override_that_cannot_run(workspace: Workspace, words: list[str], named: list[str]) -> None:
     workspace.rejects(words, *named)
 
@@ -540,6 +543,7 @@ def test_run_directory_that_cannot_be_written(workspace: Workspace) -> None:
             (["seed=0,1", "run.sweep=a/b"], ["run.sweep", "a/b"]),
             (["seed=0,1", "run.sweep=.."], ["run.sweep", ".."]),
             (["steps=[1", "seed=0,1"], ["steps=[1"]),
+            (["data.sample_prompt=a/b,a:b"], ["a_b", "two"]),  # one directory for both
         ]
     ),
 )

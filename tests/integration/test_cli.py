@@ -1,0 +1,394 @@
+"""The commands as a user runs them, on a tiny corpus."""
+
+import errno
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli_helpers import (
+    Result,
+    call,
+    changes,
+    command,
+    metrics,
+    snapshot,
+    tool_command,
+    train_command,
+)
+
+from diffllm import tools
+from diffllm.tools.generate import load_model
+
+VARIANTS = ["standard", "gated", "diff_v1", "diff_v2"]
+TORCHRUN = [
+    sys.executable,
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+LOGGED = {
+    *("train/loss", "train/grad_norm", "train/param_norm", "train/lr"),
+    *("perf/tokens_per_s", "perf/step_ms", "perf/data_ms", "perf/peak_memory_gib"),
+    *(f"spikes/{name}" for name in ("loss_total", "grad_total", "loss_score", "grad_score")),
+    *(f"spikes_olmo2/{name}" for name in ("loss_total", "grad_total", "loss_score", "grad_score")),
+}
+EVERY_LAYER = [
+    *("context_rms", "context_rms_min", "context_rms_max", "hidden_top1", "hidden_kurtosis")
+]
+LAMBDA = ["lambda_mean", "lambda_min", "lambda_max"]
+OWN = {"standard": [], "gated": ["gate_mean"], "diff_v1": LAMBDA, "diff_v2": LAMBDA}
+
+
+def train(words: list[str], cwd: Path, environment: dict[str, str]) -> Result:
+    return command(train_command(words), cwd, environment)
+
+
+def tool(words: list[str], cwd: Path, environment: dict[str, str]) -> Result:
+    return command(tool_command(words), cwd, environment)
+
+
+def assert_complete(run: Path) -> None:
+    """What every finished run of four steps has."""
+    assert [line["step"] for line in metrics(run)][-1] == 4
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert (run / "config.yaml").is_file()
+    assert (run / "tokenizer.model").is_file()
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000004"]
+    assert all((run / "checkpoints" / name / "state.json").is_file() for name in saved)
+
+
+# One run
+
+
+def test_a_finished_run_says_so_and_is_left_alone(
+    workplace: Path, finished_run: Path, tiny: list[str], environment: dict[str, str]
+) -> None:
+    assert_complete(finished_run)
+    before = snapshot(workplace)
+    words = [*tiny, "attention=standard", "run.name=finished"]
+    again = train(words, workplace, environment)
+    assert again == Result(0, "outputs/finished is finished: 4 steps\n", "")
+    assert not changes(before, snapshot(workplace))
+
+
+def test_a_run_without_a_name_gets_a_fresh_one(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    """Piped output is plain lines; whatever is said of the run is true."""
+    result = train([*tiny, "attention=gated"], tmp_path, environment)
+    assert result.code == 0, result.err
+    assert not CONTROL.search(result.out + result.err)
+    assert result.err == "", "the corpus was prepared before, and nothing else belongs here"
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert re.fullmatch(r"quickstart-gated-\d{8}-\d{6}", run.name)
+    assert_complete(run)
+    assert f"outputs/{run.name}" in result.out.splitlines()[0]
+    for step in (2, 4):
+        assert re.search(rf"^step {step}/4  loss \d+\.\d+  grad", result.out, re.M), result.out
+    summary = json.loads((run / "summary.json").read_text())
+    assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], "something lies beside outputs/"
+
+
+def test_a_terminal_shows_live_progress(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    main, terminal = pty.openpty()
+    process = subprocess.Popen(
+        train_command([*tiny, "run.name=live"]),
+        cwd=tmp_path,
+        env={**environment, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "40"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    output = b""
+    try:
+        while True:
+            try:
+                block = os.read(main, 65536)
+            except OSError as error:
+                assert error.errno == errno.EIO  # noqa: PT017  the other end is closed
+                break
+            if not block:
+                break
+            output += block
+        code = process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    text = output.decode()
+    assert code == 0, text
+    assert "\x1b[" in text, "nothing was drawn"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert re.search(r"step +4/4", plain), plain
+    assert re.search(r"loss \d+\.\d+ +grad \d+\.\d+ +lr \S+ +[\d,]+ tok/s", plain), plain
+    assert "ETA" in plain
+    assert "held-out loss" in plain
+
+
+def test_help_and_cfg(tmp_path: Path, tiny: list[str], environment: dict[str, str]) -> None:
+    helped = train(["--help"], tmp_path, environment)
+    assert helped.code == 0, helped.err
+    for word in ("attention:", *VARIANTS, "global_batch_size", "steps"):
+        assert word in helped.out, word
+    shown = train(["--cfg", "job", *tiny, "seed=7"], tmp_path, environment)
+    assert shown.code == 0, shown.err
+    assert re.search(r"^seed: 7$", shown.out, re.M)
+    assert re.search(r"^ +vocab_size: 512$", shown.out, re.M)
+    assert not list(tmp_path.iterdir())
+
+
+# Tools
+
+
+def continued(run: Path, capfd: pytest.CaptureFixture[str], prompt: str, *more: str) -> str:
+    """What `diffllm generate` prints, in this process."""
+    words = ["generate", f"run={run}", f"prompt={prompt}", "max_new_tokens=6", *more]
+    result = call(lambda: tools.main(words), capfd)
+    assert (result.code, result.err) == (0, "")
+    return result.out
+
+
+PROMPTS = ["a=b, {c}", "x[1]", "${seed} 'a\"=", "  def f(\n\t", "null", "1e3"]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_generate_continues_the_prompt_as_it_stands(
+    finished_run: Path, capfd: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    """Verbatim: no prompt is read as Hydra grammar, none loses a character."""
+    before = snapshot(finished_run)
+    out = continued(finished_run, capfd, prompt)
+    assert out.startswith(prompt), out
+    assert len(out.rstrip("\n")) > len(prompt.rstrip("\n")), out
+    assert not changes(before, snapshot(finished_run))
+
+
+def test_generate_is_a_function_of_its_seed(
+    tmp_path: Path,
+    finished_run: Path,
+    capfd: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+) -> None:
+    first, again, other = (
+        continued(finished_run, capfd, "def ", f"seed={seed}") for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first != other
+    words = ["generate", f"run={finished_run}", "prompt=def ", "max_new_tokens=6", "seed=3"]
+    assert tool(words, tmp_path, environment) == Result(0, first, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_without_chance_ignores_the_seed(
+    finished_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    greedy = [
+        continued(finished_run, capfd, "def ", "temperature=0", f"seed={seed}") for seed in (3, 4)
+    ]
+    assert greedy[0] == greedy[1]
+
+
+def test_generate_reads_the_checkpoint_it_is_told_to(finished_run: Path) -> None:
+    newest, last, earlier = (load_model(finished_run, step).norm.weight for step in (0, 4, 2))
+    assert torch.equal(newest, last)
+    assert not torch.equal(newest, earlier)
+
+
+def test_prepare_makes_what_a_run_finds(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str]
+) -> None:
+    words = [*tiny, f"data.cache_dir={tmp_path / 'own cache'}"]
+    first = tool(["prepare", *words], tmp_path, environment)
+    assert first.code == 0, first.err
+    directory = Path(first.out.splitlines()[0])
+    assert directory.parent == tmp_path / "own cache" / "tokens"
+    assert re.search(r"^train +[\d,]+ documents, [\d,]+ tokens", first.out, re.M), first.out
+    assert re.search(r"^heldout +[\d,]+ documents, [\d,]+ tokens", first.out, re.M), first.out
+    assert not CONTROL.search(first.out + first.err)
+    before = snapshot(tmp_path)
+    again = tool(["prepare", *words], tmp_path, environment)
+    assert again == Result(0, first.out, "")
+    assert not changes(before, snapshot(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["prepare", "count", "generate"])
+def test_tools_have_help(capfd: pytest.CaptureFixture[str], name: str) -> None:
+    result = call(lambda: tools.main([name, "--help"]), capfd)
+    assert (result.code, result.err) == (0, "")
+    assert f"diffllm {name}" in result.out
+
+
+# Sweeps
+
+
+@pytest.fixture(scope="module")
+def swept(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny: list[str],
+    environment: dict[str, str],
+    finished_run: Path,
+) -> tuple[Path, Result]:
+    """One sweep over all variants, without a name."""
+    cwd = tmp_path_factory.mktemp("sweep")
+    words = ["-m", f"attention={','.join(VARIANTS)}", *tiny]
+    return cwd, train(words, cwd, environment)
+
+
+def test_a_sweep_gives_every_variant_its_directory(swept: tuple[Path, Result]) -> None:
+    cwd, result = swept
+    assert result.code == 0, result.err
+    assert list(cwd.iterdir()) == [cwd / "outputs"]
+    (directory,) = (cwd / "outputs").iterdir()
+    assert re.fullmatch(r"sweep-\d{8}-\d{6}", directory.name)
+    runs = [path for path in directory.iterdir() if path.is_dir()]
+    assert sorted(run.name for run in runs) == sorted(VARIANTS)
+    for run in runs:
+        assert_complete(run)
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["variant"] == run.name
+        last = f"{run.relative_to(cwd)}  held-out loss {summary['heldout_loss']:.4f}"
+        assert last in result.out.splitlines(), result.out
+    assert not CONTROL.search(result.out + result.err)
+    assert result.err == ""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_metrics_have_their_names(swept: tuple[Path, Result], variant: str) -> None:
+    (run,) = (swept[0] / "outputs").glob(f"*/{variant}")
+    lines = metrics(run)
+    for line in lines:
+        assert line["tokens"] == line["step"] * 4 * 32
+    per_layer = {
+        f"{name}/layer_{layer:02d}" for name in EVERY_LAYER + OWN[variant] for layer in range(2)
+    }
+    by_step = {line["step"]: line for line in lines}
+    assert len(by_step) == len(lines), "a step has two lines"
+    for step in (2, 4):
+        missing = (LOGGED | per_layer | {"eval/loss"}) - by_step[step].keys()
+        assert not missing
+        assert all(isinstance(value, (int, float)) for value in by_step[step].values())
+    foreign = {name for names in OWN.values() for name in names} - set(OWN[variant])
+    present = {name.partition("/")[0] for line in lines for name in line}
+    assert not foreign & present
+
+
+def test_variants_begin_alike_and_go_their_ways(swept: tuple[Path, Result]) -> None:
+    """All else equal: an untrained model of any variant has about the loss of guessing."""
+    (directory,) = (swept[0] / "outputs").iterdir()
+    lines = {variant: metrics(directory / variant) for variant in VARIANTS}
+    first = {variant: lines[variant][0] for variant in VARIANTS}
+    assert {line["step"] for line in first.values()} == {1}
+    losses = [line["train/loss"] for line in first.values()]
+    assert losses == pytest.approx([math.log(512)] * 4, abs=0.1)
+    assert len({lines[variant][-1]["eval/loss"] for variant in VARIANTS}) == 4
+
+
+def test_a_sweep_goes_on_past_a_failed_run_and_later_makes_up_for_it(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    directory = tmp_path / "outputs" / "mine"
+    directory.mkdir(parents=True)
+    obstacle = directory / "gated"
+    obstacle.write_text("in the way")
+    words = ["-m", "attention=standard,gated,diff_v2", *tiny, "run.sweep=mine"]
+    first = train(words, tmp_path, environment)
+    assert first.code == 1, first
+    assert "Traceback" not in first.out + first.err
+    assert re.search(r"^error: run directory outputs/mine/gated cannot be written", first.err)
+    for name in ("standard", "diff_v2"):
+        assert_complete(directory / name)
+    last = first.out[first.out.rindex("outputs/mine/standard") :]
+    assert re.search(r"^outputs/mine/standard  held-out loss \d", last, re.M), last
+    assert re.search(r"^outputs/mine/gated  FAILED", last, re.M), last
+    assert re.search(r"^outputs/mine/diff_v2  held-out loss \d", last, re.M), last
+    assert "1 of 3" in last
+    assert "run.sweep=mine" in last
+    assert obstacle.read_text() == "in the way"
+
+    obstacle.unlink()
+    kept = [directory / "standard", directory / "diff_v2"]
+    before = snapshot(*kept)
+    second = train(words, tmp_path, environment)
+    assert second.code == 0, second
+    assert not changes(before, snapshot(*kept))
+    assert_complete(directory / "gated")
+    for name in ("standard", "diff_v2"):
+        assert f"outputs/mine/{name} is finished: 4 steps" in second.out
+    assert "outputs/mine/gated is finished" not in second.out
+    assert "FAILED" not in second.out
+
+
+def test_swept_numbers_name_their_runs(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    words = ["-m", *tiny, "optim.lr=1e-3,2e-3", "seed=5", "run.sweep=rates"]
+    result = train(words, tmp_path, environment)
+    assert result.code == 0, result.err
+    runs = sorted(path for path in (tmp_path / "outputs" / "rates").iterdir() if path.is_dir())
+    assert [run.name for run in runs] == ["lr0.001", "lr0.002"]
+    assert [metrics(run)[-1]["train/lr"] for run in runs] == pytest.approx([1e-4, 2e-4])
+
+
+# Two ranks
+
+
+def test_two_ranks(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    """The same run as on one rank, written once."""
+    script = train_command([])[1:]
+    words = [*TORCHRUN, *script, *tiny, "attention=standard", "run.name=two"]
+    result = command(words, tmp_path, environment)
+    assert result.code == 0, result.err
+    run = tmp_path / "outputs" / "two"
+    assert_complete(run)
+    assert result.out.count("step 4/4") == 1, result.out
+    assert "2 x CPU" in result.out
+    assert not CONTROL.search(result.out)
+    alone, together = metrics(finished_run), metrics(run)
+    assert [line["step"] for line in alone] == [line["step"] for line in together]
+    for name in ("train/loss", "eval/loss"):
+        assert together[-1][name] == pytest.approx(alone[-1][name], abs=2e-3)
+    again = command(words, tmp_path, environment)
+    assert again.code == 0, again.err
+    assert again.out.count("outputs/two is finished: 4 steps") == 1
+
+
+def test_two_ranks_sweep(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    script = train_command([])[1:]
+    words = [*TORCHRUN, *script, "-m", "attention=standard,diff_v2", *tiny, "run.sweep=pair"]
+    result = command(words, tmp_path, environment)
+    assert result.code == 0, result.err
+    runs = [path for path in (tmp_path / "outputs" / "pair").iterdir() if path.is_dir()]
+    assert sorted(run.name for run in runs) == ["diff_v2", "standard"]
+    for run in runs:
+        assert_complete(run)
+        assert result.out.count(f"outputs/pair/{run.name}  held-out loss") == 1, result.out
+    assert (tmp_path / "outputs").is_dir()
+    assert list((tmp_path / "outputs").iterdir()) == [tmp_path / "outputs" / "pair"]
+
+
+def test_two_ranks_report_an_error_once(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str]
+) -> None:
+    words = [*TORCHRUN, *train_command([])[1:], *tiny, "global_batch_size=5"]
+    result = command(words, tmp_path, environment)
+    assert result.code != 0
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.err
+    assert "global_batch_size=5 cannot be shared by 2 ranks" in errors[0]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,49 @@
+"""The wheel, installed somewhere else."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from cli_helpers import REPO
+
+pytestmark = pytest.mark.slow
+
+CHECK = """
+import sys
+from pathlib import Path
+import diffllm
+from diffllm.config import config_directory
+
+target = Path(sys.argv[1]).resolve()
+assert Path(diffllm.__file__).resolve().is_relative_to(target), diffllm.__file__
+assert config_directory().resolve().is_relative_to(target), config_directory()
+for variant in ("standard", "gated", "diff_v1", "diff_v2"):
+    cfg = diffllm.load_config(["model=tiny", f"attention={variant}", "steps=50"])
+    assert cfg.run.choices["attention"] == variant
+    assert diffllm.build_model(cfg.model) is not None
+print(cfg.model.dim, cfg.steps)
+"""
+
+
+def run(words: list[str], cwd: Path) -> str:
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_wheel_brings_its_configuration(tmp_path: Path) -> None:
+    wheels, target, elsewhere = (tmp_path / name for name in ("wheels", "target", "elsewhere"))
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    run([*pip, "wheel", str(REPO), "--no-deps", "--wheel-dir", str(wheels)], tmp_path)
+    (wheel,) = wheels.glob("diffllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    conf = {path.relative_to(REPO).as_posix() for path in (REPO / "conf").rglob("*.yaml")}
+    assert {f"diffllm/{name}" for name in conf} <= names
+    run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CHECK}"
+    out = run([sys.executable, "-P", "-c", code, str(target)], elsewhere)
+    assert out.split() == ["128", "50"]

@@ -1,0 +1,421 @@
+"""Checkpoints of a real (single-rank, sharded) training: exact, complete or absent, and safe."""
+
+import json
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from single_process import gloo_group
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from diffllm import load_config
+from diffllm.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    check_parameters,
+    complete_checkpoints,
+    load_tensors,
+    read_state,
+    step_of,
+)
+from diffllm.distributed.fsdp import local
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.trainer import LoopState, Training, build, restore, save, train_step
+
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with gloo_group():
+        yield
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
+    made = Checkpointer(tmp_path, CheckpointConfig(keep_last=2))
+    yield made
+    made.pool.shutdown()
+
+
+def training(variant: str = "diff_v1", *overrides: str) -> Training:
+    cfg = load_config(
+        [
+            *("model=tiny", f"attention={variant}", "seq_len=8", "global_batch_size=2"),
+            *("model.dim=32", "model.ffn_dim=32", "model.vocab_size=64", "precision=fp32"),
+            *("optim.warmup_steps=0", "optim.lr=0.1", *overrides),
+        ]
+    )
+    return build(cfg, torch.device("cpu"))
+
+
+def step(t: Training, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 64, (2, 9), generator=generator)
+    out = train_step(t, iter([(tokens[:, :-1], tokens[:, 1:])]), number, diagnose=False)
+    return out.nll
+
+
+def values(t: Training) -> dict[str, torch.Tensor]:
+    return {name: local(tensor).clone() for name, tensor in t.tensors().items()}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def small() -> dict[str, torch.Tensor]:
+    return {"model.w": torch.arange(6.0).view(2, 3), "optim.w.step": torch.tensor(3.0)}
+
+
+STATE: dict[str, Any] = {"parameters": {"w": [2, 3]}, "loop": {"step": 1}}
+
+
+def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
+    checkpointer.save(number, small(), STATE)
+    checkpointer.wait()
+    return checkpointer.directory / f"step-{number:08d}"
+
+
+# What is saved
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
+    checkpointer, tmp_path, variant
+):
+    t, state = training(variant), LoopState()
+    for number in range(2):
+        step(t, number)
+    state.step, state.data, state.wandb_id = 2, {"sequence": 4}, "abc"
+    state.spikes.update(3.5, 0.25)
+    at_save, rng, loop = values(t), torch.get_rng_state(), state.state_dict()
+    loop = json.loads(json.dumps(loop))
+    save(t, state, checkpointer)
+    # training goes on in place while the files are being written
+    after = [step(t, number) for number in (2, 3)]
+    state.spikes.update(9.0, 9.0)
+    checkpointer.wait()
+    moved = values(t)
+    assert all(not torch.equal(moved[n], at_save[n]) for n in moved if n.endswith("wq.weight"))
+
+    fresh, loaded = training(variant, "seed=1"), LoopState()
+    torch.manual_seed(12345)
+    restore(fresh, loaded, tmp_path / "step-00000002")
+    assert_equal(values(fresh), at_save)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert json.loads(json.dumps(loaded.state_dict())) == loop
+    assert [step(fresh, number).item() for number in (2, 3)] == [loss.item() for loss in after]
+    assert_equal(values(fresh), moved)
+
+
+def test_tensors_overwritten_as_soon_as_save_returns_are_saved_as_they_were(checkpointer):
+    big = {f"t{i}": torch.full((300, 1000), float(i)) for i in range(8)}
+    checkpointer.save(1, big, STATE)
+    for tensor in big.values():
+        tensor.fill_(-1.0)
+    checkpointer.wait()
+    back = {name: torch.empty(300, 1000) for name in big}
+    load_tensors(checkpointer.directory / "step-00000001", back)
+    for i in range(8):
+        assert (back[f"t{i}"] == i).all()
+
+
+def test_values_that_are_not_numbers_and_every_dtype_survive(checkpointer):
+    tensors = {
+        "special": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
+        "bf16": torch.randn(5).bfloat16(),
+        "double": torch.randn(3, dtype=torch.float64),
+        "bytes": torch.arange(256, dtype=torch.uint8),
+        "scalar": torch.tensor(7.0),
+        "empty": torch.empty(0, 4),
+    }
+    checkpointer.save(1, tensors, STATE)
+    checkpointer.wait()
+    back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_tensors(checkpointer.directory / "step-00000001", back)
+    for name, tensor in tensors.items():
+        bits = [t.reshape(-1).view(torch.uint8).tolist() for t in (tensor, back[name])]
+        assert bits[0] == bits[1], name
+
+
+def test_state_json_is_saved_as_it_was_at_save(checkpointer):
+    path = saved(checkpointer, 12)
+    state = read_state(path)
+    assert state["step"] == 12
+    assert {key: state[key] for key in STATE} == STATE
+
+
+def test_no_entry_of_the_saved_state_would_be_unpickled(checkpointer, tmp_path):
+    t = training("diff_v1")
+    step(t, 0)
+    save(t, LoopState(step=1), checkpointer)
+    checkpointer.wait()
+    entries = FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
+    assert set(entries) == {*t.tensors(), "rng.cpu.0"}
+    kinds = {type(entry) for entry in entries.values()}
+    assert kinds == {TensorStorageMetadata}
+
+
+def test_tensors_have_stable_flat_names():
+    t = training("diff_v1")
+    names = set(t.tensors())
+    for parameter in ("tok_embeddings.weight", "layers.1.attention.lambda_q1", "norm.weight"):
+        for name in ("model.{}", "optim.{}.exp_avg", "optim.{}.exp_avg_sq", "optim.{}.step"):
+            assert name.format(parameter) in names
+
+
+# When it is visible
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds every write of tensor files until `set()`; fails them if `broken` is set."""
+
+    class Gate(threading.Event):
+        reached = threading.Event()
+        broken = False
+
+    made, real = Gate(), FileSystemWriter.write_data
+    made.reached.clear()
+
+    def write_data(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made.reached.set()
+        assert made.wait(60)
+        if made.broken:
+            raise OSError(28, "No space left on device")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    yield made
+    made.set()
+
+
+def visible(directory: Path) -> list[str]:
+    return [path.name for path in directory.glob("*") if not path.name.startswith(".")]
+
+
+def test_a_checkpoint_appears_only_when_it_is_complete(checkpointer, gate, tmp_path):
+    checkpointer.save(1, small(), STATE)
+    assert gate.reached.wait(60)
+    assert complete_checkpoints(tmp_path) == []
+    assert visible(tmp_path) == []
+    gate.set()
+    checkpointer.wait()
+    assert visible(tmp_path) == ["step-00000001"]
+    assert complete_checkpoints(tmp_path) == [tmp_path / "step-00000001"]
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_failed_save_is_reported_once_and_nothing_appears(checkpointer, gate, tmp_path):
+    gate.broken = True
+    gate.set()
+    checkpointer.save(1, small(), STATE)
+    with pytest.raises(CheckpointError, match="could not write") as caught:
+        checkpointer.wait()
+    assert "No space left" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert complete_checkpoints(tmp_path) == []
+    assert visible(tmp_path) == []
+    checkpointer.wait()
+    gate.broken = False
+    saved(checkpointer, 2)
+    assert visible(tmp_path) == ["step-00000002"]
+
+
+def test_a_failed_save_is_reported_by_the_next_one_too(checkpointer, gate):
+    gate.broken = True
+    gate.set()
+    checkpointer.save(1, small(), STATE)
+    with pytest.raises(CheckpointError, match="could not write"):
+        checkpointer.save(2, small(), STATE)
+
+
+def test_a_save_over_an_earlier_incomplete_one_succeeds(checkpointer, tmp_path):
+    leftover = tmp_path / ".step-00000001.incomplete"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    saved(checkpointer)
+    load_tensors(tmp_path / "step-00000001", small())
+
+
+def test_a_save_waits_for_the_one_before(checkpointer, gate, tmp_path):
+    checkpointer.save(1, small(), STATE)
+    assert gate.reached.wait(60)
+    threading.Timer(0.2, gate.set).start()
+    checkpointer.save(2, small(), STATE)
+    assert "step-00000001" in visible(tmp_path)
+    checkpointer.close()
+    assert sorted(visible(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def test_only_complete_checkpoints_count_in_order_of_steps(checkpointer, tmp_path):
+    for name in ("step-00000003", ".step-00000004.incomplete", "step-x", "step-5.bak"):
+        (tmp_path / name).mkdir()
+    for name in (".step-00000004.incomplete", "step-x", "step-5.bak"):
+        (tmp_path / name / "state.json").write_text("{}")
+    (tmp_path / "step-00000006").write_text("a file")
+    for name in ("step-100000000", "step-99999999", "step-00000020"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")
+    found = complete_checkpoints(tmp_path)
+    assert [step_of(path) for path in found] == [20, 99999999, 100000000]
+    assert complete_checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4]), (0, [1, 2, 3, 4])]
+)
+def test_keep_last(tmp_path, keep, left):
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=keep))
+    for number in (1, 2, 3, 4):
+        saved(checkpointer, number)
+    checkpointer.close()
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == left
+    assert len(visible(tmp_path)) == len(left)
+
+
+def test_intervals_and_counts_outside_their_range_are_refused():
+    for changes, key in (({"interval": 0}, "interval=0"), ({"keep_last": -1}, "keep_last=-1")):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.{key}"):
+            CheckpointConfig(**changes).validate()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("variant", "override", "named"),
+    [
+        ("diff_v2", "model.n_layers=2", "w_lambda.weight is absent there"),
+        ("standard", "model.ffn_dim=40", r"ffn.w1.weight is \[32, 32\] there and \[40, 32\] here"),
+        ("standard", "model.n_layers=3", "layers.2.* is absent there"),
+        ("standard", "model.n_layers=1", "layers.1.* and absent here"),
+        ("standard", "model.tie_embeddings=true", "output.weight is .* and absent here"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_parameter(
+    checkpointer, tmp_path, variant, override, named
+):
+    t = training("standard")
+    save(t, LoopState(step=1), checkpointer)
+    checkpointer.wait()
+    other = training(variant, override)
+    before, state = values(other), LoopState()
+    with pytest.raises(CheckpointError, match=f"is a checkpoint of another model: .*{named}"):
+        restore(other, state, tmp_path / "step-00000001")
+    assert_equal(values(other), before)
+    assert state.step == 0
+
+
+GARBAGE = {
+    "empty": b"",
+    "cut short": b'{"format": 1, "step": 1, "parameters": {"w',
+    "not text": b"\xff\xfe\x00",
+    "a list": b"[1, 2]",
+    "null": b"null",
+    "another format": b'{"format": 999, "step": 1, "parameters": {}}',
+    "no format": b'{"step": 1, "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
+def test_a_garbage_state_json_is_refused(checkpointer, content):
+    path = saved(checkpointer)
+    (path / "state.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not a checkpoint") as caught:
+        check_parameters(path, {"w": torch.zeros(2, 3)})
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"format": 1},
+        {"format": 1, "step": 1, "parameters": None},
+        {"format": 1, "step": 1, "parameters": ["w"]},
+        {"format": 1, "step": 1, "parameters": "w"},
+    ],
+)
+def test_a_state_json_of_our_format_without_parameters_is_refused(checkpointer, content):
+    path = saved(checkpointer)
+    (path / "state.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError):
+        check_parameters(path, {"w": torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize("missing", ["loop", "ranks", "loop.spikes", "loop.step"])
+def test_a_state_json_with_a_part_missing_is_refused(checkpointer, tmp_path, missing):
+    t = training("standard")
+    save(t, LoopState(step=1), checkpointer)
+    checkpointer.wait()
+    file = tmp_path / "step-00000001" / "state.json"
+    state = json.loads(file.read_text())
+    parent, _, key = missing.rpartition(".")
+    del (state[parent] if parent else state)[key]
+    file.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError):
+        restore(t, LoopState(), file.parent)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
+            check_parameters(path, {})
+
+
+def damage(path: Path, how: str) -> None:
+    file = path / (".metadata" if "metadata" in how else "__0_0.distcp")
+    if how.startswith("no "):
+        file.unlink()
+    elif how.startswith("cut "):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif how.startswith("empty "):
+        file.write_bytes(b"")
+    else:
+        file.write_bytes(b"garbage" * 1000)
+
+
+@pytest.mark.parametrize("part", ["metadata", "tensors"])
+@pytest.mark.parametrize("how", ["no", "cut", "empty", "garbage"])
+def test_missing_or_damaged_files_are_refused(checkpointer, how, part):
+    path = saved(checkpointer)
+    damage(path, f"{how} {part}")
+    with pytest.raises(CheckpointError, match="cannot read") as caught:
+        load_tensors(path, {name: torch.zeros_like(t) for name, t in small().items()})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_that_is_not_there_is_refused(checkpointer):
+    path = saved(checkpointer)
+    with pytest.raises(CheckpointError, match=r"model\.other"):
+        load_tensors(path, {"model.other": torch.zeros(2)})
+
+
+def test_a_tensor_of_another_shape_is_refused(checkpointer):
+    path = saved(checkpointer)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        load_tensors(path, {"model.w": torch.zeros(5, 3)})
+
+
+def test_a_pickle_in_the_metadata_is_not_run(checkpointer, tmp_path):
+    """`resume=<path>` and `diffllm generate run=<dir>` take checkpoints from elsewhere."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "marker"),)
+
+    path = saved(checkpointer)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        load_tensors(path, small())
+    assert not (tmp_path / "marker").exists()

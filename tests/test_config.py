@@ -1,0 +1,278 @@
+"""The typed configuration: what composes, what is derived, what cannot run."""
+
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+
+import pytest
+from omegaconf import OmegaConf
+
+import diffllm
+from diffllm import load_config
+from diffllm.config import Precision, TrainConfig, config_directory
+from diffllm.distributed.mesh import ParallelConfig
+from diffllm.errors import ConfigError
+from diffllm.metrics import WandbMode
+from diffllm.model.attention.base import AttentionConfig
+from diffllm.optim import Schedule
+
+CONF = config_directory()
+FILES = sorted(CONF.glob("*/*.yaml"))
+NEEDED = {  # what a choice cannot do without
+    ("data", "files"): ["data.paths=[corpus.txt]"],
+    ("data", "hub"): ["data.dataset=owner/name"],
+}
+
+
+def plain_tree(node: object) -> bool:
+    """Dataclasses of plain values all the way down, nothing of the config library."""
+    if is_dataclass(node):
+        return all(plain_tree(getattr(node, f.name)) for f in fields(node))
+    if isinstance(node, list):
+        return type(node) is list and all(plain_tree(item) for item in node)
+    if isinstance(node, dict):
+        return type(node) is dict and all(plain_tree(item) for item in node.values())
+    return isinstance(node, int | float | str | Enum | NoneType)
+
+
+def test_the_result_is_typed():
+    cfg = load_config(
+        ["model=tiny", "attention=gated", "optim=wsd", "precision=bf16", "wandb.mode=offline"]
+    )
+    assert type(cfg) is TrainConfig
+    assert plain_tree(cfg)
+    assert cfg.precision is Precision.bf16
+    assert cfg.optim.schedule is Schedule.wsd
+    assert cfg.wandb.mode is WandbMode.offline
+    assert isinstance(cfg.optim.lr, float)
+    assert cfg.data.paths == []
+
+
+def test_the_public_entry_points_are_those_of_the_readme():
+    cfg = diffllm.load_config(["model=tiny", "attention=diff_v2"])
+    model = diffllm.build_model(cfg.model)
+    assert sum(p.numel() for p in model.parameters()) > 0
+
+
+def test_no_overrides_is_the_quickstart():
+    assert load_config([]) == load_config(["experiment=quickstart"]) == load_config()
+
+
+def test_a_config_is_no_ones_but_the_callers():
+    first = load_config(["model=tiny"])
+    first.data.paths.append("changed")
+    first.optim.lr = 99.0
+    first.run.choices["model"] = "changed"
+    second = load_config(["model=tiny"])
+    assert second.data.paths == []
+    assert second.optim.lr != 99.0
+    assert second.run.choices["model"] == "tiny"
+
+
+def test_there_is_a_yaml_in_every_group():
+    groups = {path.parent.name for path in FILES}
+    assert groups == {"model", "attention", "data", "optim", "parallel", "experiment"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}={p.stem}")
+def test_every_yaml_composes(path: Path):
+    group, choice = path.parent.name, path.stem
+    cfg = load_config([f"{group}={choice}", *NEEDED.get((group, choice), [])])
+    assert cfg.run.choices[group] == choice
+    assert plain_tree(cfg)
+
+
+def test_every_variant_composes_to_a_class_of_its_own():
+    classes = {}
+    for path in sorted((CONF / "attention").glob("*.yaml")):
+        cfg = load_config(["model=tiny", f"attention={path.stem}"])
+        kind = type(cfg.model.attention)
+        assert issubclass(kind, AttentionConfig)
+        assert kind is not AttentionConfig, f"{path} has no schema line"
+        classes[path.stem] = kind
+    assert {"standard", "gated", "diff_v1", "diff_v2"} <= set(classes)
+    for name, kind in classes.items():
+        module = kind.__module__.rpartition(".")[2]
+        assert name.startswith(module), f"attention={name} is {kind}"
+
+
+def test_every_variant_file_has_a_yaml():
+    files = {p.stem for p in (Path(diffllm.__file__).parent / "model" / "attention").glob("*.py")}
+    assert files - {"__init__", "base", "ops"} <= {p.stem for p in (CONF / "attention").glob("*")}
+
+
+def test_the_base_of_the_variants_builds_nothing():
+    cfg = load_config(["model=tiny"])
+    with pytest.raises(NotImplementedError, match="AttentionConfig"):
+        AttentionConfig().build(cfg.model, 0)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}={p.stem}")
+def test_no_yaml_can_call_code(path: Path):
+    assert "_target_" not in path.read_text()
+
+
+def test_changing_the_variant_changes_nothing_else():
+    base = load_config(["model=tiny", "attention=standard"])
+    for variant in ("gated", "diff_v1", "diff_v2"):
+        other = load_config(["model=tiny", f"attention={variant}"])
+        other.model.attention = base.model.attention
+        other.run.choices = base.run.choices
+        assert other == base
+
+
+def test_a_field_of_a_variant_can_be_overridden():
+    cfg = load_config(["attention=gated", "model.attention.gate=headwise"])
+    assert cfg.model.attention.gate.name == "headwise"
+
+
+def test_derived_values_follow_what_they_derive_from(monkeypatch):
+    monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
+    cfg = load_config(["model=tiny", "seq_len=96", "seed=5", "model.vocab_size=1000"])
+    assert cfg.model.seq_len == 96
+    assert cfg.model.init_seed == 5
+    assert cfg.data.vocab_size == 1000
+    assert cfg.data.cache_dir == "/some/cache"
+    monkeypatch.delenv("DIFFLLM_CACHE")
+    assert load_config([]).data.cache_dir == "~/.cache/diffllm"
+    cfg = load_config(["model=tiny", "seed=5", "model.init_seed=0"])
+    assert (cfg.seed, cfg.model.init_seed) == (5, 0)
+
+
+def test_the_typed_config_survives_yaml():
+    cfg = load_config(["model=tiny", "attention=gated", "run.swept=[seed]"])
+    text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    assert (
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg), OmegaConf.create(text)))
+        == cfg
+    )
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro", "ranks", "expected"),
+    [
+        (16, None, 1, (16, 1)),
+        (16, None, 4, (4, 1)),
+        (16, None, 16, (1, 1)),
+        (16, 4, 1, (4, 4)),
+        (16, 2, 4, (2, 2)),
+        (16, 16, 1, (16, 1)),
+        (48, 3, 4, (3, 4)),
+    ],
+)
+def test_micro_batches(global_batch, micro, ranks, expected):
+    cfg = load_config([f"global_batch_size={global_batch}"])
+    cfg.micro_batch_size = micro
+    sequences, passes = cfg.micro_batches(ranks)
+    assert (sequences, passes) == expected
+    assert sequences * passes * ranks == global_batch
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro", "ranks", "message"),
+    [
+        (16, None, 3, r"global_batch_size=16 .* 3 ranks"),
+        (2, None, 4, r"global_batch_size=2 .* 4 ranks"),
+        (16, 3, 1, r"micro_batch_size=3 must divide the 16 .*global_batch_size=16"),
+        (16, 8, 4, r"micro_batch_size=8 must divide the 4 "),
+        (16, 32, 1, r"micro_batch_size=32 must divide the 16 "),
+    ],
+)
+def test_batches_that_cannot_be_shared_are_refused(global_batch, micro, ranks, message):
+    cfg = load_config([f"global_batch_size={global_batch}"])
+    cfg.micro_batch_size = micro
+    with pytest.raises(ConfigError, match=message):
+        cfg.micro_batches(ranks)
+
+
+# Meshes
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "ranks", "expected"),
+    [
+        (1, -1, 1, (1, 1)),
+        (1, -1, 8, (1, 8)),
+        (2, -1, 8, (2, 4)),
+        (-1, 8, 8, (1, 8)),
+        (-1, 8, 32, (4, 8)),
+        (-1, 1, 4, (4, 1)),
+        (2, 3, 6, (2, 3)),
+    ],
+)
+def test_mesh_sizes(replicate, shard, ranks, expected):
+    cfg = ParallelConfig(replicate=replicate, shard=shard)
+    cfg.validate()
+    assert cfg.sizes(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "ranks"),
+    [(1, 4, 8), (2, 4, 4), (-1, 8, 12), (-1, 8, 4), (3, -1, 8), (16, -1, 8)],
+)
+def test_a_mesh_that_does_not_fill_the_world_is_refused(replicate, shard, ranks):
+    cfg = ParallelConfig(replicate=replicate, shard=shard)
+    cfg.validate()
+    message = f"parallel.replicate={replicate} x parallel.shard={shard} .* {ranks} ranks"
+    with pytest.raises(ConfigError, match=message):
+        cfg.sizes(ranks)
+
+
+def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
+    assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16)
+    assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8)
+    assert load_config(["parallel=hsdp", "parallel.shard=4"]).parallel.sizes(16) == (4, 4)
+
+
+# What cannot run anywhere
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["steps=0"], "steps=0"),
+        (["seq_len=0"], "seq_len=0"),
+        (["global_batch_size=-1"], "global_batch_size=-1"),
+        (["log_interval=0"], "log_interval=0"),
+        (["micro_batch_size=0"], "micro_batch_size=0"),
+        (["model.n_heads=6", "model.n_kv_heads=4"], "model.n_heads=6"),
+        (["model.head_dim=31"], "model.head_dim=31"),
+        (["model.dim=0"], "model.dim=0"),
+        (["model.rope.theta=0"], "model.rope.theta=0"),
+        (["model.norm_eps=0"], "model.norm_eps"),
+        (["data.vocab_size=4096"], "data.vocab_size=4096"),
+        (["attention=diff_v1", "model.n_kv_heads=1"], "model.n_kv_heads=1"),
+        (["parallel.shard=0"], "parallel.shard=0"),
+        (["parallel.replicate=-1"], "parallel.replicate"),
+        (["parallel.expert=2"], "parallel.expert=2"),
+        (["distributed.timeout=0"], "distributed.timeout=0"),
+        (["eval.interval=0"], "eval.interval=0"),
+        (["diagnostics.interval=-1"], "diagnostics.interval=-1"),
+        (["checkpoint.keep_last=-1"], "checkpoint.keep_last=-1"),
+        (["optim.warmup_steps=301"], "optim.warmup_steps=301"),
+        (["data=files"], "data.paths"),
+        (["data=hub"], "data.dataset"),
+        (["+model.foo=1"], "model.foo"),
+        (["model.foo=1"], "model.foo"),
+        (["foo=1"], "foo"),
+        (["attention=nonsense"], "diff_v2"),
+        (["precision=fp8"], "fp32"),
+        (["steps=many"], "steps=many"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_it(overrides, named):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model=tiny", *overrides])
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_key_is_answered_with_the_right_one():
+    with pytest.raises(ConfigError, match=r"did you mean optim\.lr\?"):
+        load_config(["optim.lrr=1"])
+    with pytest.raises(ConfigError, match="did you mean global_batch_size"):
+        load_config(["global_batchsize=1"])

@@ -1,0 +1,137 @@
+"""Who may import whom, and that importing the package costs nothing."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import diffllm
+
+ROOT = Path(diffllm.__file__).parent
+STANDALONE = ("data", "optim", "checkpoint", "metrics", "spikes")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules(*parts: str) -> list[Path]:
+    """The files of a package or module below diffllm/."""
+    path = ROOT.joinpath(*parts)
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Dotted names of ours that a source imports anywhere, functions and TYPE_CHECKING included.
+
+    `from a import b` gives a.b: whether b is a module cannot be told from here.
+    """
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", "") in ("import_module", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            names = [str(node.args[0].value)]
+        yield from (name for name in names if name.split(".")[0] == "diffllm")
+
+
+def imports_of(path: Path) -> list[str]:
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return list(imported(path.read_text(), package))
+
+
+def below(name: str, *allowed: str) -> bool:
+    return any(name == a or name.startswith(f"{a}.") for a in allowed)
+
+
+def test_the_reader_of_imports_sees_every_form():
+    source = """
+import diffllm.data
+import os, diffllm.spikes as s
+from diffllm.model import x as y
+from . import sibling
+from ..distributed import mesh
+from .attention.base import Attention
+def f():
+    from diffllm.trainer import build
+    importlib.import_module("diffllm.metrics")
+"""
+    assert sorted(imported(source, "diffllm.model")) == [
+        "diffllm.data",
+        "diffllm.distributed.mesh",
+        "diffllm.metrics",
+        "diffllm.model.attention.base.Attention",
+        "diffllm.model.sibling",
+        "diffllm.model.x",
+        "diffllm.spikes",
+        "diffllm.trainer.build",
+    ]
+
+
+def test_model_imports_nothing_of_ours_but_model_registry_and_errors():
+    files = modules("model")
+    assert len(files) > 10
+    for path in files:
+        for name in imports_of(path):
+            allowed = below(name, "diffllm.model", "diffllm.registry", "diffllm.errors")
+            assert allowed, f"{path} imports {name}"
+
+
+def test_distributed_never_names_an_attention():
+    files = modules("distributed")
+    assert len(files) > 3
+    for path in files:
+        for name in imports_of(path):
+            assert not below(name, "diffllm.model.attention"), f"{path} imports {name}"
+            assert not name.endswith("Attention"), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("part", STANDALONE)
+def test_what_can_stand_without_a_model_does(part):
+    files = modules(part)
+    assert files
+    assert all(path.is_file() for path in files)
+    for path in files:
+        for name in imports_of(path):
+            assert not below(name, "diffllm.model", "diffllm.trainer"), f"{path} imports {name}"
+            assert not below(name, "diffllm.build_model"), f"{path} imports {name}"
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_the_package_loads_neither_torch_nor_hydra():
+    code = "import diffllm\nassert {'load_config', 'build_model'} <= set(diffllm.__all__)"
+    heavy = {"torch", "hydra", "omegaconf", "numpy", "wandb", "datasets", "sentencepiece", "rich"}
+    assert not heavy & loaded_after(code)
+
+
+def test_the_console_script_without_a_command_loads_neither():
+    code = "from diffllm.tools import main\nassert main(['--help']) == 0"
+    assert not {"torch", "hydra"} & loaded_after(code)
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = diffllm.nonsense

@@ -1,0 +1,149 @@
+"""The same weights in the transformers library's models: independent implementations."""
+
+import pytest
+import torch
+
+from diffllm import build_model, load_config
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, DIM, FFN, LAYERS, HEAD_DIM = 96, 48, 80, 3, 16
+THETA = 500.0
+HEADS = [(4, 4), (4, 2), (8, 2), (8, 4)]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def ours(variant, heads, kv_heads, *extra):
+    cfg = load_config(
+        [
+            *("model=tiny", f"attention={variant}", "seq_len=24", f"model.dim={DIM}"),
+            *(f"model.ffn_dim={FFN}", f"model.n_layers={LAYERS}", f"model.vocab_size={VOCAB}"),
+            *(f"model.n_heads={heads}", f"model.n_kv_heads={kv_heads}"),
+            *(f"model.head_dim={HEAD_DIM}", f"model.rope.theta={THETA}", "model.init_std=0.25"),
+            *extra,
+        ]
+    )
+    model = build_model(cfg.model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("norm.weight") and "head_norm" not in name:
+                param.copy_(torch.rand_like(param) + 0.5)  # so that a norm left out would show
+            if "lambda_" in name:
+                param.normal_(0, 0.3)
+    return model
+
+
+def peer_config(kind, heads, kv_heads, tied=False):
+    return kind(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=24,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=tied,
+        attention_bias=False,
+        hidden_act="silu",
+        attn_implementation="eager",
+    )
+
+
+RENAMED = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    ".attention_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".attention.wq.": ".self_attn.q_proj.",
+    ".attention.wk.": ".self_attn.k_proj.",
+    ".attention.wv.": ".self_attn.v_proj.",
+    ".attention.wo.": ".self_attn.o_proj.",
+    ".attention.lambda_": ".self_attn.lambda_",
+    ".ffn.w1.": ".mlp.gate_proj.",
+    ".ffn.w2.": ".mlp.down_proj.",
+    ".ffn.w3.": ".mlp.up_proj.",
+}
+
+
+def renamed(name):
+    if name in RENAMED:
+        return RENAMED[name]
+    for here, there in RENAMED.items():
+        name = name.replace(here, there) if here.startswith(".") else name
+    return f"model.{name}"
+
+
+def even_heads_first(weight):
+    """Rows of adjacent head pairs (0, 1), (2, 3), ... -> all first members, then all second."""
+    pairs = weight.unflatten(0, (-1, 2, HEAD_DIM))
+    return pairs.transpose(0, 1).flatten(0, 2)
+
+
+def copy_into(peer, model, permute):
+    weights = {}
+    for name, value in model.state_dict().items():
+        if "head_norm" in name:
+            assert (value == 1).all()  # the peer's has no weight
+            continue
+        if permute and any(f".{w}." in name for w in ("wq", "wk", "wv")):
+            value = even_heads_first(value)
+        weights[renamed(name)] = value
+    if peer.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    peer.load_state_dict(weights, strict=True)
+
+
+@torch.no_grad()
+def compare(model, peer, permute):
+    copy_into(peer.eval(), model, permute)
+    tokens = torch.randint(0, VOCAB, (3, 24))
+    mine, theirs = model(tokens), peer(tokens).logits
+    assert theirs.std() > 0.5  # logits that say something
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [*HEADS, (4, 1), (3, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_standard_is_llama_by_renaming(heads, kv_heads, tied):
+    model = ours("standard", heads, kv_heads, f"model.tie_embeddings={tied}")
+    config = peer_config(transformers.LlamaConfig, heads, kv_heads, tied)
+    compare(model, transformers.LlamaForCausalLM(config), permute=False)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_diff_v1_is_diffllama_with_its_heads_reordered(heads, kv_heads):
+    model = ours("diff_v1", heads, kv_heads)
+    config = peer_config(transformers.DiffLlamaConfig, heads, kv_heads)
+    compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_without_the_reordering_diffllama_is_another_model(heads, kv_heads):
+    """The comparison above can fail."""
+    model = ours("diff_v1", heads, kv_heads)
+    config = peer_config(transformers.DiffLlamaConfig, heads, kv_heads)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        compare(model, transformers.DiffLlamaForCausalLM(config), permute=False)
+
+
+def test_losses_and_gradients_equal_llamas():
+    model = ours("standard", 4, 2)
+    peer = transformers.LlamaForCausalLM(peer_config(transformers.LlamaConfig, 4, 2))
+    copy_into(peer, model, permute=False)
+    tokens = torch.randint(0, VOCAB, (2, 13))
+    loss = model(tokens[:, :-1], tokens[:, 1:]).objective / 24
+    theirs = peer(tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    theirs.backward()
+    grads = {name: param.grad for name, param in peer.named_parameters()}
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, grads[renamed(name)], rtol=1e-4, atol=1e-5, msg=name)
