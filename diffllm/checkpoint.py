@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint_reader import TensorReader
 from diffllm.errors import CheckpointError, ConfigError
@@ -62,7 +62,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
-    parts = {"step": int, "parameters": dict, "ranks": int, "loop": dict}
+    parts = {"step": int, "parameters": dict}
     for name, kind in parts.items():
         if not isinstance(state.get(name), kind):
             raise CheckpointError(f"{path} is not a checkpoint: state.json has no {name}")

@@ -14,7 +14,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -89,6 +90,8 @@ class TrainConfig:
         for name in ("steps", "seq_len", "global_batch_size", "log_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed} must fit into 64 bits")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} must be at least 1")
         if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab_size:
@@ -104,6 +107,11 @@ class TrainConfig:
         self.checkpoint.validate()
         self.eval.validate()
         self.diagnostics.validate()
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""
+        self.micro_batches(world_size)
+        self.parallel.sizes(world_size)
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """(sequences a rank and forward pass, forward passes a step) on `world_size` ranks."""
@@ -150,6 +158,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
+            check_choices(overrides)
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(explain(error, overrides)) from error
@@ -165,7 +174,8 @@ def typed(composed: DictConfig) -> TrainConfig:
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(one_line(error)) from error
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(key + one_line(error)) from error
     assert isinstance(cfg, TrainConfig)
     check_fields(cfg)
     cfg.validate()
@@ -173,13 +183,14 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 
 def check_fields(node: Any, prefix: str = "") -> None:
-    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`), inf and nan."""
+    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`), nan and inf."""
     known = [f.name for f in fields(node)]
     for name, value in vars(node).items():
         if name not in known:
-            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, known)}")
+            names = known if prefix else list({*known, *GROUPS})
+            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{prefix}{name}={value} must be finite")
+            raise ConfigError(f"{prefix}{name}={value} must be a finite number")
         if is_dataclass(value):
             check_fields(value, f"{prefix}{name}.")
 
@@ -200,20 +211,32 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
     return names
 
 
+def check_choices(overrides: list[str]) -> None:
+    """Raise ConfigError for a group override that is not one of the group's YAML files."""
+    loader = GlobalHydra.instance().config_loader()
+    for override in OverridesParser.create().parse_overrides(overrides):
+        group, choice = override.key_or_group, override.value()
+        if not group:
+            raise ConfigError(f"{override.input_line}: there is no key before the =")
+        if group not in GROUPS or override.package is not None:
+            continue
+        options = [o for o in loader.get_group_options(group) if not o.endswith("_schema")]
+        if override.is_delete() or choice not in options:
+            raise ConfigError(
+                f"{override.input_line} does not exist; choose from {', '.join(sorted(options))}"
+            )
+
+
 def explain(error: Exception, overrides: list[str]) -> str:
     """One line about a failed composition: the key, the value, what is allowed."""
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        if choice == "None":
-            return f"{group} must be chosen from {', '.join(sorted(error.options))}"
-        options = sorted(o for o in error.options if not o.endswith("_schema"))
-        return f"{group}={choice} does not exist; choose from {', '.join(options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {one_line(error)}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = one_line(cause)
-    for override in overrides:
+    for override in reversed(overrides):  # the last one for a key counts
         key = override.partition("=")[0].lstrip("+~")
         unknown = re.search(r"Key '(\S+)' is not in struct|Key '(\S+)' not in", text)
-        if unknown and key.split(".")[-1] == (unknown[1] or unknown[2]):
+        if unknown and (unknown[1] or unknown[2]) in key.split("."):
             defaults = compose("train")
             return f"unknown key {key}{suggest(key, known_keys(defaults))}"
         if f"'{key}'" in text or re.search(rf"full_key: {re.escape(key)}$", str(cause), re.M):

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
-from diffllm.data import TokenData, prepare
+from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.display import Display
-from diffllm.distributed.world import environment, join
-from diffllm.errors import DataError
+from diffllm.distributed.world import World, environment, join
+from diffllm.errors import DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile, WandbRun
 from diffllm.recorder import Outputs, Recorder
@@ -28,8 +28,7 @@ def run(cfg: TrainConfig) -> None:
         UserError: something outside the code is wrong; nothing that was there is changed.
     """
     _, world_size, _ = environment()
-    cfg.micro_batches(world_size)
-    cfg.parallel.sizes(world_size)
+    cfg.check_world(world_size)
     world = join(cfg.distributed)
     directory: RunDirectory | None = None
 
@@ -38,13 +37,27 @@ def run(cfg: TrainConfig) -> None:
         directory = RunDirectory(choose_path(cfg), cfg)
         directory.check()
         checkpoint = resume_checkpoint(cfg, directory.checkpoints)
+        if not directory.finished():
+            check_tokenizer(cfg)
         return {
             "path": str(directory.path),
             "finished": directory.finished(),
             "checkpoint": str(checkpoint) if checkpoint else None,
         }
 
-    claimed = world.decide("run", claim)
+    try:
+        claimed = world.decide("run", claim)
+        prepare_and_execute(cfg, world, claimed, directory)
+    except UserError:
+        if directory:
+            directory.withdraw()
+        raise
+
+
+def prepare_and_execute(
+    cfg: TrainConfig, world: World, claimed: dict[str, Any], directory: RunDirectory | None
+) -> None:
+    """All but the claim on the run directory, which is rank 0's."""
     display = Display(cfg.steps, enabled=world.rank == 0)
     if claimed["finished"]:
         display.say(f"{claimed['path']} is finished: {cfg.steps} steps")
@@ -64,15 +77,21 @@ def run(cfg: TrainConfig) -> None:
         dist.destroy_process_group()
 
 
-def check_fit(cfg: TrainConfig, data: TokenData) -> None:
-    """Raise DataError if the corpus or its tokenizer cannot feed this model."""
-    manifest = data.manifest
-    if manifest.vocab_size > cfg.model.vocab_size:
+def check_tokenizer(cfg: TrainConfig) -> None:
+    """Raise DataError if data.tokenizer is none, or has more pieces than the model."""
+    if cfg.data.tokenizer is None:
+        return
+    pieces = Tokenizer.from_file(cfg.data.tokenizer).vocab_size
+    if pieces > cfg.model.vocab_size:
         raise DataError(
-            f"the tokenizer has {manifest.vocab_size} pieces, more than "
+            f"data.tokenizer={cfg.data.tokenizer} has {pieces} pieces, more than "
             f"model.vocab_size={cfg.model.vocab_size}"
         )
-    for name, split in manifest.splits.items():
+
+
+def check_fit(cfg: TrainConfig, data: TokenData) -> None:
+    """Raise DataError if the corpus is too short for one sequence."""
+    for name, split in data.manifest.splits.items():
         if split.tokens < cfg.seq_len + 1:
             raise DataError(
                 f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "

@@ -1,5 +1,6 @@
 """A run's directory: its name, its identity, whether it may be used."""
 
+import contextlib
 import json
 import os
 import re
@@ -19,12 +20,15 @@ from diffllm.errors import CheckpointError, ConfigError
 
 # What may change between two starts of one run without changing what it computes.
 FREE = (
-    "run.name", "run.dir", "run.sweep", "run.swept", "wandb", "resume", "log_interval", "checkpoint", "eval", "diagnostics", "distributed",
-    "parallel", "micro_batch_size", "compile", "activation_checkpointing", "data.cache_dir",
-    "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer", "data.sample_prompt",
+    "run.name", "run.dir", "run.sweep", "run.swept", "wandb", "resume", "log_interval",
+    "checkpoint", "eval", "diagnostics", "distributed", "parallel", "micro_batch_size", "compile",
+    "activation_checkpointing", "data.cache_dir", "data.num_workers", "data.prefetch_factor",
+    "data.paths", "data.tokenizer", "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError)
+
+NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
@@ -36,6 +40,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
+        self.made = [p for p in (path, *path.parents) if not os.path.lexists(p)]
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(path / ".lock")
@@ -96,6 +101,14 @@ class RunDirectory:
         for leftover in (self.path / "checkpoints").glob(".step-*.incomplete"):
             shutil.rmtree(leftover)
 
+    def withdraw(self) -> None:
+        """Remove the directory if this process made it and no training came of it."""
+        if self.path in self.made and not self.has_run:
+            shutil.rmtree(self.path)
+            for parent in self.made[1:]:
+                with contextlib.suppress(OSError):  # others use it by now
+                    parent.rmdir()
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as finished."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -107,9 +120,14 @@ def choose_path(cfg: TrainConfig) -> Path:
     if name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = f"{cfg.run.choices['experiment']}-{cfg.run.choices['attention']}-{stamp}"
-    if not re.fullmatch(r"[\w.,+-]+", name) or name.startswith("."):
+    if not NAME.fullmatch(name):
         raise ConfigError(
             f"run.name={name!r} must be letters, digits and _ . , + - and not begin with a dot"
+        )
+    if cfg.run.sweep and not NAME.fullmatch(cfg.run.sweep):
+        raise ConfigError(
+            f"run.sweep={cfg.run.sweep!r} must be letters, digits and _ . , + - and not begin "
+            "with a dot"
         )
     if cfg.run.dir:
         return Path(cfg.run.dir).expanduser()

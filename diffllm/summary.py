@@ -1,6 +1,7 @@
 """What a person reads about a run: at its start and at its end."""
 
 import statistics
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -65,4 +66,11 @@ def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
         ("sample again", f'diffllm generate run={path} prompt="..."'),
     ]
     table = "\n".join(f"{name:<14}{what}" for name, what in rows)
-    return f"\n{text}\n\n{table}"
+    return f"\n{visible(text)}\n\n{table}"
+
+
+def visible(text: str) -> str:
+    """Control characters as escapes: an untrained model draws any byte, a terminal obeys it."""
+    return "".join(
+        repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from diffllm.config import TrainConfig, load_config, one_line
+from diffllm.config import TrainConfig, explain, load_config, one_line
+from diffllm.distributed.world import environment
 from diffllm.errors import ConfigError
 from diffllm.run_directory import choose_path
 
@@ -40,7 +42,7 @@ def sweep(words: list[str], launch: Callable[[], None]) -> int:
     try:
         overrides = OverridesParser.create().parse_overrides(words)
     except HydraException as error:
-        raise ConfigError(one_line(error)) from error
+        raise ConfigError(explain(error, words)) from error
     swept = [o.get_key_element() for o in overrides if o.is_sweep_override()]
     given = {o.get_key_element() for o in overrides}
     if "run.name" in given or "run.dir" in given:
@@ -51,6 +53,13 @@ def sweep(words: list[str], launch: Callable[[], None]) -> int:
     sys.argv += added
     jobs = [[*job, *added] for job in combinations(overrides)]
     configs = [load_config(with_name(job)) for job in jobs]
+    paths: set[Path] = set()
+    for cfg in configs:
+        cfg.check_world(environment()[1])
+        path = choose_path(cfg)
+        if path in paths:
+            raise ConfigError(f"two jobs of the sweep would both be the run {path}")
+        paths.add(path)
     launch()
     return report(configs)
 

@@ -234,11 +234,9 @@ def restore(t: Training, state: LoopState, path: Path) -> None:
     saved = read_state(path)
     try:
         state.load_state_dict(saved["loop"])
+        rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint: its loop state lacks {error}"
-        ) from error
-    rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
+        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     load_tensors(path, {**t.tensors(), **rng})
     for name, value in rng.items():
         if name.startswith("rng.cuda"):

@@ -59,8 +59,10 @@ class DataConfig:
             raise ConfigError(
                 f"data.tokenizer_sample_bytes={self.tokenizer_sample_bytes} must be at least 1"
             )
-        if self.num_workers < 0 or self.prefetch_factor < 1:
-            raise ConfigError("data.num_workers must be >= 0 and data.prefetch_factor >= 1")
+        if self.num_workers < 0:
+            raise ConfigError(f"data.num_workers={self.num_workers} must be at least 0")
+        if self.prefetch_factor < 1:
+            raise ConfigError(f"data.prefetch_factor={self.prefetch_factor} must be at least 1")
         if self.source == "files" and not self.paths:
             raise ConfigError("data=files needs data.paths=[file, glob, ...]")
         if self.source == "hub" and not self.dataset:

@@ -66,6 +66,9 @@ class ModelConfig:
             raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
         if self.rope.theta <= 0:
             raise ConfigError(f"model.rope.theta={self.rope.theta} must be positive")
-        if self.init_std <= 0 or self.norm_eps <= 0 or self.z_loss < 0:
-            raise ConfigError("model.init_std and model.norm_eps must be > 0, model.z_loss >= 0")
+        for name in ("init_std", "norm_eps"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"model.{name}={getattr(self, name)} must be positive")
+        if self.z_loss < 0:
+            raise ConfigError(f"model.z_loss={self.z_loss} must not be negative")
         self.attention.validate(self)
