@@ -53,7 +53,9 @@ def command(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[st
 
 def start(words: list[str]) -> subprocess.Popen:
     """The run, in a process group of its own."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = dict(os.environ)
+    if "torch.distributed.run" in words:
+        env["OMP_NUM_THREADS"] = "1"  # as torchrun would, without saying so; else all cores
     return subprocess.Popen(
         words,
         env=env,
