@@ -3,6 +3,7 @@
 Order: activation checkpointing, torch.compile, fully_shard: each wraps what came before.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,16 +45,23 @@ def parallelize(
     layers: Any = model.layers
     for layer in layers:
         if activation_checkpointing:
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            layer.forward = checkpointed(layer.forward)
         if compile:
-            layer.compile(fullgraph=True)
+            layer.forward = torch.compile(layer.forward, fullgraph=True)
         shard(layer, reshard_after_forward=True)
     if compile:
         loss: Any = model.chunk_loss
         model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
     shard(model, reshard_after_forward=False)
+
+
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, whose activations are computed again in the backward pass."""
+
+    def run(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return run
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
