@@ -93,7 +93,7 @@ def test_the_same_config_may_go_on(begun):
     ("override", "key"),
     [
         ("seed=7", "seed: 0 there, 7 here"),
-        ("optim.lr=0.5", "optim.lr: 0.003 there, 0.5 here"),
+        ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 there, 0.5 here"),
         ("steps=301", "steps"),
         ("global_batch_size=32", "global_batch_size"),
         ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
