@@ -53,11 +53,12 @@ def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
     """The end of a run, a sample of its text included."""
     entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
     spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
+    side = "under" if loss <= entropy else "over"
     rows = [
         ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of the last 20 steps"),
         (
             "held-out loss",
-            f"{loss:.3f}, {entropy - loss:.2f} under the unigram entropy {entropy:.3f}",
+            f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}",
         ),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         ("speed", f"{speed:,.0f} tokens a second" if speed else "nothing was left to train"),
