@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Shown
-from diffllm.model.attention.ops import attend
+from diffllm.model.attention.ops import attend, attention_weights, weighted
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
@@ -22,7 +22,13 @@ from diffllm.registry import schema
 @schema(group="attention", name="diff_v1", package="model.attention")
 @dataclass
 class DiffV1Config(AttentionConfig):
+    head_norm: bool = True
+    """RMSNorm over the 2d channels of a head; without it the factor (1 - lambda_init) stays."""
     head_norm_eps: float = 1e-5
+    lambda_init: float | None = None
+    """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
+    clamp: bool = False
+    """Clamp the map at 0 and renormalise it: needs the explicit map, for small models only."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV1Attention":
         return DiffV1Attention(model, self, layer_idx)
@@ -59,8 +65,9 @@ class DiffV1Attention(Attention):
         super().__init__(model)
         for name in self.fp32_parameters:
             self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim)))
-        self.head_norm = RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
-        self.layer_idx = layer_idx
+        if cfg.head_norm:
+            self.head_norm = RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
+        self.cfg, self.layer_idx = cfg, layer_idx
         # A tensor, not a float: layers with different constants share one compiled graph.
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
 
@@ -68,13 +75,18 @@ class DiffV1Attention(Attention):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
     ) -> Tensor:
         wide_v = v.unflatten(2, (-1, 2)).flatten(3)
-        maps = attend(by_map(q), by_map(k), torch.cat((wide_v, wide_v), dim=2), mask)
-        attn1, attn2 = maps.chunk(2, dim=2)
         lam = self.lambda_value()
-        context = (attn1 - lam * attn2).to(x.dtype)
+        if self.cfg.clamp:
+            weights1, weights2 = attention_weights(by_map(q), by_map(k), mask).chunk(2, dim=1)
+            context = weighted(clamped(weights1 - lam * weights2), wide_v).to(x.dtype)
+        else:
+            maps = attend(by_map(q), by_map(k), torch.cat((wide_v, wide_v), dim=2), mask)
+            attn1, attn2 = maps.chunk(2, dim=2)
+            context = (attn1 - lam * attn2).to(x.dtype)
         if show is not None:
             show["context"], show["lambda"] = context, lam
-        return (self.head_norm(context) * (1 - self.lambda_init)).to(x.dtype)
+        normed = self.head_norm(context) if self.cfg.head_norm else context
+        return (normed * (1 - self.lambda_init)).to(x.dtype)
 
     def lambda_value(self) -> Tensor:
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""
@@ -86,11 +98,23 @@ class DiffV1Attention(Attention):
         super().reset_parameters(init, std, out_std)
         for name in self.fp32_parameters:
             init.normal_(getattr(self, name), 0.1)
-        init.constant_(self.head_norm.weight, 1.0)
-        self.lambda_init.fill_(lambda_init_at(self.layer_idx))
+        if self.cfg.head_norm:
+            init.constant_(self.head_norm.weight, 1.0)
+        constant = self.cfg.lambda_init
+        self.lambda_init.fill_(lambda_init_at(self.layer_idx) if constant is None else constant)
 
     def map_flops_per_token(self, seq_len: int, value_dim: int | None = None) -> float:
         return super().map_flops_per_token(seq_len, value_dim=2 * self.head_dim)
+
+
+def clamped(weights: Tensor) -> Tensor:
+    """Negative weights to 0, the rest to sum 1; a row without a positive weight is all zeros.
+
+    weights (..., T, S), differences of two maps.
+    """
+    positive = weights.clamp_min(0)
+    total = positive.sum(-1, keepdim=True)
+    return positive / torch.where(total > 0, total, 1)
 
 
 def by_map(heads: Tensor) -> Tensor:

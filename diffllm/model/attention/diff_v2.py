@@ -1,6 +1,7 @@
 """Differential attention, second version (Ye, Dong, Sun, Wei; writeup of January 2026)."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +10,43 @@ from diffllm.model.attention.base import Attention, AttentionConfig, Shown
 from diffllm.model.attention.ops import attend
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
+from diffllm.model.norm import RMSNorm
 from diffllm.registry import schema
+
+
+class Pairing(Enum):
+    """Which query heads make a pair: 2i and 2i+1, which share key and value, or i and H+i."""
+
+    adjacent = "adjacent"
+    halves = "halves"
+
+
+class Lambda(Enum):
+    """Where lambda comes from; per token and head unless said otherwise.
+
+    sigmoid: sigmoid(w_lambda x). raw: w_lambda x. scalar: sigmoid of one learned number a head.
+    fixed: `lambda_value`. none: 1.
+    """
+
+    sigmoid = "sigmoid"
+    raw = "raw"
+    scalar = "scalar"
+    fixed = "fixed"
+    none = "none"
 
 
 @schema(group="attention", name="diff_v2", package="model.attention")
 @dataclass
 class DiffV2Config(AttentionConfig):
-    """Nothing to configure."""
+    pairing: Pairing = Pairing.adjacent
+    lambda_form: Lambda = Lambda.sigmoid
+    lambda_value: float = 0.5
+    """Of lambda_form=fixed."""
+    head_norm: bool = False
+    """V1's RMSNorm a head, over head_dim, without its factor."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV2Attention":
-        return DiffV2Attention(model)
+        return DiffV2Attention(model, self)
 
 
 class DiffV2Attention(Attention):
@@ -28,24 +56,48 @@ class DiffV2Attention(Attention):
     a pair; they lie in one GQA group, so they share key and value.
     """
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, cfg: DiffV2Config):
         super().__init__(
             model,
             n_query_heads=2 * model.n_heads,
             context_dim=model.n_heads * model.head_dim,
         )
-        self.w_lambda = nn.Linear(model.dim, model.n_heads, bias=False)
+        self.cfg = cfg
+        if cfg.lambda_form in (Lambda.sigmoid, Lambda.raw):
+            self.w_lambda = nn.Linear(model.dim, model.n_heads, bias=False)
+        if cfg.lambda_form is Lambda.scalar:
+            self.lambda_logit = nn.Parameter(torch.empty(model.n_heads))
+            self.fp32_parameters = ("lambda_logit",)
+        if cfg.head_norm:
+            self.head_norm = RMSNorm(model.head_dim, model.norm_eps)
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
     ) -> Tensor:
-        attn1, attn2 = attend(q, k, v, mask).unflatten(2, (-1, 2)).unbind(3)
-        logits = self.w_lambda(x)
-        lam = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        maps = attend(q, k, v, mask)
+        if self.cfg.pairing is Pairing.adjacent:
+            attn1, attn2 = maps.unflatten(2, (-1, 2)).unbind(3)
+        else:
+            attn1, attn2 = maps.chunk(2, dim=2)
+        lam = self.lambda_values(x)
+        context = (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
         if show is not None:
-            show["lambda"] = lam
-        return (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
+            show["context"], show["lambda"] = context, lam
+        return self.head_norm(context) if self.cfg.head_norm else context
+
+    def lambda_values(self, x: Tensor) -> Tensor:
+        """x (B, T, D) -> lambda in float32 or wider, broadcastable to (B, T, H)."""
+        form = self.cfg.lambda_form
+        if form is Lambda.fixed or form is Lambda.none:
+            value = 1.0 if form is Lambda.none else self.cfg.lambda_value
+            return torch.full((1, 1, 1), value, device=x.device)
+        logits = self.lambda_logit if form is Lambda.scalar else self.w_lambda(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if form is Lambda.raw else torch.sigmoid(logits)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         super().reset_parameters(init, std, out_std)
-        init.normal_(self.w_lambda.weight, std, truncate=3)
+        if self.cfg.lambda_form in (Lambda.sigmoid, Lambda.raw):
+            init.normal_(self.w_lambda.weight, std, truncate=3)
+        if self.cfg.lambda_form is Lambda.scalar:
+            init.constant_(self.lambda_logit, 0.0)

@@ -14,7 +14,9 @@ NARROW = 32
 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """softmax(q k / sqrt(d)) v, causal unless `mask` says otherwise.
 
     Args:
@@ -22,9 +24,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
         mask: boolean, True where a query may look, broadcastable to (B, H, T, S). None is causal,
             the last query aligned with the last key.
 
+        scale: of q k; d^-0.5 by default.
+
     Returns:
         (B, T, H, dv) in the dtype of q.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     d, dv, n_queries, n_keys = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
     dtype = q.dtype
     if q.device.type == "cpu":
@@ -43,7 +48,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
         v.transpose(1, 2),
         attn_mask=mask,
         is_causal=causal,
-        scale=d**-0.5,
+        scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2).to(dtype)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """The explicit map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
+
+    Arguments as for `attend`. Memory grows with T * S: for teaching, tests and figures.
+    """
+    n_queries, n_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k = k.repeat_interleave(group, dim=2)
+    scores = torch.einsum("bthd,bshd->bhts", q.to(dtype), k.to(dtype)) * scale
+    if mask is None:
+        visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
+        mask = visible.tril(n_keys - n_queries)
+    return torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+
+
+def weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """weights (B, H, T, S) times v (B, S, K, dv) -> (B, T, H, dv), in the dtype of weights."""
+    v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
+    return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))
