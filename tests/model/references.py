@@ -8,24 +8,25 @@ import math
 import torch
 
 
-def causal_map(q, k):
-    """One head: q (T, d), k (T, d) -> softmax weights (T, T)."""
-    scores = q @ k.T / math.sqrt(q.shape[-1])
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+def causal_map(q, k, extra=0.0):
+    """One head: q (T, d), k (T, d) -> weights (T, T), `extra` added to the softmax denominator."""
+    weights = torch.exp(q @ k.T / math.sqrt(q.shape[-1])).tril()
+    return weights / (weights.sum(-1, keepdim=True) + extra)
 
 
 def rms_norm(x, weight, eps):
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def standard(q, k, v):
+def standard(q, k, v, extra=None):
+    """extra (H,): what each head's denominator holds besides its keys."""
     group = q.shape[2] // k.shape[2]
+    extra = torch.zeros(q.shape[2], dtype=q.dtype) if extra is None else extra
     out = torch.zeros_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
             j = h // group
-            out[b, :, h] = causal_map(q[b, :, h], k[b, :, j]) @ v[b, :, j]
+            out[b, :, h] = causal_map(q[b, :, h], k[b, :, j], extra[h]) @ v[b, :, j]
     return out
 
 
@@ -34,12 +35,11 @@ def gated(q, k, v, gate):
     return torch.sigmoid(gate) * standard(q, k, v)
 
 
-def diff_v1(q, k, v, lambda_vectors, norm_weight, layer_idx, eps=1e-5):
-    """-> (B, T, H/2, 2d). lambda_vectors: q1, k1, q2, k2."""
+def diff_v1(q, k, v, lambda_vectors, lambda_init, norm_weight=None, clamp=False, eps=1e-5):
+    """-> (B, T, H/2, 2d). lambda_vectors: q1, k1, q2, k2. No head norm without its weight."""
     batch, tokens, heads, d = q.shape
     group = heads // k.shape[2]
     q1, k1, q2, k2 = lambda_vectors
-    lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
     lam = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + lambda_init
     out = torch.zeros(batch, tokens, heads // 2, 2 * d, dtype=q.dtype)
     for b in range(batch):
@@ -48,14 +48,35 @@ def diff_v1(q, k, v, lambda_vectors, norm_weight, layer_idx, eps=1e-5):
             value = torch.cat((v[b, :, 2 * j], v[b, :, 2 * j + 1]), dim=-1)
             first = causal_map(q[b, :, 2 * i], k[b, :, 2 * j])
             second = causal_map(q[b, :, 2 * i + 1], k[b, :, 2 * j + 1])
-            out[b, :, i] = (first - lam * second) @ value
-    return rms_norm(out, norm_weight, eps) * (1 - lambda_init)
+            weights = first - lam * second
+            out[b, :, i] = (clamp_and_renormalise(weights) if clamp else weights) @ value
+    out = out if norm_weight is None else rms_norm(out, norm_weight, eps)
+    return out * (1 - lambda_init)
 
 
-def diff_v2(q, k, v, lam):
-    """q has twice the heads; lam (B, T, H), before the sigmoid -> (B, T, H, d)."""
+def clamp_and_renormalise(weights):
+    """weights (T, S): negative ones to 0, rows to sum 1, rows without a positive one to zeros."""
+    rows = []
+    for row in weights:
+        positive = torch.where(row > 0, row, torch.zeros_like(row))
+        rows.append(positive / positive.sum() if (row > 0).any() else torch.zeros_like(row))
+    return torch.stack(rows)
+
+
+def lambda_init_schedule(layer_idx):
+    return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
+
+
+def diff_v2(q, k, v, lam, shared_kv=True):
+    """q has twice the heads; lam broadcastable to (B, T, H) -> (B, T, H, d)."""
     maps = standard(q, k, v)
-    return maps[:, :, 0::2] - torch.sigmoid(lam).unsqueeze(-1) * maps[:, :, 1::2]
+    half = q.shape[2] // 2
+    first, second = (
+        (maps[:, :, 0::2], maps[:, :, 1::2])
+        if shared_kv
+        else (maps[:, :, :half], maps[:, :, half:])
+    )
+    return first - lam.unsqueeze(-1) * second
 
 
 def rope(x, theta):

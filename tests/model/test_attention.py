@@ -4,15 +4,25 @@ import math
 
 import pytest
 import torch
-from references import diff_v1, diff_v2, gated, rope, standard
+from references import (
+    clamp_and_renormalise,
+    diff_v1,
+    diff_v2,
+    gated,
+    lambda_init_schedule,
+    rms_norm,
+    rope,
+    standard,
+)
 
 from diffllm import build_model, load_config
+from diffllm.config import config_directory
 from diffllm.errors import ConfigError
-from diffllm.model.attention.diff_v1 import lambda_init_at
-from diffllm.model.attention.ops import attend
+from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
+from diffllm.model.attention.ops import attend, attention_weights
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-SHAPES = [(4, 4, 8), (4, 2, 16), (8, 2, 8)]
+VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+SHAPES = [(4, 4, 8), (4, 2, 16), (8, 2, 8), (4, 1, 8)]  # MHA, GQA, GQA, MQA
 
 
 def small_config(variant, heads=4, kv_heads=2, head_dim=8, extra=()):
@@ -40,39 +50,114 @@ def layer_of(variant, heads, kv_heads, head_dim, index=1):
     return model.layers[index].attention, model.rope, cfg.model.rope.theta
 
 
-def reference(attention, x, theta, layer_idx):
+def reference(variant, attention, x, theta, layer_idx):
     """The variant's output from the equations and the module's weights."""
     d = attention.head_dim
     q = rope((x @ attention.wq.weight.T).unflatten(-1, (-1, d)), theta)
     k = rope((x @ attention.wk.weight.T).unflatten(-1, (-1, d)), theta)
     v = (x @ attention.wv.weight.T).unflatten(-1, (-1, d))
-    kind = type(attention).__name__
-    if kind == "StandardAttention":
-        context = standard(q, k, v)
-    elif kind == "GatedAttention":
-        context = gated(q, k, v, (x @ attention.w_gate.weight.T).unflatten(-1, (-1, d)))
-    elif kind == "DiffV1Attention":
+    if variant.startswith("standard"):
+        extra = torch.exp(attention.sink) if variant == "standard_sink" else None
+        if variant == "standard_off_by_one":
+            extra = torch.ones(q.shape[2], dtype=q.dtype)
+        context = standard(q, k, v, extra)
+    elif variant.startswith("gated"):
+        width = 1 if variant == "gated_headwise" else d
+        context = gated(q, k, v, (x @ attention.w_gate.weight.T).unflatten(-1, (-1, width)))
+    elif variant.startswith("diff_v1"):
         vectors = [getattr(attention, f"lambda_{n}") for n in ("q1", "k1", "q2", "k2")]
-        context = diff_v1(q, k, v, vectors, attention.head_norm.weight, layer_idx)
+        constant = 0.8 if variant == "diff_v1_lambda_const" else lambda_init_schedule(layer_idx)
+        norm = None if variant == "diff_v1_no_head_norm" else attention.head_norm.weight
+        context = diff_v1(q, k, v, vectors, constant, norm, clamp=variant == "diff_v1_clamped")
     else:
-        context = diff_v2(q, k, v, x @ attention.w_lambda.weight.T)
+        lam = {
+            "diff_v2_no_lambda": lambda: torch.ones(1, 1, 1, dtype=q.dtype),
+            "diff_v2_no_sigmoid": lambda: x @ attention.w_lambda.weight.T,
+            "diff_v2_lambda_scalar": lambda: torch.sigmoid(attention.lambda_logit).view(1, 1, -1),
+            "diff_v2_lambda_fixed": lambda: torch.full((1, 1, 1), 0.5, dtype=q.dtype),
+        }.get(variant, lambda: torch.sigmoid(x @ attention.w_lambda.weight.T))()
+        context = diff_v2(q, k, v, lam, shared_kv=variant != "diff_v2_unshared_kv")
+        if variant == "diff_v2_head_norm":
+            context = rms_norm(context, attention.head_norm.weight, 1e-5)
     return context.flatten(2) @ attention.wo.weight.T
+
+
+def refused(variant, heads, kv_heads):
+    """What a variant cannot take: V1 pairs heads; 1.5 H must be a multiple of K."""
+    if variant.startswith("diff_v1"):
+        return heads % 2 or kv_heads % 2
+    return variant == "standard_1p5x_heads" and (1.5 * heads) % kv_heads
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_and_every_gradient_equal_the_reference(variant, shape):
+    if refused(variant, *shape[:2]):
+        with pytest.raises(ConfigError, match=r"must be (even|a multiple)"):
+            small_config(variant, *shape)
+        return
     attention, tables, theta = layer_of(variant, *shape)
+    with torch.no_grad():  # away from values at which a wrong formula could look right
+        for name, param in attention.named_parameters():
+            if param.ndim == 1:
+                param.add_(0.3 * torch.randn_like(param))
+            assert param.dtype == torch.float64, name
     x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
     leaves = [x, *attention.parameters()]
     weights = torch.randn(2, 7, 24, dtype=torch.float64)
     ours = attention(x, tables(0, 7))
-    theirs = reference(attention, x, theta, layer_idx=1)
+    theirs = reference(variant, attention, x, theta, layer_idx=1)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     ours_grads = torch.autograd.grad((ours * weights).sum(), leaves)
     their_grads = torch.autograd.grad((theirs * weights).sum(), leaves)
     for mine, other in zip(ours_grads, their_grads, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+def test_worked_example_of_the_clamped_map():
+    """Q, K, V in full, not causal, scale sqrt(2), lambda 0.4; to the four decimals given."""
+    q = torch.tensor([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1.0]])
+    k = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]])
+    v = torch.cat((torch.eye(4), torch.full((1, 4), 0.5))).double()
+    q, k = (t.double().view(1, 5, 2, 2) for t in (q, k))
+    everything = torch.ones(5, 5, dtype=torch.bool)
+    first, second = attention_weights(q, k, everything)[0]
+    weights = clamped(first - 0.4 * second)
+    expected = torch.tensor([0.4164, 0.0575, 0.5052, 0.0000, 0.0209], dtype=torch.float64)
+    torch.testing.assert_close(weights[1], expected, rtol=0, atol=5e-5)
+    outputs = [
+        [0.2626, 0.3830, 0.4746, 0.1710],
+        [0.4269, 0.0679, 0.5156, 0.0104],
+        [0.2909, 0.2021, 0.5917, 0.0848],
+        [0.3189, 0.3189, 0.3801, 0.1947],
+        [0.1710, 0.4746, 0.4746, 0.1710],
+    ]
+    expected = torch.tensor(outputs, dtype=torch.float64)
+    torch.testing.assert_close(weights @ v, expected, rtol=0, atol=5e-5)
+    assert (weights == 0).nonzero().tolist() == [[1, 3], [2, 3]]
+    torch.testing.assert_close(weights, clamp_and_renormalise(first - 0.4 * second))
+
+
+def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients():
+    weights = torch.tensor([[-0.2, -0.1], [0.5, -0.5]], dtype=torch.float64, requires_grad=True)
+    out = clamped(weights)
+    assert out.tolist() == [[0, 0], [1, 0]]
+    (grad,) = torch.autograd.grad((out * torch.randn(2, 2)).sum(), weights)
+    assert torch.isfinite(grad).all()
+
+
+def test_a_standard_model_of_2h_heads_computes_diff_v2_at_constant_lambda():
+    v2, tables, _ = layer_of("diff_v2_lambda_fixed", 4, 2, 8)
+    wide, _, _ = layer_of("standard", 8, 2, 8)
+    with torch.no_grad():
+        for name in ("wq", "wk", "wv"):
+            getattr(wide, name).weight.copy_(getattr(v2, name).weight)
+        blocks = wide.wo.weight.view(24, 8, 8)
+        blocks[:, 0::2] = v2.wo.weight.view(24, 4, 8)
+        blocks[:, 1::2] = -0.5 * v2.wo.weight.view(24, 4, 8)
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    rope_tables = tables(0, 9)
+    torch.testing.assert_close(v2(x, rope_tables), wide(x, rope_tables), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
