@@ -1,6 +1,6 @@
 """Held-out loss and the perplexity of knowing only how often each token occurs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
+from diffllm.model.documents import Documents
 
 
 @dataclass
@@ -36,6 +37,7 @@ def heldout_loss(
     shape: tuple[int, int],
     rounds: int,
     device: torch.device,
+    documents: Callable[[Tensor], Documents | None] = lambda inputs: None,
 ) -> float:
     """Mean cross-entropy in nats a token over the batches of all ranks.
 
@@ -44,6 +46,7 @@ def heldout_loss(
         shape: (B, T) that every forward pass has; short batches are padded with ignored targets,
             because sharded ranks must run equally many passes of one shape.
         rounds: forward passes of every rank; at least the number of `batches`.
+        documents: of inputs (B, T) on the CPU, where the model masks them.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -51,9 +54,11 @@ def heldout_loss(
     for _ in range(rounds):
         inputs, targets = next(own, (torch.zeros(0, shape[1], dtype=torch.int64),) * 2)
         missing = shape[0] - inputs.shape[0]
-        inputs = F.pad(inputs, (0, 0, 0, missing)).to(device)
+        inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
-        sums[0] += model(inputs, targets).loss.nll
+        masked = documents(inputs)
+        masked = masked and masked.to(device)
+        sums[0] += model(inputs.to(device), targets, documents=masked).loss.nll
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)
     model.train()

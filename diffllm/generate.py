@@ -3,16 +3,20 @@
 Shapes: B sequences, T prompt tokens, V vocabulary.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from diffllm.model import Transformer
+from diffllm.model.attention.base import KVCache
 
 
 @torch.no_grad()
 def generate(
     model: Transformer,
-    prompt: Tensor,
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -20,38 +24,81 @@ def generate(
     vocab_size: int | None = None,
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Continue a prompt token by token.
+) -> list[list[int]]:
+    """Continue prompts token by token, all at once; each gets what it would get alone.
 
     Args:
-        prompt: (B, T) int64, T >= 1, T + max_new_tokens <= model.cfg.seq_len.
+        prompts: B of them, of any lengths >= 1. Once more the same prompt is another sample of
+            it: what it would get alone from the next seed.
+        max_new_tokens: for each; fewer where `model.cfg.seq_len` leaves no room.
         temperature: 0 (below 1e-6) takes the most likely token.
         top_p: sample among the fewest tokens whose probabilities sum to at least this
             (Holtzman et al., arXiv 1904.09751).
         seed: of the sampling; the same on every rank of a sharded model.
         vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
-        stop_token: ends the generation once every sequence has it; rows are padded with it.
+        stop_token: ends a continuation, as its last token.
         dtype: of the caches; the parameters' by default.
 
     Returns:
-        (B, T + n) int64, the prompt first, n <= max_new_tokens.
+        Each prompt with its continuation.
+
+    Raises:
+        ValueError: a prompt is empty or longer than the model reads.
     """
+    texts = [list(prompt) for prompt in prompts]
+    for text in texts:
+        if not 1 <= len(text) <= model.cfg.seq_len:
+            raise ValueError(f"a prompt of {len(text)} tokens; 1 to {model.cfg.seq_len} are read")
+    limits = [min(len(text) + max_new_tokens, model.cfg.seq_len) for text in texts]
+    generators = generators_for(texts, seed)
+    rows = [row for row, text in enumerate(texts) if len(text) < limits[row]]
+    if not rows:
+        return texts
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    caches = model.new_caches(prompt.shape[0], prompt.shape[1] + max_new_tokens, dtype)
-    tokens, unseen = prompt, prompt
-    done = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
-    for _ in range(max_new_tokens):
-        logits = model(unseen, caches=caches)[:, -1, :vocab_size].float()
-        unseen = sample(logits, temperature, top_p, generator)
-        if stop_token is not None:
-            unseen = torch.where(done, stop_token, unseen)
-            done |= unseen == stop_token
-        unseen = unseen.unsqueeze(1)
-        tokens = torch.cat((tokens, unseen), dim=1)
-        if bool(done.all()):
-            break
-    return tokens
+    device = model.tok_embeddings.weight.device
+    caches = model.new_caches(len(rows), max(limits), dtype)
+    logits = read_prompts(model, [texts[row] for row in rows], caches, device)
+    while True:
+        for row, row_logits in zip(rows, logits[:, :vocab_size].float().split(1), strict=True):
+            token = sample(row_logits, temperature, top_p, generators[row])
+            texts[row].append(int(token))
+        going = [
+            i
+            for i, row in enumerate(rows)
+            if len(texts[row]) < limits[row] and texts[row][-1] != stop_token
+        ]
+        if not going:
+            return texts
+        if len(going) < len(rows):
+            rows = [rows[i] for i in going]
+            for cache in caches:
+                cache.keep(going)
+        last = torch.tensor([texts[row][-1:] for row in rows], device=device)
+        logits = model(last, caches=caches)[:, -1]
+
+
+def read_prompts(
+    model: Transformer, prompts: list[list[int]], caches: list[KVCache], device: torch.device
+) -> Tensor:
+    """Fill empty caches with prompts of any lengths; the logits behind each, (B, V).
+
+    Shorter prompts are padded behind their end, where no token of theirs looks.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+    logits = model(torch.tensor(padded, device=device), caches=caches)
+    for cache in caches:
+        cache.truncate(lengths)
+    return logits[torch.arange(len(prompts)), [length - 1 for length in lengths]]
+
+
+def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]:
+    """One a prompt, from `seed`; from the next seed for a prompt that was there before."""
+    generators, times = [], Counter[tuple[int, ...]]()
+    for prompt in prompts:
+        generators.append(torch.Generator().manual_seed(seed + times[tuple(prompt)]))
+        times[tuple(prompt)] += 1
+    return generators
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:

@@ -15,10 +15,11 @@ from diffllm.distributed.world import World, environment, join
 from diffllm.errors import DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile, WandbRun
+from diffllm.model.attention.ops import prepare_backend
 from diffllm.recorder import Outputs, Recorder
 from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
 from diffllm.summary import headline, summarise, summary_text
-from diffllm.trainer import LoopState, Training, build, restore, train
+from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
 
 
 def run(cfg: TrainConfig) -> None:
@@ -62,11 +63,12 @@ def prepare_and_execute(
     if claimed["finished"]:
         display.say(f"{claimed['path']} is finished: {cfg.steps} steps")
         return
+    device = world.device()
+    prepare_backend(cfg.model.attention.backend, device, compute_dtype(cfg.precision, device))
     data = prepare(cfg.data)
     check_fit(cfg, data)
     if directory:
         directory.begin(data.directory / "tokenizer.model")
-    device = world.device()
     torch.manual_seed(cfg.seed)
     world.init_process_group(device, cfg.distributed)
     try:
@@ -110,7 +112,7 @@ def execute(
 ) -> None:
     """Build, train and report, inside a process group; `directory` is rank 0's."""
     started = time.perf_counter()
-    t = build(cfg, device)
+    t = build(cfg, device, data.manifest.eos_id if cfg.data.mask_documents else None)
     state = LoopState(corpus=f"{data.manifest.corpus}/{data.manifest.pieces_hash}")
     if checkpoint:
         restore(t, state, checkpoint)
@@ -161,10 +163,10 @@ def sample(t: Training, data: TokenData) -> str:
         prompt = data.split("heldout").tokens(0, 16).tolist()
     prompt = prompt[: max(1, t.cfg.seq_len // 2)]
     with torch.compiler.set_stance("force_eager"):
-        tokens = generate(
+        (tokens,) = generate(
             t.model,
-            torch.tensor([prompt], device=t.device),
-            max_new_tokens=min(128, t.cfg.seq_len - len(prompt)),
+            [prompt],
+            max_new_tokens=128,
             temperature=0.8,
             top_p=0.95,
             seed=t.cfg.seed,
@@ -172,4 +174,4 @@ def sample(t: Training, data: TokenData) -> str:
             stop_token=tokenizer.eos_id,
             dtype=t.compute_dtype,
         )
-    return tokenizer.decode(tokens[0].tolist())
+    return tokenizer.decode(tokens)

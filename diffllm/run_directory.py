@@ -22,8 +22,8 @@ from diffllm.errors import CheckpointError, ConfigError
 FREE = (
     "run.name", "run.dir", "run.sweep", "run.swept", "wandb", "resume", "log_interval",
     "checkpoint", "eval", "diagnostics", "distributed", "parallel", "micro_batch_size", "compile",
-    "activation_checkpointing", "data.cache_dir", "data.num_workers", "data.prefetch_factor",
-    "data.paths", "data.tokenizer", "data.sample_prompt",
+    "activation_checkpointing", "model.attention.backend", "data.cache_dir", "data.num_workers",
+    "data.prefetch_factor", "data.paths", "data.tokenizer", "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError)

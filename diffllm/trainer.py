@@ -21,6 +21,7 @@ from diffllm.distributed.stop import StopFlag
 from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
+from diffllm.model.documents import Documents
 from diffllm.model.stats import Stats
 from diffllm.optim import build_optimizer, learning_rate, optimizer_tensors, set_learning_rate
 from diffllm.recorder import Recorder
@@ -39,6 +40,12 @@ class Training:
     """Sharded and replicated parameters by name, float32."""
     optimizer: torch.optim.AdamW
     compute_dtype: torch.dtype
+    document_end: int | None
+    """The token that ends a document, where documents are masked."""
+
+    def documents(self, inputs: Tensor) -> Documents | None:
+        """Of a batch (b, T) on the CPU; None where a row is read as one document."""
+        return None if self.document_end is None else Documents.of(inputs, self.document_end)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds as tensors, by flat name."""
@@ -63,8 +70,12 @@ class StepOutput:
     """Each (L,), over the global batch; empty unless diagnosing."""
 
 
-def build(cfg: TrainConfig, device: torch.device) -> Training:
-    """The sharded model and its optimizer, initialised; needs a process group."""
+def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
+    """The sharded model and its optimizer, initialised; needs a process group.
+
+    Args:
+        document_end: the token behind which documents begin; masks them.
+    """
     dtype = compute_dtype(cfg.precision, device)
     mesh = build_mesh(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
@@ -75,7 +86,7 @@ def build(cfg: TrainConfig, device: torch.device) -> Training:
     model.reset_parameters(local_rows)
     params: dict[str, Tensor] = dict(model.named_parameters())
     optimizer = build_optimizer(params, cfg.optim)
-    return Training(cfg, device, mesh, model, params, optimizer, dtype)
+    return Training(cfg, device, mesh, model, params, optimizer, dtype, document_end)
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -104,9 +115,12 @@ def train_step(
     nll = z = torch.zeros((), device=t.device)
     stats: Stats = {}
     for i in range(count):
-        inputs, targets = (part.to(t.device, non_blocking=True) for part in next(batches))
+        batch = next(batches)
+        documents = t.documents(batch[0])
+        inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
+        documents = documents and documents.to(t.device)
         t.model.set_requires_all_reduce(i == count - 1)  # HSDP: once a step
-        out = t.model(inputs, targets, diagnose=diagnose)
+        out = t.model(inputs, targets, diagnose=diagnose, documents=documents)
         (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
         nll, z = nll + out.loss.nll, z + out.loss.z
         stats = merge(stats, out.stats) if diagnose else stats
@@ -215,7 +229,7 @@ def evaluate(t: Training, data: TokenData) -> float:
     batch = cfg.micro_batches(world_size)[0]
     batches = heldout_batches(stream, cfg.seq_len, batch, sequences, rank, world_size)
     rounds = -(-sequences // (batch * world_size))
-    loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device)
+    loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
     t.model.reshard()
     return loss
 

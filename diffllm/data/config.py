@@ -42,6 +42,8 @@ class DataConfig:
     split: str = "train"
     revision: str | None = None
 
+    mask_documents: bool = False
+    """Attention stays inside a document, and positions start at 0 in each."""
     sample_prompt: str | None = None
     """What the sample at the end of a run continues; null: the first held-out tokens."""
 

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, H heads, d head_dim.
 import torch
 from torch import Tensor, nn
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), float32
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
 
 
 class RotaryEmbedding(nn.Module):
@@ -33,6 +33,10 @@ class RotaryEmbedding(nn.Module):
     def forward(self, start: int, length: int) -> Rope:
         """The tables of `length` positions from `start` on, each (length, 1, d)."""
         return self.cos[start : start + length], self.sin[start : start + length]
+
+    def at(self, positions: Tensor) -> Rope:
+        """The tables of positions (B, T), each (B, T, 1, d)."""
+        return self.cos[positions], self.sin[positions]
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

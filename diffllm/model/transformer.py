@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.attention.base import Attention, KVCache, Shown
+from diffllm.model.attention.ops import Mask, prepare_backend
 from diffllm.model.config import ModelConfig
+from diffllm.model.documents import Documents
 from diffllm.model.ffn import SwiGLU
 from diffllm.model.init import Initializer, Shard, named, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy
@@ -34,7 +36,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rope: Rope,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: KVCache | None = None,
         diagnose: bool = False,
     ) -> tuple[Tensor, Stats]:
@@ -77,6 +79,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         caches: list[KVCache] | None = None,
         diagnose: bool = False,
+        documents: Documents | None = None,
     ) -> Any:
         """tokens (B, T) int64 -> logits (B, T, V), or a TrainOutput when targets are given.
 
@@ -84,17 +87,16 @@ class Transformer(nn.Module):
             targets: (B, T) int64.
             caches: one a layer, for decoding; tokens then follow what the caches hold.
             diagnose: also return each layer's statistics (with targets).
+            documents: of the tokens; attention stays inside them and their positions start at 0.
         """
-        start = caches[0].length if caches else 0
-        if start + tokens.shape[1] > self.cfg.seq_len:
-            raise ValueError(
-                f"{start + tokens.shape[1]} positions, but model.seq_len is {self.cfg.seq_len}"
-            )
-        rope = self.rope(start, tokens.shape[1])
         x = self.tok_embeddings(tokens)
+        if caches:
+            rope, mask = self.continued(caches[0], tokens)
+        else:
+            rope, mask = self.whole_sequences(tokens, documents, x.dtype)
         stats: list[Stats] = []
         for i, layer in enumerate(self.layers):
-            x, layer_stats = layer(x, rope, None, caches[i] if caches else None, diagnose)
+            x, layer_stats = layer(x, rope, mask, caches[i] if caches else None, diagnose)
             stats.append(layer_stats)
         x = self.norm(x)
         if targets is None:
@@ -108,6 +110,30 @@ class Transformer(nn.Module):
             self.chunk_loss,
         )
         return TrainOutput(objective, loss, stack_stats(stats))
+
+    def whole_sequences(
+        self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
+    ) -> tuple[Rope, Mask]:
+        """Positions and mask of sequences (B, T) from their start."""
+        self.check_length(tokens.shape[1])
+        mask = self.layers[0].attention.training_mask(documents, tokens, dtype)
+        if documents is None:
+            return self.rope(0, tokens.shape[1]), mask
+        return self.rope.at(documents.positions), mask
+
+    def continued(self, cache: KVCache, tokens: Tensor) -> tuple[Rope, Mask]:
+        """Positions and mask of tokens (B, T) that follow what a cache holds."""
+        self.check_length(cache.length + tokens.shape[1])
+        if cache.lengths is None:
+            return self.rope(cache.length, tokens.shape[1]), None
+        slots = torch.arange(cache.length + 1, device=tokens.device)
+        mask = slots <= cache.lengths.view(-1, 1, 1, 1)
+        return self.rope.at(cache.lengths.unsqueeze(1)), mask
+
+    def check_length(self, positions: int) -> None:
+        """Raise ValueError for more positions than the model has."""
+        if positions > self.cfg.seq_len:
+            raise ValueError(f"{positions} positions, but model.seq_len is {self.cfg.seq_len}")
 
     @property
     def output_weight(self) -> Tensor:
@@ -139,11 +165,9 @@ class Transformer(nn.Module):
     ) -> list[KVCache]:
         """Empty caches of `length` positions; `dtype` is the parameters' by default."""
         weight = self.tok_embeddings.weight
+        dtype = dtype or weight.dtype
         return [
-            KVCache(
-                layer.attention.kv_cache_shape(batch, length), dtype or weight.dtype, weight.device
-            )
-            for layer in self.layers
+            layer.attention.new_cache(batch, length, dtype, weight.device) for layer in self.layers
         ]
 
     def flops_per_token(self) -> float:
@@ -160,7 +184,14 @@ class Transformer(nn.Module):
 
 
 def build_model(cfg: ModelConfig) -> Transformer:
-    """An initialised decoder in float32 on the current default device."""
+    """An initialised decoder in float32 on the current default device.
+
+    Raises:
+        ConfigError: the attention backend cannot run on that device.
+    """
+    device = torch.get_default_device()
+    if device.type != "meta":
+        prepare_backend(cfg.attention.backend, device)
     model = Transformer(cfg)
     if model.tok_embeddings.weight.device.type != "meta":
         model.reset_parameters()

@@ -13,8 +13,8 @@ T = TypeVar("T")
 def parse(cls: type[T], argv: list[str], what: str) -> T:
     """An instance of the dataclass `cls` from `key=value` words.
 
-    Fields are str, int or float; a field's `metadata["help"]` says what it is. `--help` prints
-    them and exits.
+    Fields are str, int or float, or list[str], whose key may come several times; a field's
+    `metadata["help"]` says what it is. `--help` prints them and exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a missing key.
@@ -34,6 +34,9 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
             raise ConfigError(f"unknown argument {word!r}{hint}")
         kind = known[name].type
+        if kind == list[str]:
+            values.setdefault(name, []).append(text)
+            continue
         try:
             values[name] = kind(text)  # type: ignore[operator]
         except ValueError:

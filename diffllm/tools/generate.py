@@ -1,4 +1,4 @@
-"""diffllm generate run=<dir> prompt="...": continue a prompt with a trained run."""
+"""diffllm generate run=<dir> prompt="...": continue prompts with a trained run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from diffllm.data import Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.generate import generate
 from diffllm.model import Transformer
+from diffllm.model.attention.ops import Backend
 from diffllm.run_directory import load_run_config
 from diffllm.tools.arguments import parse
 
@@ -19,7 +20,7 @@ class Arguments:
     """What `diffllm generate` takes."""
 
     run: str = field(metadata={"help": "run directory"})
-    prompt: str = field(metadata={"help": "text to continue, taken verbatim"})
+    prompt: list[str] = field(metadata={"help": "text to continue, taken verbatim; repeatable"})
     max_new_tokens: int = field(default=128, metadata={"help": "tokens to add at most"})
     temperature: float = field(default=0.8, metadata={"help": "0 takes the likeliest token"})
     top_p: float = field(default=0.95, metadata={"help": "nucleus to sample from"})
@@ -40,6 +41,7 @@ def load_model(run: Path, step: int = 0) -> Transformer:
     if step and step not in found:
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
     path = found[step or max(found)]
+    cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here
     model = Transformer(cfg.model)
     model.rope.reset_parameters()
     params = dict(model.named_parameters())
@@ -60,20 +62,20 @@ def main(argv: list[str]) -> None:
     model = load_model(run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
-    prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
-    room = model.cfg.seq_len - len(prompt)
-    if room < 1:
+    prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]
+    longest = max(map(len, prompts))
+    if longest >= model.cfg.seq_len:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens, but the model reads {model.cfg.seq_len} in all"
+            f"the prompt has {longest} tokens, but the model reads {model.cfg.seq_len} in all"
         )
-    tokens = generate(
+    texts = generate(
         model.to(device),
-        torch.tensor([prompt], device=device),
-        min(args.max_new_tokens, room),
+        prompts,
+        args.max_new_tokens,
         args.temperature,
         args.top_p,
         args.seed,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )
-    print(tokenizer.decode([t for t in tokens[0].tolist() if t != tokenizer.eos_id]))
+    print(f"\n{'-' * 79}\n".join(tokenizer.decode(text) for text in texts))

@@ -9,11 +9,13 @@ Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K kv head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights, training_mask
+from diffllm.model.documents import Documents
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope, apply_rope
@@ -24,10 +26,15 @@ if TYPE_CHECKING:
 Shown = dict[str, Tensor]
 """What a layer lays open for diagnostics: "context" (B, T, heads, width), "lambda", "gate"."""
 
+Maps = dict[str, Tensor]
+
 
 @dataclass
 class AttentionConfig:
     """Base of every variant's config; composing it without a variant is an error."""
+
+    backend: Backend = Backend.sdpa
+    """Which kernel attends in training; decoding goes through SDPA."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """The module of layer `layer_idx` (from 0)."""
@@ -38,26 +45,60 @@ class AttentionConfig:
 
 
 class KVCache:
-    """Keys and values of the positions decoded so far, preallocated: (B, S_max, K, d) each."""
+    """Keys and values of the positions decoded so far, preallocated: (B, K, S_max, d) each.
+
+    Heads come before positions, so that a decoding step reads each head's keys in one sweep.
+
+    Args:
+        k_shape, v_shape: (B, heads, S_max, width) of each.
+    """
 
     def __init__(
         self,
-        shape: tuple[int, int, int, int],
+        k_shape: tuple[int, int, int, int],
+        v_shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ):
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = torch.zeros(k_shape, dtype=dtype, device=device)
+        self.v = torch.zeros(v_shape, dtype=dtype, device=device)
         self.length = 0
+        """Positions in use, by the longest row."""
+        self.lengths: Tensor | None = None
+        """Positions in use by each row, (B,) int64; None where all rows are equally long."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, T, K, d); return all keys and values so far, (B, S, K, d)."""
+        """Add k and v (B, T, heads, width); return all so far, (B, S, heads, width) each.
+
+        Where rows differ in length, T must be 1.
+        """
         start, self.length = self.length, self.length + k.shape[1]
-        if self.length > self.k.shape[1]:
-            raise ValueError(f"KV cache of {self.k.shape[1]} positions is full")
-        self.k[:, start : self.length] = k
-        self.v[:, start : self.length] = v
-        return self.k[:, : self.length], self.v[:, : self.length]
+        if self.length > self.k.shape[2]:
+            raise ValueError(f"KV cache of {self.k.shape[2]} positions is full")
+        for cached, new in ((self.k, k), (self.v, v)):
+            if self.lengths is None:
+                cached[:, :, start : self.length] = new.transpose(1, 2)
+            else:
+                rows = torch.arange(len(self.lengths), device=cached.device)
+                cached[rows, :, self.lengths] = new[:, 0].to(cached.dtype)
+        if self.lengths is not None:
+            self.lengths = self.lengths + 1
+        return (
+            self.k[:, :, : self.length].transpose(1, 2),
+            self.v[:, :, : self.length].transpose(1, 2),
+        )
+
+    def truncate(self, lengths: list[int]) -> None:
+        """Keep the first positions of each row; what is behind them is never read again."""
+        self.length = max(lengths)
+        same = len(set(lengths)) == 1
+        self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
+        self.k, self.v = self.k[rows], self.v[rows]
+        if self.lengths is not None:
+            self.truncate(self.lengths[rows].tolist())
 
 
 class Attention(nn.Module):
@@ -69,8 +110,10 @@ class Attention(nn.Module):
         context_dim: width of what enters `wo`; n_query_heads * head_dim by default.
     """
 
-    fp32_parameters: ClassVar[tuple[str, ...]] = ()
+    fp32_parameters: tuple[str, ...] = ()
     """Names of own parameters that mixed precision must leave in float32."""
+    explicit_mask: bool = False
+    """Whether documents are masked by a boolean tensor, because no kernel knows this map."""
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
@@ -82,6 +125,7 @@ class Attention(nn.Module):
             model.head_dim,
         )
         self.n_query_heads = n_query_heads or model.n_heads
+        self.backend = model.attention.backend
         context_dim = context_dim or self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
         self.wq = nn.Linear(model.dim, self.n_query_heads * self.head_dim, bias=False)
@@ -97,7 +141,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rope: Rope,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: KVCache | None = None,
         show: Shown | None = None,
     ) -> Tensor:
@@ -105,8 +149,7 @@ class Attention(nn.Module):
 
         Args:
             rope: tables of the T positions.
-            mask: boolean, True where a query may look, broadcastable to (B, H, T, S);
-                None is causal.
+            mask: what `training_mask` made, or a boolean tensor; None is causal.
             cache: earlier positions; extended in place.
             show: filled with what diagnostics read, when given.
         """
@@ -128,10 +171,27 @@ class Attention(nn.Module):
         return apply_rope(q, rope), apply_rope(k, rope), v
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
     ) -> Tensor:
         """The vectors (B, T, heads, width) that enter `wo`: what a variant is about."""
         raise NotImplementedError
+
+    def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
+        """The explicit maps, (B, heads, T, S) each, by name; the last is what weights the values.
+
+        For figures, probes and tests; gates and head norms act behind it.
+        """
+        return {"map": attention_weights(q, k, mask)}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """`ops.attend` through the configured backend."""
+        return attend(q, k, v, mask, self.backend)
+
+    def training_mask(
+        self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
+    ) -> Mask:
+        """What `forward` wants as mask for a batch of tokens (B, T); the same for all layers."""
+        return training_mask(documents, tokens, self.backend, dtype, self.explicit_mask)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         """Truncated normal; the output projection at `out_std`."""
@@ -152,11 +212,14 @@ class Attention(nn.Module):
         width = self.head_dim + (value_dim or self.head_dim)
         return 3 * 2 * self.n_query_heads * width * (seq_len + 1) / 2
 
-    def kv_cache_shape(self, batch: int, length: int) -> tuple[int, int, int, int]:
-        """Shape of the key cache and of the value cache: (B, S, K, d)."""
-        return batch, length, self.n_kv_heads, self.head_dim
+    def new_cache(
+        self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCache:
+        """An empty cache of `length` positions."""
+        shape = (batch, self.n_kv_heads, length, self.head_dim)
+        return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that one position of one sequence holds in this layer's cache (bf16: 2)."""
-        _, _, heads, width = self.kv_cache_shape(1, 1)
-        return 2 * heads * width * bytes_per_value
+        cache = self.new_cache(1, 1, torch.float32, "meta")
+        return (cache.k.numel() + cache.v.numel()) * bytes_per_value

@@ -6,17 +6,29 @@ whose values are 2d wide.
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
-from diffllm.model.attention.base import Attention, AttentionConfig, Shown
-from diffllm.model.attention.ops import attend, attention_weights, weighted
+from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
+from diffllm.model.attention.ops import Backend, Mask, attention_weights, repeated, weighted
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
+from diffllm.model.rope import Rope
 from diffllm.registry import schema
+
+
+class Values(Enum):
+    """Values 2d wide, or in two halves of d for kernels that are faster, or only there, at d.
+
+    One kernel call either way.
+    """
+
+    wide = "wide"
+    split = "split"
 
 
 @schema(group="attention", name="diff_v1", package="model.attention")
@@ -29,6 +41,7 @@ class DiffV1Config(AttentionConfig):
     """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
     clamp: bool = False
     """Clamp the map at 0 and renormalise it: needs the explicit map, for small models only."""
+    values: Values = Values.wide
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV1Attention":
         return DiffV1Attention(model, self, layer_idx)
@@ -40,6 +53,11 @@ class DiffV1Config(AttentionConfig):
                     f"model.{name}={heads} must be even for attention=diff_v1: "
                     "heads are used in pairs"
                 )
+        if self.clamp and self.backend in (Backend.flash, Backend.flex):
+            raise ConfigError(
+                f"model.attention.backend={self.backend.name} has no clamped map; "
+                "choose sdpa or reference"
+            )
 
 
 def lambda_init_at(layer_idx: int) -> float:
@@ -71,22 +89,47 @@ class DiffV1Attention(Attention):
         # A tensor, not a float: layers with different constants share one compiled graph.
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
 
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) -> q (B, T, H, d), k (B, T, K, d), v (B, T, K/2, 2d).
+
+        In q and k, all first members of a pair come before all second ones.
+        """
+        q, k, v = super().project(x, rope)
+        return by_map(q), by_map(k), v.unflatten(2, (-1, 2)).flatten(3)
+
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
     ) -> Tensor:
-        wide_v = v.unflatten(2, (-1, 2)).flatten(3)
         lam = self.lambda_value()
         if self.cfg.clamp:
-            weights1, weights2 = attention_weights(by_map(q), by_map(k), mask).chunk(2, dim=1)
-            context = weighted(clamped(weights1 - lam * weights2), wide_v).to(x.dtype)
+            assert mask is None or isinstance(mask, Tensor)
+            context = weighted(self.maps(x, q, k, mask)["difference"], v).to(x.dtype)
         else:
-            maps = attend(by_map(q), by_map(k), torch.cat((wide_v, wide_v), dim=2), mask)
-            attn1, attn2 = maps.chunk(2, dim=2)
+            attn1, attn2 = self.attend(q, k, v, mask).chunk(2, dim=2)
             context = (attn1 - lam * attn2).to(x.dtype)
         if show is not None:
             show["context"], show["lambda"] = context, lam
         normed = self.head_norm(context) if self.cfg.head_norm else context
         return (normed * (1 - self.lambda_init)).to(x.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        if self.cfg.values is Values.wide or q.shape[1] == 1:
+            return super().attend(q, k, v, mask)
+        low, high = (repeated(half, k) for half in v.chunk(2, dim=-1))
+        q, k, v = (torch.cat(parts, dim=2) for parts in ((q, q), (k, k), (low, high)))
+        return torch.cat(super().attend(q, k, v, mask).chunk(2, dim=2), dim=-1)
+
+    def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
+        map1, map2 = attention_weights(q, k, mask).chunk(2, dim=1)
+        difference = map1 - self.lambda_value() * map2
+        difference = clamped(difference) if self.cfg.clamp else difference
+        return {"map 1": map1, "map 2": map2, "difference": difference}
+
+    def new_cache(
+        self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCache:
+        pairs, d = self.n_kv_heads // 2, self.head_dim
+        return KVCache((batch, 2 * pairs, length, d), (batch, pairs, length, 2 * d), dtype, device)
 
     def lambda_value(self) -> Tensor:
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""

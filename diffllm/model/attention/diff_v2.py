@@ -6,8 +6,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from diffllm.model.attention.base import Attention, AttentionConfig, Shown
-from diffllm.model.attention.ops import attend
+from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
+from diffllm.model.attention.ops import Mask, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
@@ -72,18 +72,28 @@ class DiffV2Attention(Attention):
             self.head_norm = RMSNorm(model.head_dim, model.norm_eps)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
     ) -> Tensor:
-        maps = attend(q, k, v, mask)
-        if self.cfg.pairing is Pairing.adjacent:
-            attn1, attn2 = maps.unflatten(2, (-1, 2)).unbind(3)
-        else:
-            attn1, attn2 = maps.chunk(2, dim=2)
+        attn1, attn2 = self.pair(self.attend(q, k, v, mask), dim=2)
         lam = self.lambda_values(x)
         context = (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
         if show is not None:
             show["context"], show["lambda"] = context, lam
         return self.head_norm(context) if self.cfg.head_norm else context
+
+    def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
+        """With pairing=halves the two maps of a pair weight different values."""
+        map1, map2 = self.pair(attention_weights(q, k, mask), dim=1)
+        lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)
+        return {"map 1": map1, "map 2": map2, "difference": map1 - lam * map2}
+
+    def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """The first and the second members of all pairs among 2H heads in dimension `dim`."""
+        if self.cfg.pairing is Pairing.adjacent:
+            first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
+        else:
+            first, second = heads.chunk(2, dim=dim)
+        return first, second
 
     def lambda_values(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> lambda in float32 or wider, broadcastable to (B, T, H)."""
@@ -91,7 +101,7 @@ class DiffV2Attention(Attention):
         if form is Lambda.fixed or form is Lambda.none:
             value = 1.0 if form is Lambda.none else self.cfg.lambda_value
             return torch.full((1, 1, 1), value, device=x.device)
-        logits = self.lambda_logit if form is Lambda.scalar else self.w_lambda(x)
+        logits = self.lambda_logit.view(1, 1, -1) if form is Lambda.scalar else self.w_lambda(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if form is Lambda.raw else torch.sigmoid(logits)
 

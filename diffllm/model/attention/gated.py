@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from diffllm.model.attention.base import Attention, AttentionConfig, Shown
-from diffllm.model.attention.ops import attend
+from diffllm.model.attention.ops import Mask
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.registry import schema
@@ -38,12 +38,12 @@ class GatedAttention(Attention):
         self.w_gate = nn.Linear(model.dim, self.n_heads * self.gate_width, bias=False)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
     ) -> Tensor:
         gate = torch.sigmoid(self.w_gate(x)).unflatten(-1, (self.n_heads, self.gate_width))
         if show is not None:
             show["gate"] = gate
-        return gate * attend(q, k, v, mask)
+        return gate * self.attend(q, k, v, mask)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         super().reset_parameters(init, std, out_std)

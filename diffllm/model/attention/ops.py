@@ -4,43 +4,128 @@ Shapes: B batch, T query tokens, S key tokens, H query heads, K kv heads, d widt
 dv width of v.
 """
 
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from diffllm.errors import ConfigError
+from diffllm.model.documents import Documents
 
 NARROW = 32
 """Head width up to which the fused CPU kernel trains faster in float32 than in bf16
 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 
+HALF = (torch.bfloat16, torch.float16)
+VARLEN_GQA: dict[
+    str, Any
+] = (  # an argument since torch 2.12; before, the kernel took grouped heads as they came
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class Backend(Enum):
+    """Which kernel attends in training.
+
+    sdpa: torch's scaled_dot_product_attention, on any device.
+    flash: the flash-attn package, version 4 on Hopper and Blackwell where installed, else 2.
+    flex: FlexAttention, compiled; GPUs only.
+    reference: explicit maps, for tests and figures; memory grows with T * S.
+    """
+
+    sdpa = "sdpa"
+    flash = "flash"
+    flex = "flex"
+    reference = "reference"
+
+
+class Packed(NamedTuple):
+    """Documents of a batch, end to end, for variable-length kernels."""
+
+    boundaries: Tensor
+    """Where each starts among the B * T tokens, and B * T: (n + 1,) int32."""
+    longest: int
+    """No document is longer."""
+
+
+Mask = Tensor | Packed | BlockMask | None
+"""What a query may see: None, what comes before it; a boolean tensor, True where it may look,
+broadcastable to (B, H, T, S); or the documents in the form that a kernel wants, always causal."""
+
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = None,
+    backend: Backend = Backend.sdpa,
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k / sqrt(d)) v, causal unless `mask` says otherwise.
+    """softmax(q k / sqrt(d)) v. Query head h reads key head h // (H / K).
 
     Args:
-        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv). Query head h reads kv head h // (H/K).
-        mask: boolean, True where a query may look, broadcastable to (B, H, T, S). None is causal,
-            the last query aligned with the last key.
-
+        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j goes
+            with value head j % Kv.
+        mask: see `Mask`. Without one the last query is aligned with the last key.
+        backend: for T > 1; a tensor mask always goes through SDPA or explicit maps.
         scale: of q k; d^-0.5 by default.
 
     Returns:
         (B, T, H, dv) in the dtype of q.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    d, dv, n_queries, n_keys = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
-    dtype = q.dtype
+    if backend is Backend.reference:
+        assert not isinstance(mask, (Packed, BlockMask))
+        return weighted(attention_weights(q, k, mask, scale), repeated(v, k)).to(q.dtype)
+    if q.shape[1] == 1 and not isinstance(mask, (Packed, BlockMask)):
+        return one_query(q, k, v, mask, scale)
+    v = repeated(v, k)
+    if isinstance(mask, BlockMask):
+        return flex(q, k, v, mask, scale)
+    if isinstance(mask, Packed):
+        return varlen(q, k, v, mask, scale, backend)
+    if backend is Backend.flash and mask is None:
+        return flash(q, k, v, scale)
+    return sdpa(q, k, v, mask, scale)
+
+
+def repeated(v: Tensor, k: Tensor) -> Tensor:
+    """v with as many heads as k: all of them over and over."""
+    times = k.shape[2] // v.shape[2]
+    return v if times == 1 else v.repeat(1, 1, times, 1)
+
+
+def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros up to one width, for kernels that know only one; they add nothing to q k."""
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    return q, k, v
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Through torch's scaled_dot_product_attention; arguments and result as for `attend`."""
+    dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
     if q.device.type == "cpu":
-        if dv > d:
-            # The fused CPU kernel takes one width only; zeros add nothing to q k, and the unfused
-            # path costs three times as much.
-            q, k = F.pad(q, (0, dv - d)), F.pad(k, (0, dv - d))
-        if dv <= NARROW and dtype == torch.bfloat16:
+        q, k, v = same_width(q, k, v)  # else the unfused path, three times as slow
+        if v.shape[-1] <= NARROW and dtype == torch.bfloat16:
             q, k, v = q.float(), k.float(), v.float()
     causal = mask is None and n_queries == n_keys
-    if mask is None and 1 < n_queries < n_keys:
+    if mask is None and n_queries < n_keys:
         mask = causal_lower_right(n_queries, n_keys)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -51,7 +136,74 @@ def attend(
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2).to(dtype)
+    return out.transpose(1, 2)[..., :dv].to(dtype)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """A decoding step, T = 1: the heads of a group are the queries of one kernel call, so each
+    key and value is read once and not once a head."""
+    batch, _, heads, d = q.shape
+    grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
+    values = v.transpose(1, 2)
+    out = [
+        F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        for queries, keys in zip(
+            grouped.split(v.shape[2], 1), k.transpose(1, 2).split(v.shape[2], 1), strict=True
+        )
+    ]
+    return torch.cat(out, dim=1).view(batch, 1, heads, v.shape[-1])
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal, through the flash-attn package."""
+    dv = v.shape[-1]
+    q, k, v = same_width(q, k, v)
+    if sdpa_is_flash_4():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sdpa(q, k, v, None, scale)[..., :dv]
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(q, k, v, softmax_scale=scale, causal=True)[..., :dv]
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
+) -> Tensor:
+    """Causal within documents, through a variable-length kernel."""
+    dv, shape = v.shape[-1], q.shape[:3]
+    q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v))
+    ends, longest = documents
+    if backend is Backend.flash and not sdpa_is_flash_4():
+        from flash_attn import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True
+        )
+    else:
+        out = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA
+        )
+    return out.view(*shape, -1)[..., :dv]
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Through FlexAttention, which is a fused kernel only when compiled."""
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    out: Tensor = kernel(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """One compiled copy for all layers that are not themselves compiled."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def attention_weights(
@@ -76,3 +228,81 @@ def weighted(weights: Tensor, v: Tensor) -> Tensor:
     """weights (B, H, T, S) times v (B, S, K, dv) -> (B, T, H, dv), in the dtype of weights."""
     v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))
+
+
+def training_mask(
+    documents: Documents | None,
+    tokens: Tensor,
+    backend: Backend,
+    dtype: torch.dtype,
+    explicit: bool = False,
+) -> Mask:
+    """What `attend` wants for a batch: made once, used by every layer.
+
+    Args:
+        documents: None where a row is one document.
+        tokens: (B, T), of which shape and device count.
+        dtype: of queries and keys.
+        explicit: documents as a boolean tensor even where there are kernels for them.
+    """
+    batch, length = tokens.shape
+    if backend is Backend.flex:
+        ids = None if documents is None else documents.ids
+        return causal_blocks(ids, batch, length, tokens.device)
+    if documents is None:
+        return None
+    if tokens.is_cuda and dtype in HALF and backend is not Backend.reference and not explicit:
+        return Packed(documents.boundaries, length)
+    return documents.mask()
+
+
+def causal_blocks(ids: Tensor | None, batch: int, length: int, device: torch.device) -> BlockMask:
+    """Causal, within documents where `ids` (B, T) are given."""
+
+    def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert ids is not None
+        return (query >= key) & (ids[b, query] == ids[b, key])
+
+    if ids is None:
+        return create_block_mask(causal, None, None, length, length, device=device)
+    return create_block_mask(within, batch, None, length, length, device=device)
+
+
+def sdpa_is_flash_4() -> bool:
+    """Whether torch's flash kernels are those of flash-attn-4; see `prepare_backend`."""
+    return current_flash_attention_impl() == "FA4"
+
+
+def prepare_backend(
+    backend: Backend, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Make `backend` ready on `device`, before anything is built.
+
+    flash-attn-4 takes the place of torch's own flash kernels, which compile without a graph break;
+    of version 2 the package's functions are called.
+
+    Args:
+        dtype: of queries and keys, where it is known already.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    name = f"model.attention.backend={backend.name}"
+    if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
+        raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
+    if backend is not Backend.flash:
+        return
+    if dtype is not None and dtype not in HALF:
+        raise ConfigError(f"{name} needs precision=bf16; in float32 choose sdpa, flex or reference")
+    installed = importlib.util.find_spec("flash_attn") is not None
+    hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if installed and hopper_or_blackwell and importlib.util.find_spec("flash_attn.cute"):
+        activate_flash_attention_impl("FA4")
+    elif not installed or not importlib.util.find_spec("flash_attn.flash_attn_interface"):
+        raise ConfigError(
+            f"{name} needs the flash-attn package, which is not installed: version 2, or "
+            "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
+        )

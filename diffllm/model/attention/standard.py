@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
-from diffllm.model.attention.base import Attention, AttentionConfig, Shown
-from diffllm.model.attention.ops import attend
+from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
+from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.registry import schema
@@ -45,6 +46,11 @@ class StandardConfig(AttentionConfig):
                 f"model.n_heads={model.n_heads} must be a multiple of "
                 f"model.n_kv_heads={model.n_kv_heads}"
             )
+        if self.sink is not Sink.none and self.backend is Backend.flex:
+            raise ConfigError(
+                f"model.attention.backend=flex has no sink={self.sink.name}; "
+                "choose sdpa, flash or reference"
+            )
 
 
 class StandardAttention(Attention):
@@ -53,15 +59,29 @@ class StandardAttention(Attention):
     def __init__(self, model: ModelConfig, cfg: StandardConfig):
         super().__init__(model, n_query_heads=round(cfg.query_heads * model.n_heads))
         self.sink_kind = cfg.sink
+        self.explicit_mask = cfg.sink is not Sink.none
         if cfg.sink is Sink.learned:
             self.sink = nn.Parameter(torch.empty(self.n_query_heads))
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
     ) -> Tensor:
         if self.sink_kind is Sink.none:
-            return attend(q, k, v, mask)
-        return attend_with_sink(q, k, v, self.sink if self.sink_kind is Sink.learned else None)
+            return self.attend(q, k, v, mask)
+        assert mask is None or isinstance(mask, Tensor)
+        q, k, v, mask, scale = with_sink(q, k, v, mask, self.sink_logit())
+        return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
+
+    def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
+        """With a sink, rows sum to less than 1: the sink has the rest."""
+        if self.sink_kind is Sink.none:
+            return super().maps(x, q, k, mask)
+        q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink_logit())
+        return {"map": attention_weights(q, k, mask, scale)[:, :, -x.shape[1] :, 1:]}
+
+    def sink_logit(self) -> Tensor | None:
+        """(H,), None for a logit of 0."""
+        return self.sink if self.sink_kind is Sink.learned else None
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         super().reset_parameters(init, std, out_std)
@@ -69,19 +89,28 @@ class StandardAttention(Attention):
             init.constant_(self.sink, 0.0)
 
 
-def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, logit: Tensor | None) -> Tensor:
-    """Causal attention whose denominator also holds exp(logit), 1 without one.
+def with_sink(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+    """Arguments of `attend` whose softmax denominator also holds exp(logit), 1 without one.
 
     The sink is a key in front of all others whose value is zero, so any kernel computes it and its
-    gradient. A key of zeros has logit 0. For a learned logit, q and k get one more channel that
-    multiplies to it for the sink and to nothing for the others. A query in front keeps the causal
-    mask square.
+    gradient. A key of zeros has logit 0. For a learned logit, q and k get more channels, one of
+    which multiplies to it for the sink and to nothing for the others. Where there is a mask, or
+    one query a key, a query goes in front too: it keeps the causal mask square.
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv). logit: (H,) or None.
+
+    Returns:
+        q, k, v, mask and scale. Of the output, the last T queries count.
     """
     d = q.shape[-1]
-    q, k, v = (torch.cat((torch.zeros_like(t[:, :1]), t), dim=1) for t in (q, k, v))
+    if mask is not None or q.shape[1] == k.shape[1]:
+        q = in_front(q)
+    k, v = in_front(k), in_front(v)
+    if mask is not None:
+        mask = F.pad(mask, (1, 0, 1, 0), value=True)
     if logit is not None:
         channels = 8  # kernels want widths in multiples of 8
         scaled = (logit * math.sqrt(d)).to(q.dtype).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
@@ -90,4 +119,9 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, logit: Tensor | None) -> T
         marks = k.new_zeros(*k.shape[:3], channels)
         marks[:, 0, :, 0] = 1
         k = torch.cat((k, marks), dim=-1)
-    return attend(q, k, v, scale=d**-0.5)[:, 1:]
+    return q, k, v, mask, d**-0.5
+
+
+def in_front(heads: Tensor) -> Tensor:
+    """(B, T, heads, width) with a position of zeros before the first."""
+    return torch.cat((torch.zeros_like(heads[:, :1]), heads), dim=1)
