@@ -1,26 +1,12 @@
 """The shape of a decoder. `n_heads` and `n_kv_heads` always mean the baseline's."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from omegaconf import MISSING
 
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
-
-
-class RopeScaling(Enum):
-    """How rotary frequencies are changed for longer contexts."""
-
-    none = "none"
-
-
-@dataclass
-class RopeConfig:
-    """Rotary position embedding (Su et al., arXiv 2104.09864)."""
-
-    theta: float = 10_000.0
-    scaling: RopeScaling = RopeScaling.none
+from diffllm.model.rope import RopeConfig
 
 
 @dataclass
@@ -64,8 +50,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        if self.rope.theta <= 0:
-            raise ConfigError(f"model.rope.theta={self.rope.theta} must be positive")
+        self.rope.validate(self.seq_len)
         for name in ("init_std", "norm_eps"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be positive")

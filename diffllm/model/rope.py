@@ -3,10 +3,128 @@
 Shapes: B batch, T tokens, H heads, d head_dim.
 """
 
+import math
+from dataclasses import dataclass
+from enum import Enum
+
 import torch
 from torch import Tensor, nn
 
+from diffllm.errors import ConfigError
+
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
+
+
+class RopeScaling(Enum):
+    """How frequencies change for contexts longer than those of an earlier training.
+
+    linear: all divided by the factor (Chen et al., arXiv 2306.15595).
+    llama3: low ones divided, high ones kept, between them a blend (Llama 3.1).
+    yarn: the same with another blend, and warmer attention (Peng et al., arXiv 2309.00071).
+    """
+
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+@dataclass
+class RopeConfig:
+    """Frequencies theta^(-2c/d) for channel pairs c, scaled for long contexts."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling = RopeScaling.none
+    factor: float = 1.0
+    """How many times longer the context is than `original_seq_len`."""
+    original_seq_len: int | None = None
+    """Context of the earlier training; llama3 and yarn need it."""
+    low_freq_factor: float = 1.0
+    """llama3: frequencies below this many turns in the original context are divided."""
+    high_freq_factor: float = 4.0
+    """llama3: those above this many turns stay."""
+    beta_slow: float = 1.0
+    """yarn: as low_freq_factor."""
+    beta_fast: float = 32.0
+    """yarn: as high_freq_factor."""
+    attention_factor: float | None = None
+    """yarn: multiplies cos and sin; null: 0.1 ln(factor) + 1."""
+
+    def validate(self, seq_len: int) -> None:
+        """Raise ConfigError for values that no frequencies follow from."""
+        if self.theta <= 0:
+            raise ConfigError(f"model.rope.theta={self.theta} must be positive")
+        if self.factor < 1:
+            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1")
+        if self.scaling is RopeScaling.none:
+            if self.factor != 1:
+                raise ConfigError(
+                    f"model.rope.factor={self.factor} needs model.rope.scaling="
+                    "linear, llama3 or yarn"
+                )
+            return
+        if self.scaling is not RopeScaling.linear:
+            if self.original_seq_len is None or not 1 <= self.original_seq_len <= seq_len:
+                raise ConfigError(
+                    f"model.rope.scaling={self.scaling.name} needs model.rope.original_seq_len, "
+                    f"the context of the earlier training: 1 to seq_len={seq_len}, "
+                    f"not {self.original_seq_len}"
+                )
+            if self.theta <= 1:
+                raise ConfigError(
+                    f"model.rope.theta={self.theta} must exceed 1 for scaling={self.scaling.name}"
+                )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not 0 < getattr(self, low) < getattr(self, high):
+                raise ConfigError(
+                    f"model.rope.{low}={getattr(self, low)} must be positive and less than "
+                    f"model.rope.{high}={getattr(self, high)}"
+                )
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ConfigError(
+                f"model.rope.attention_factor={self.attention_factor} must be positive"
+            )
+
+
+def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
+    """Radians a position of each channel pair, (d/2,) float64."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    original = cfg.theta**-exponents
+    if cfg.scaling is RopeScaling.none:
+        return original
+    if cfg.scaling is RopeScaling.linear:
+        return original / cfg.factor
+    assert cfg.original_seq_len is not None
+    blend = llama3_kept if cfg.scaling is RopeScaling.llama3 else yarn_kept
+    kept = blend(cfg, original, cfg.original_seq_len).clamp(0, 1)
+    return kept * original + (1 - kept) * original / cfg.factor
+
+
+def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
+    """How far each frequency stays: linear in its turns over the original context."""
+    turns = length * original / (2 * math.pi)
+    return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
+
+
+def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
+    """How far each frequency stays: linear in the index of its channel pair (section 3.2), between
+    the pairs that turn beta_fast and beta_slow times, rounded outwards."""
+    head_dim = 2 * len(original)
+
+    def pair(turns: float) -> float:
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(cfg.theta))
+
+    first = max(math.floor(pair(cfg.beta_fast)), 0)
+    last = min(math.ceil(pair(cfg.beta_slow)), head_dim - 1)
+    index = torch.arange(len(original), dtype=torch.float64, device="cpu")
+    return 1 - (index - first) / max(last - first, 1e-3)
+
+
+def attention_factor(cfg: RopeConfig) -> float:
+    """What cos and sin are multiplied by: sqrt(1/t) of YaRN, section 3.4; 1 without it."""
+    if cfg.scaling is not RopeScaling.yarn:
+        return 1.0
+    return cfg.attention_factor or 0.1 * math.log(cfg.factor) + 1
 
 
 class RotaryEmbedding(nn.Module):
@@ -15,20 +133,20 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, seq_len: int, theta: float):
+    def __init__(self, head_dim: int, seq_len: int, cfg: RopeConfig):
         super().__init__()
-        self.head_dim, self.seq_len, self.theta = head_dim, seq_len, theta
+        self.head_dim, self.seq_len, self.cfg = head_dim, seq_len, cfg
         self.register_buffer("cos", torch.empty(seq_len, 1, head_dim), persistent=False)
         self.register_buffer("sin", torch.empty(seq_len, 1, head_dim), persistent=False)
 
     def reset_parameters(self) -> None:
         """Fill the tables; computed in float64, kept in float32."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
-        frequencies = self.theta ** (-exponents / self.head_dim)
         positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        angles = torch.outer(positions, frequencies(self.cfg, self.head_dim))
+        angles = angles.repeat(1, 2).unsqueeze(1)
+        factor = attention_factor(self.cfg)
+        self.cos.copy_(factor * angles.cos())
+        self.sin.copy_(factor * angles.sin())
 
     def forward(self, start: int, length: int) -> Rope:
         """The tables of `length` positions from `start` on, each (length, 1, d)."""

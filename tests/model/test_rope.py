@@ -1,0 +1,119 @@
+"""Rotary embedding: frequencies of every scaling against the transformers library's."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from diffllm import build_model, load_config
+from diffllm.errors import ConfigError
+from diffllm.model.rope import RopeConfig, RopeScaling, RotaryEmbedding, apply_rope, frequencies
+
+SCALINGS = {
+    "linear": [{"factor": 4.0}, {"factor": 1.0}],
+    "llama3": [
+        {"factor": 8.0, "original_seq_len": 8192},
+        {"factor": 32.0, "original_seq_len": 1024, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
+        {"factor": 2.0, "original_seq_len": 16},
+    ],
+    "yarn": [
+        {"factor": 16.0, "original_seq_len": 4096},
+        {"factor": 4.0, "original_seq_len": 64, "beta_fast": 8.0, "beta_slow": 2.0},
+        {"factor": 2.0, "original_seq_len": 2048, "attention_factor": 1.3},
+        {"factor": 2.0, "original_seq_len": 7},  # every channel pair turns less than once
+    ],
+}
+CASES = [(name, fields) for name, cases in SCALINGS.items() for fields in cases]
+
+
+def theirs(scaling, fields, theta, head_dim):
+    """(frequencies, factor on cos and sin) of the transformers library, float32."""
+    names = {"original_seq_len": "original_max_position_embeddings"}
+    parameters = {"rope_type": scaling, "rope_theta": theta, "low_freq_factor": 1.0}
+    parameters |= {"high_freq_factor": 4.0} if scaling == "llama3" else {}
+    parameters |= {names.get(name, name): value for name, value in fields.items()}
+    if scaling != "llama3":
+        del parameters["low_freq_factor"]
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=1 << 17,
+        rope_parameters=parameters,
+    )
+    return ROPE_INIT_FUNCTIONS[scaling](config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize(("scaling", "fields"), CASES)
+def test_frequencies_equal_those_of_transformers(scaling, fields, theta, head_dim):
+    cfg = RopeConfig(theta=theta, scaling=RopeScaling[scaling], **fields)
+    expected, factor = theirs(scaling, fields, theta, head_dim)
+    ours = frequencies(cfg, head_dim)
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours.float(), expected, rtol=2e-6, atol=0)
+    tables = RotaryEmbedding(head_dim, 8, cfg)
+    tables.reset_parameters()
+    angles = torch.outer(torch.arange(8.0), expected).repeat(1, 2).unsqueeze(1)
+    torch.testing.assert_close(tables.cos, angles.cos() * factor, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tables.sin, angles.sin() * factor, rtol=1e-5, atol=1e-5)
+
+
+def test_unscaled_frequencies_are_powers_of_theta():
+    expected = torch.tensor([100.0 ** (-2 * c / 8) for c in range(4)], dtype=torch.float64)
+    torch.testing.assert_close(frequencies(RopeConfig(theta=100.0), 8), expected)
+
+
+def test_scalings_change_the_frequencies_and_keep_the_order_and_the_highest():
+    plain = frequencies(RopeConfig(), 64)
+    for name in ("llama3", "yarn"):
+        cfg = RopeConfig(scaling=RopeScaling[name], factor=8.0, original_seq_len=4096)
+        scaled = frequencies(cfg, 64)
+        assert scaled[0] == plain[0]
+        assert scaled[-1] == plain[-1] / 8
+        assert (scaled.diff() < 0).all()
+        assert ((plain / 8 <= scaled) & (scaled <= plain)).all()
+
+
+def test_tables_of_given_positions_are_rows_of_the_table():
+    tables = RotaryEmbedding(8, 16, RopeConfig())
+    tables.reset_parameters()
+    positions = torch.tensor([[0, 1, 0], [5, 15, 2]])
+    cos, sin = tables.at(positions)
+    assert cos.shape == sin.shape == (2, 3, 1, 8)
+    x = torch.randn(2, 3, 4, 8)
+    rotated = apply_rope(x, (cos, sin))
+    for row in range(2):
+        for t in range(3):
+            alone = apply_rope(x[row, t].view(1, 1, 4, 8), tables(int(positions[row, t]), 1))
+            torch.testing.assert_close(rotated[row, t], alone[0, 0])
+
+
+def test_a_scaled_model_computes_something_else():
+    base = ["model=tiny", "model.vocab_size=64", "data.vocab_size=64", "seq_len=64"]
+    scaled = ["model.rope.factor=4", "model.rope.original_seq_len=16"]
+    tokens = torch.randint(0, 64, (1, 60))
+    logits = [build_model(load_config(base).model)(tokens)]
+    for name in ("linear", "llama3", "yarn"):
+        cfg = load_config([*base, *scaled, f"model.rope.scaling={name}"])
+        logits.append(build_model(cfg.model)(tokens))
+    for i, one in enumerate(logits):
+        for other in logits[:i]:
+            assert not torch.allclose(one, other)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["scaling=ntk"], "none, linear, llama3, yarn"),
+        (["factor=2"], "needs model.rope.scaling"),
+        (["scaling=linear", "factor=0.5"], "factor=0.5 must be at least 1"),
+        (["scaling=llama3", "factor=2"], "needs model.rope.original_seq_len"),
+        (["scaling=yarn", "factor=2", "original_seq_len=100000"], "1 to seq_len=256, not 100000"),
+        (["scaling=yarn", "original_seq_len=64", "beta_slow=40"], "less than model.rope.beta_fast"),
+        (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be positive"),
+    ],
+)
+def test_impossible_scalings_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([f"model.rope.{word}" for word in overrides])
