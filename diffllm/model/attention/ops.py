@@ -18,8 +18,10 @@ from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
     current_flash_attention_impl,
+    register_flash_attention_impl,
     sdpa_kernel,
 )
+from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
@@ -32,6 +34,7 @@ NARROW = 32
 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 
 HALF = (torch.bfloat16, torch.float16)
+FLASH_4 = "diffllm.model.flash_attention_4"
 VARLEN_GQA: dict[
     str, Any
 ] = (  # an argument since torch 2.12; before, the kernel took grouped heads as they came
@@ -273,7 +276,7 @@ def causal_blocks(ids: Tensor | None, batch: int, length: int, device: torch.dev
 
 def sdpa_is_flash_4() -> bool:
     """Whether torch's flash kernels are those of flash-attn-4; see `prepare_backend`."""
-    return current_flash_attention_impl() == "FA4"
+    return current_flash_attention_impl() == FLASH_4
 
 
 def prepare_backend(
@@ -300,9 +303,20 @@ def prepare_backend(
     installed = importlib.util.find_spec("flash_attn") is not None
     hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
     if installed and hopper_or_blackwell and importlib.util.find_spec("flash_attn.cute"):
-        activate_flash_attention_impl("FA4")
+        register_flash_attention_impl(
+            FLASH_4, register_fn=functools.partial(register_flash_attention_fa4, FLASH_4)
+        )
+        activate_flash_attention_impl(FLASH_4)
     elif not installed or not importlib.util.find_spec("flash_attn.flash_attn_interface"):
         raise ConfigError(
             f"{name} needs the flash-attn package, which is not installed: version 2, or "
             "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
         )
+    q = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    try:
+        flash(q, q, q, 1.0).sum().backward()
+    except Exception as error:
+        torch_version = torch.__version__
+        raise ConfigError(
+            f"{name}: flash-attn fails with torch {torch_version}: {error}"
+        ) from error
