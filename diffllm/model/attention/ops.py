@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    register_flash_attention_impl,
-    sdpa_kernel,
-)
-from torch.nn.attention._fa4 import register_flash_attention_fa4
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
@@ -276,7 +269,17 @@ def causal_blocks(ids: Tensor | None, batch: int, length: int, device: torch.dev
 
 def sdpa_is_flash_4() -> bool:
     """Whether torch's flash kernels are those of flash-attn-4; see `prepare_backend`."""
-    return current_flash_attention_impl() == FLASH_4
+    return torch.nn.attention.current_flash_attention_impl() == FLASH_4
+
+
+def activate_flash_4() -> None:
+    """Let flash-attn-4 take the place of torch's own flash kernels."""
+    from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+    from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+    register = functools.partial(register_flash_attention_fa4, FLASH_4)
+    register_flash_attention_impl(FLASH_4, register_fn=register)
+    activate_flash_attention_impl(FLASH_4)
 
 
 def prepare_backend(
@@ -284,8 +287,8 @@ def prepare_backend(
 ) -> None:
     """Make `backend` ready on `device`, before anything is built.
 
-    flash-attn-4 takes the place of torch's own flash kernels, which compile without a graph break;
-    of version 2 the package's functions are called.
+    Through torch's dispatcher flash-attn-4 compiles without a graph break; of version 2 the
+    package's functions are called.
 
     Args:
         dtype: of queries and keys, where it is known already.
@@ -303,10 +306,7 @@ def prepare_backend(
     installed = importlib.util.find_spec("flash_attn") is not None
     hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
     if installed and hopper_or_blackwell and importlib.util.find_spec("flash_attn.cute"):
-        register_flash_attention_impl(
-            FLASH_4, register_fn=functools.partial(register_flash_attention_fa4, FLASH_4)
-        )
-        activate_flash_attention_impl(FLASH_4)
+        activate_flash_4()
     elif not installed or not importlib.util.find_spec("flash_attn.flash_attn_interface"):
         raise ConfigError(
             f"{name} needs the flash-attn package, which is not installed: version 2, or "
