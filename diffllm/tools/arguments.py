@@ -14,12 +14,13 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
     """An instance of the dataclass `cls` from `key=value` words.
 
     Fields are str, int or float, or list[str], whose key may come several times; a field's
-    `metadata["help"]` says what it is. `--help` prints them and exits.
+    `metadata["help"]` says what it is, and a field that ends in "_" because its key is a Python
+    keyword loses it. `--help` prints them and exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a missing key.
     """
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
         print(what, "", sep="\n")
         for name, f in known.items():
@@ -38,10 +39,10 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             values.setdefault(name, []).append(text)
             continue
         try:
-            values[name] = kind(text)  # type: ignore[operator]
+            values[known[name].name] = kind(text)  # type: ignore[operator]
         except ValueError:
             raise ConfigError(f"{name}={text!r} is not {kind.__name__}") from None  # type: ignore[union-attr]
-    missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
+    missing = [n for n, f in known.items() if f.default is MISSING and f.name not in values]
     if missing:
         raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")
     return cls(**values)

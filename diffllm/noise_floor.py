@@ -1,0 +1,275 @@
+"""What subtracting a second attention map does to noise, for one query of a known signal.
+
+The idea is differential attention's (Differential Transformer, Ye et al., arXiv 2410.05258); the
+model below is a caricature of it that can be solved, not a measurement of a trained model.
+
+One query sees n keys. Key s is the signal; the n - 1 others carry noise x_i, e_i ~ N(0, 1), all
+independent. The logits of the two maps are
+
+    map 1:   a       at s,   sigma x_i                                elsewhere
+    map 2:   0       at s,   sigma (rho x_i + sqrt(1 - rho^2) e_i)    elsewhere
+
+with the signal's advantage a, the noise's amplitude sigma (both in logits) and its correlation
+between the maps rho. rho is an assumption: nothing here says how common the noise of two trained
+maps is. With p = softmax(map 1) and q = softmax(map 2) the effective weights are
+
+    w = p - lambda q        lambda = 0 is standard attention
+
+and with values that are uncorrelated between keys and of RMS 1, the context is w_s times the
+signal's value plus a noise of RMS sqrt(sum of w_i^2 over i != s). Hence
+
+    SNR(lambda) = w_s / sqrt(sum over i != s of w_i^2)
+                = (p_s - lambda q_s) / sqrt(r^2 + |q|^2 (lambda - m)^2)
+
+where m = p.q / |q|^2 is the multiple of map 2's noise in map 1's, r = |p - m q| what no multiple
+removes, and products and norms run over i != s. The best lambda is
+
+    lambda* = m - q_s r^2 / (|q|^2 (p_s - m q_s))
+
+With Z_k the sum of exp(logit) over map k, the limit of many keys is
+
+    standard SNR    = exp(a - sigma^2) / sqrt(n)
+    lambda*         = (Z_2 / Z_1) exp(-sigma^2 (1 - rho))
+    gain at lambda* = 1 / sqrt(1 - exp(-2 sigma^2 (1 - rho)))
+
+So the gain is large for common noise and for weak noise (the uniform floor of a softmax is common
+to any two maps), next to none for strong uncorrelated noise, and lambda* falls with Z_2 / Z_1,
+which is about 1 - p_s: a map that has already found its signal wants no subtraction. With rho = 1
+noise cancels at lambda*, but at lambda = 1 the weights sum to zero and SNR = R / sqrt(S), with R
+and S the sums of exp(sigma x_i) and exp(2 sigma x_i): whatever the signal, and less than standard
+attention's exp(a) / sqrt(S) if p_s > 1/2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffllm.errors import ConfigError
+
+Array = NDArray[np.float64]
+CONTEXTS = tuple(1024 * 2**i for i in range(8))
+LAMBDAS = np.linspace(0, 1, 101)
+LARGEST_AMPLITUDE = 20.0
+
+
+@dataclass
+class Settings:
+    """The synthetic query, and how often it is drawn."""
+
+    keys: int = field(default=8192, metadata={"help": "keys where lambda or amplitude varies"})
+    lambda_: float = field(default=0.8, metadata={"help": "share of map 2 that is subtracted"})
+    amplitude: float = field(
+        default=1.0, metadata={"help": "noise's standard deviation, in logits"}
+    )
+    signal: float = field(default=6.0, metadata={"help": "signal's advantage in map 1, in logits"})
+    correlation: float = field(default=0.9, metadata={"help": "of the two maps' noise"})
+    threshold: float = field(default=1.0, metadata={"help": "SNR from which a map is usable"})
+    draws: int = field(default=32, metadata={"help": "random draws of the noise"})
+    seed: int = field(default=0, metadata={"help": "of the noise"})
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of its range (NaN is out of every range)."""
+        ranges = {
+            "keys": (2, CONTEXTS[-1]),
+            "lambda_": (0, 1),
+            "amplitude": (0, LARGEST_AMPLITUDE),
+            "signal": (0, 100),
+            "correlation": (-1, 1),
+            "draws": (2, 1000),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name.rstrip('_')}={value} must be from {low:g} to {high:g}")
+        if not 0 < self.threshold < np.inf:
+            raise ConfigError(f"threshold={self.threshold} must be positive and finite")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must not be negative")
+
+
+class Maps(NamedTuple):
+    """All that the SNR needs of two maps; see the top of the file. Arrays of one shape."""
+
+    p_s: Array
+    q_s: Array
+    m: Array
+    r2: Array
+    q2: Array
+
+
+class Point(NamedTuple):
+    """Where the maps are drawn: number of keys, sigma, rho."""
+
+    keys: int
+    amplitude: float
+    correlation: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Means over draws and their standard errors, along a sweep; each (points,)."""
+
+    lam: Array
+    weight: Array
+    weight_se: Array
+    snr: Array
+    snr_se: Array
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What happens while one quantity varies."""
+
+    at: Array
+    curves: dict[str, Curve]
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """Everything that the command reports.
+
+    Curves: `standard`; `differential` at the given lambda; `best` at the lambda of the largest
+    mean SNR, one for all draws of a point; `uncorrelated`, `differential` with correlation 0.
+    A usable amplitude is 0 if the SNR is too low even without noise, None if it never is.
+    """
+
+    settings: Settings
+    by_keys: Sweep
+    by_lambda: Sweep
+    by_amplitude: Sweep
+    best_lambda: dict[str, float]
+    usable_amplitude: dict[str, float | None]
+
+
+def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
+    """The fields of `Maps` for one draw; noise1, noise2 (n - 1,) are the noise keys' logits."""
+    logits = np.stack([np.append(noise1, signal), np.append(noise2, 0.0)])
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
+    q2 = q @ q
+    m = p @ q / q2
+    rest = p - m * q
+    # Perfect cancellation leaves rounding errors: nothing below them is a finding.
+    r2 = max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p))
+    return p_s, q_s, m, r2, q2
+
+
+def draw_maps(points: Sequence[Point], signal: float, draws: int, seed: int) -> Maps:
+    """The maps of every point and draw: fields of shape (points, draws).
+
+    All points share their draws, and fewer keys are the first of more, so that curves are smooth
+    and differences between points are not noise.
+    """
+    fields = np.empty((len(Maps._fields), len(points), draws))
+    most = max(point.keys for point in points) - 1
+    for draw in range(draws):
+        x, e = (np.random.default_rng([seed, draw, i]).standard_normal(most) for i in (0, 1))
+        for i, (keys, sigma, rho) in enumerate(points):
+            x_i, e_i = x[: keys - 1], e[: keys - 1]
+            noise2 = sigma * (rho * x_i + np.sqrt(1 - rho**2) * e_i)
+            fields[:, i, draw] = reduce_maps(sigma * x_i, noise2, signal)
+    return Maps(*fields)
+
+
+def effective(maps: Maps, lam: Array | float) -> tuple[Array, Array]:
+    """Weight on the signal and SNR; `lam` broadcasts against the fields of `maps`."""
+    weight = maps.p_s - lam * maps.q_s
+    return weight, weight / np.sqrt(maps.r2 + maps.q2 * (lam - maps.m) ** 2)
+
+
+def average(maps: Maps, lam: Array | float) -> Curve:
+    """Means over the draws of maps (points, draws) or (1, draws); lam a number or (points,)."""
+    lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.m.shape[:1]))
+    values = effective(maps, lam[:, None])
+    means = [v.mean(axis=1) for v in values]
+    errors = [v.std(axis=1, ddof=1) / np.sqrt(v.shape[1]) for v in values]
+    return Curve(lam, means[0], errors[0], means[1], errors[1])
+
+
+def best_lambda(maps: Maps) -> Array:
+    """The lambda with the largest mean SNR over draws: (points, draws) to (points,).
+
+    It is found on a grid of 0.01, so where noise cancels almost perfectly the SNR is the grid's.
+    """
+    _, snr = effective(Maps(*(part[..., None] for part in maps)), LAMBDAS)
+    return LAMBDAS[snr.mean(axis=1).argmax(axis=1)]
+
+
+def sweep(at: Sequence[float] | Array, points: Sequence[tuple[int, float]], cfg: Settings) -> Sweep:
+    """All four curves over (keys, amplitude) pairs."""
+    maps, apart = (
+        draw_maps([Point(*pair, rho) for pair in points], cfg.signal, cfg.draws, cfg.seed)
+        for rho in (cfg.correlation, 0.0)
+    )
+    curves = {
+        "standard": average(maps, 0.0),
+        "differential": average(maps, cfg.lambda_),
+        "best": average(maps, best_lambda(maps)),
+        "uncorrelated": average(apart, cfg.lambda_),
+    }
+    return Sweep(np.asarray(at, dtype=np.float64), curves)
+
+
+def sweep_lambda(cfg: Settings) -> Sweep:
+    """Both kinds of noise over the grid of lambda; standard attention does not depend on it."""
+    maps, apart = (
+        draw_maps([Point(cfg.keys, cfg.amplitude, rho)], cfg.signal, cfg.draws, cfg.seed)
+        for rho in (cfg.correlation, 0.0)
+    )
+    curves = {
+        "standard": average(maps, np.zeros_like(LAMBDAS)),
+        "differential": average(maps, LAMBDAS),
+        "uncorrelated": average(apart, LAMBDAS),
+    }
+    return Sweep(LAMBDAS, curves)
+
+
+def usable_amplitude(cfg: Settings, best: bool, tolerance: float = 1e-4) -> float | None:
+    """The amplitude at which the mean SNR falls under the threshold, by bisection.
+
+    Of standard attention, or (`best`) of differential attention at the best lambda of each
+    amplitude. 0 if it is under the threshold without noise, None if not at LARGEST_AMPLITUDE.
+    """
+
+    def usable(amplitude: float) -> bool:
+        point = Point(cfg.keys, amplitude, cfg.correlation)
+        maps = draw_maps([point], cfg.signal, cfg.draws, cfg.seed)
+        return bool(average(maps, best_lambda(maps) if best else 0.0).snr[0] >= cfg.threshold)
+
+    low, high = 0.0, 0.5
+    if not usable(low):
+        return 0.0
+    while usable(high):
+        if high == LARGEST_AMPLITUDE:
+            return None
+        low, high = high, min(2 * high, LARGEST_AMPLITUDE)
+    while high - low > tolerance:
+        middle = (low + high) / 2
+        low, high = (middle, high) if usable(middle) else (low, middle)
+    return (low + high) / 2
+
+
+def noise_floor(cfg: Settings) -> NoiseFloor:
+    """All sweeps, the best lambda and the usable amplitudes of a synthetic query."""
+    usable = {
+        "standard": usable_amplitude(cfg, best=False),
+        "best": usable_amplitude(cfg, best=True),
+    }
+    widest = max(1.5 * max(usable["standard"] or 0, usable["best"] or 0), 1.5 * cfg.amplitude, 2.0)
+    amplitudes = np.linspace(0, np.ceil(2 * widest) / 2, 41)[1:]
+    by_lambda = sweep_lambda(cfg)
+    return NoiseFloor(
+        settings=cfg,
+        by_keys=sweep(CONTEXTS, [(keys, cfg.amplitude) for keys in CONTEXTS], cfg),
+        by_lambda=by_lambda,
+        by_amplitude=sweep(amplitudes, [(cfg.keys, s) for s in amplitudes], cfg),
+        best_lambda={
+            name: float(LAMBDAS[by_lambda.curves[name].snr.argmax()])
+            for name in ("differential", "uncorrelated")
+        },
+        usable_amplitude=usable,
+    )

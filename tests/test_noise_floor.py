@@ -1,0 +1,378 @@
+"""The noise floor of a synthetic query: against explicit softmax maps and closed forms."""
+
+import io
+import json
+import math
+import statistics
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from diffllm import tools
+from diffllm.noise_floor import (
+    CONTEXTS,
+    LAMBDAS,
+    LARGEST_AMPLITUDE,
+    Maps,
+    Point,
+    Settings,
+    average,
+    best_lambda,
+    draw_maps,
+    effective,
+    noise_floor,
+    reduce_maps,
+    usable_amplitude,
+)
+from diffllm.tools.noise_floor import WIDTH, print_tables, report
+from diffllm.tools.noise_floor_figure import draw_figure, png, spread
+
+NOISE1 = (0.7, -1.2, 0.1, 1.9, -0.4, 0.3)
+NOISE2 = (0.9, -0.8, -0.5, 1.2, 0.2, 0.6)
+SMALL = {"keys": 300, "draws": 3}
+FAST = ["keys=300", "draws=2"]
+
+
+def maps_of(noise1, noise2, signal):
+    """The library's maps of one draw, as one point."""
+    fields = reduce_maps(np.array(noise1), np.array(noise2), signal)
+    return Maps(*(np.array([[value]]) for value in fields))
+
+
+def explicit(noise1, noise2, signal, lam):
+    """Weight on the signal and SNR, from the definition."""
+    first = [math.exp(z) for z in (*noise1, signal)]
+    second = [math.exp(z) for z in (*noise2, 0.0)]
+    weights = [a / sum(first) - lam * b / sum(second) for a, b in zip(first, second, strict=True)]
+    return weights[-1], weights[-1] / math.sqrt(sum(w * w for w in weights[:-1]))
+
+
+def library(noise1, noise2, signal, lam):
+    weight, snr = effective(maps_of(noise1, noise2, signal), lam)
+    return weight.item(), snr.item()
+
+
+def optimum(noise1, noise2, signal):
+    """Where the derivative of SNR squared is zero: a ratio of sums over the noise keys."""
+    p = [math.exp(z) for z in noise1]
+    q = [math.exp(z) for z in noise2]
+    p_s, z1, z2 = math.exp(signal), sum(p) + math.exp(signal), sum(q) + 1
+    pp = sum(a * a for a in p)
+    qq = sum(b * b for b in q)
+    pq = sum(a * b for a, b in zip(p, q, strict=True))
+    return z2 / z1 * (p_s * pq - pp) / (p_s * qq - pq)
+
+
+# One draw
+
+
+@pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
+@pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
+def test_weight_and_snr_are_those_of_explicit_maps(signal, lam):
+    expected = explicit(NOISE1, NOISE2, signal, lam)
+    assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
+
+
+def test_lambda_zero_is_the_softmax_whatever_the_second_map():
+    weight, snr = library(NOISE1, NOISE2, 2.0, 0.0)
+    softmax = math.exp(2.0) / (math.exp(2.0) + sum(math.exp(z) for z in NOISE1))
+    assert weight == pytest.approx(softmax, rel=1e-12)
+    assert library(NOISE1, NOISE1[::-1], 2.0, 0.0)[1] == pytest.approx(snr, rel=1e-12)
+
+
+@pytest.mark.parametrize("signal", [1.0, 2.0, 3.0])
+def test_the_best_lambda_on_the_grid_is_the_closed_form(signal):
+    best = optimum(NOISE1, NOISE2, signal)
+    assert 0.05 < best < 0.95  # inside, or the grid's end would be right by chance
+    assert best_lambda(maps_of(NOISE1, NOISE2, signal)).item() == pytest.approx(best, abs=0.01)
+    fine = np.linspace(0, 1, 20001)
+    snr = [explicit(NOISE1, NOISE2, signal, lam)[1] for lam in fine]
+    assert fine[int(np.argmax(snr))] == pytest.approx(best, abs=1e-4)
+
+
+def test_the_formula_of_the_best_lambda_in_the_module_is_the_closed_form():
+    p_s, q_s, m, r2, q2 = reduce_maps(np.array(NOISE1), np.array(NOISE2), 2.0)
+    assert m - q_s * r2 / (q2 * (p_s - m * q_s)) == pytest.approx(optimum(NOISE1, NOISE2, 2.0))
+
+
+@pytest.mark.parametrize("signal", [0.3, 2.0, 4.0, 12.0])
+def test_common_noise_at_lambda_one_forgets_how_strong_the_signal_is(signal):
+    total = sum(math.exp(z) for z in NOISE1)
+    squares = sum(math.exp(2 * z) for z in NOISE1)
+    snr = library(NOISE1, NOISE1, signal, 1.0)[1]
+    assert snr == pytest.approx(total / math.sqrt(squares), rel=1e-9)
+    found = math.exp(signal) / (math.exp(signal) + total) > 0.5
+    assert (snr < library(NOISE1, NOISE1, signal, 0.0)[1]) == found
+
+
+def test_common_noise_cancels_at_the_ratio_of_the_normalisers():
+    total = sum(math.exp(z) for z in NOISE1)
+    ratio = (total + 1) / (total + math.exp(2.0))
+    snr = library(NOISE1, NOISE1, 2.0, ratio)[1]
+    assert 1e9 < snr < math.inf
+    assert library(NOISE1, NOISE1, 2.0, ratio - 0.01)[1] < 1e3
+
+
+# Many draws
+
+
+@pytest.mark.parametrize("correlation", [-0.5, 0.0, 0.9])
+def test_many_keys_approach_the_limit(correlation):
+    sigma, signal, keys = 0.5, 6.0, CONTEXTS[-1]
+    maps = draw_maps([Point(keys, sigma, correlation)], signal, draws=2, seed=0)
+    standard = average(maps, 0.0).snr.item()
+    assert standard == pytest.approx(math.exp(signal - sigma**2) / math.sqrt(keys), rel=0.02)
+    overlap = math.exp(-(sigma**2) * (1 - correlation))
+    best = average(maps, best_lambda(maps))
+    assert best.snr.item() / standard == pytest.approx(1 / math.sqrt(1 - overlap**2), rel=0.02)
+    assert best.lam.item() == pytest.approx(overlap, abs=0.02)
+    fixed = average(maps, 0.8).snr.item() / standard
+    assert fixed == pytest.approx(1 / math.sqrt(1 - 1.6 * overlap + 0.64), rel=0.02)
+
+
+def test_strong_uncorrelated_noise_only_adds_up():
+    keys = CONTEXTS[-1]
+    maps = draw_maps([Point(keys, 1.0, 0.0)], 6.0, draws=4, seed=0)
+    assert average(maps, 0.9).snr.item() < average(maps, 0.0).snr.item()
+
+
+def test_without_noise_the_floor_is_uniform():
+    maps = draw_maps([Point(50, 0.0, 0.9)], 3.0, draws=2, seed=0)
+    curve = average(maps, 0.0)
+    assert curve.snr.item() == pytest.approx(math.exp(3) / math.sqrt(49), rel=1e-12)
+    assert curve.weight.item() == pytest.approx(math.exp(3) / (math.exp(3) + 49), rel=1e-12)
+    assert curve.snr_se.item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
+def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
+    seen = []
+    monkeypatch.setattr("diffllm.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5)
+    draw_maps([Point(40001, 2.0, correlation)], 6.0, draws=1, seed=3)
+    ((noise1, noise2, signal),) = seen
+    assert (len(noise1), len(noise2), signal) == (40000, 40000, 6.0)
+    assert (noise1.std(), noise2.std()) == pytest.approx((2, 2), rel=0.02)
+    assert np.corrcoef(noise1, noise2)[0, 1] == pytest.approx(correlation, abs=0.02)
+
+
+def test_means_and_standard_errors_are_over_the_draws():
+    maps = draw_maps([Point(100, 1.0, 0.5), Point(200, 1.0, 0.5)], 4.0, draws=5, seed=1)
+    curve = average(maps, np.array([0.2, 0.7]))
+    for i, lam in enumerate((0.2, 0.7)):
+        one = Maps(*(part[i] for part in maps))
+        for values, mean, error in zip(
+            effective(one, lam),
+            (curve.weight[i], curve.snr[i]),
+            (curve.weight_se[i], curve.snr_se[i]),
+            strict=True,
+        ):
+            assert mean == pytest.approx(statistics.mean(values.tolist()))
+            assert error == pytest.approx(statistics.stdev(values.tolist()) / math.sqrt(5))
+
+
+def test_points_share_their_draws():
+    def snr(*points, draws=3):
+        return effective(draw_maps(points, 6.0, draws, seed=0), 0.4)[1]
+
+    few, many = Point(100, 1.0, 0.5), Point(1000, 1.0, 0.5)
+    assert np.array_equal(snr(few, many)[0], snr(few)[0])
+    assert np.array_equal(snr(many, draws=5)[:, :3], snr(many))
+    assert len(set(snr(few)[0])) == 3
+
+
+# The threshold
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("threshold", [0.5, 1.0, 3.0])
+def test_the_snr_crosses_the_threshold_at_the_usable_amplitude(best, threshold):
+    cfg = Settings(keys=1000, draws=4, threshold=threshold)
+    found = usable_amplitude(cfg, best)
+
+    def snr(amplitude):
+        maps = draw_maps([Point(1000, amplitude, 0.9)], cfg.signal, 4, seed=0)
+        return average(maps, best_lambda(maps) if best else 0.0).snr.item()
+
+    assert snr(found - 2e-4) > threshold > snr(found + 2e-4)
+
+
+def test_the_usable_amplitude_of_standard_attention_is_near_its_limit():
+    found = usable_amplitude(Settings(draws=8), best=False)
+    assert found == pytest.approx(math.sqrt(6 - math.log(8192) / 2), rel=0.03)
+
+
+def test_amplitudes_that_never_or_always_do():
+    weak = Settings(**SMALL, signal=1.0)
+    assert usable_amplitude(weak, best=False) == 0
+    assert usable_amplitude(weak, best=True) > 0
+    strong = Settings(**SMALL, signal=100.0)
+    assert usable_amplitude(strong, best=False) is None
+    maps = draw_maps([Point(300, LARGEST_AMPLITUDE, 0.9)], 100.0, 3, seed=0)
+    assert average(maps, 0.0).snr.item() > 1
+
+
+# Everything
+
+
+def test_sweeps_agree_where_they_meet_and_best_is_best():
+    result = noise_floor(Settings(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
+    i = CONTEXTS.index(2048)
+    at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())
+    by_keys, by_lambda = result.by_keys.curves, result.by_lambda.curves
+    for name in ("differential", "uncorrelated"):
+        assert by_keys[name].snr[i] == pytest.approx(by_lambda[name].snr[at], rel=1e-12)
+        assert by_keys[name].weight[i] == pytest.approx(by_lambda[name].weight[at], rel=1e-12)
+    assert by_keys["standard"].snr[i] == by_lambda["differential"].snr[0]
+    assert by_keys["best"].lam[i] == result.best_lambda["differential"]
+    for sweep in (result.by_keys, result.by_amplitude):
+        assert (sweep.curves["best"].snr >= sweep.curves["differential"].snr).all()
+        assert (sweep.curves["best"].snr >= sweep.curves["standard"].snr).all()
+    # More keys add to the sum of exp(2 sigma x), of which standard SNR is e^a over the root.
+    assert (np.diff(by_keys["standard"].snr) < 0).all()
+    assert result.by_amplitude.at[-1] > result.usable_amplitude["best"]
+    assert result.usable_amplitude["best"] > result.usable_amplitude["standard"]
+
+
+def output(capsys, *words):
+    assert tools.main(["noise-floor", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "figure.png"
+
+
+def test_numbers_and_figure_follow_the_seed():
+    results = [noise_floor(Settings(**SMALL, seed=seed)) for seed in (0, 0, 1)]
+    numbers = [json.dumps(report(result)["by_keys"]) for result in results]
+    pictures = [png(draw_figure(result), dpi=40) for result in results]
+    for same, again, other in (numbers, pictures):
+        assert same == again != other
+
+
+def test_the_command_prints_json(capsys, out):
+    words = [*FAST, "lambda=0.4", "correlation=0.5", f"out={out}", "--json"]
+    printed = json.loads(output(capsys, *words))
+    result = noise_floor(Settings(keys=300, draws=2, lambda_=0.4, correlation=0.5))
+    assert printed["settings"]["lambda"] == 0.4
+    assert printed["by_keys"]["at"] == list(CONTEXTS)
+    assert printed["by_keys"]["at"][0] == 1024
+    assert printed["by_keys"]["at"][-1] == 131072
+    for sweep in ("by_keys", "by_lambda", "by_amplitude"):
+        curves = getattr(result, sweep).curves
+        assert set(printed[sweep]["curves"]) == set(curves)
+        for name, curve in curves.items():
+            shown = printed[sweep]["curves"][name]
+            assert shown["snr"] == curve.snr.tolist()
+            assert shown["weight_se"] == curve.weight_se.tolist()
+            assert shown["lambda"] == curve.lam.tolist()
+    assert printed["best_lambda"] == result.best_lambda
+    assert printed["usable_amplitude"] == result.usable_amplitude
+
+
+def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = output(capsys, "draws=2").splitlines()
+    assert max(map(len, lines)) <= 100
+    assert not any("…" in line for line in lines)
+    result = noise_floor(Settings(draws=2))
+    standard = result.by_keys.curves["standard"]
+    row = next(line for line in lines if line.split()[:1] == ["128k"])
+    assert row.split()[1] == f"{standard.weight[-1]:.3g}"
+    assert float(row.split()[2]) == pytest.approx(standard.snr[-1], rel=0.01)
+    assert any(f"best lambda {result.best_lambda['differential']:.2f}" in line for line in lines)
+    assert any(f"{result.usable_amplitude['standard']:.2f}" in line for line in lines)
+    assert lines[-1] == "figure: noise-floor.png"
+    assert list(tmp_path.iterdir()) == [tmp_path / "noise-floor.png"]
+    height, width, _ = imread(io.BytesIO((tmp_path / "noise-floor.png").read_bytes())).shape
+    assert width > 2 * height > 1000
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"correlation": 1, "lambda_": 1},
+        {"correlation": -1, "lambda_": 0, "amplitude": 0},
+        {"correlation": 0, "keys": 2},
+        {"amplitude": 20, "threshold": 1e-9},
+        {"signal": 0, "correlation": 1, "lambda_": 1, "threshold": 1e6},
+        {"signal": 100},
+    ],
+    ids=str,
+)
+def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
+    result = noise_floor(Settings(**{**SMALL, **extreme}))
+    json.dumps(report(result), allow_nan=False)
+    console = Console(file=io.StringIO(), width=WIDTH)
+    print_tables(result, console)
+    tables = console.file.getvalue()
+    assert not any(word in tables for word in ("nan", "inf", "…"))
+    assert png(draw_figure(result), dpi=20).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("heights", [[0.5], [0.0, 0.0, 0.01, 0.02], [0.97, 1.0, 1.0], [0.1, 0.9]])
+def test_labels_lie_apart_and_inside(heights):
+    moved = spread(heights, 0.075)
+    assert all(b - a > 0.074 for a, b in pairwise(moved))
+    assert moved[0] > 0.03
+    assert moved[-1] < 1.01
+    if heights == [0.1, 0.9]:
+        assert moved == heights
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("keys=1", "keys=1 "),
+        ("keys=131073", "131072"),
+        ("keys=8k", "keys='8k'"),
+        ("lambda=1.01", "lambda=1.01 "),
+        ("lambda=-0.1", "lambda=-0.1 "),
+        ("lambda=x", "lambda='x'"),
+        ("lambda_=0.5", "lambda"),
+        ("amplitude=-1", "amplitude=-1"),
+        ("amplitude=nan", "amplitude=nan"),
+        ("amplitude=inf", "amplitude=inf"),
+        ("signal=-1", "signal=-1"),
+        ("correlation=1.5", "correlation=1.5"),
+        ("correlation=-1.5", "correlation=-1.5"),
+        ("threshold=0", "threshold=0"),
+        ("threshold=inf", "threshold=inf"),
+        ("threshold=nan", "threshold=nan"),
+        ("draws=1", "draws=1 "),
+        ("seed=-1", "seed=-1"),
+        ("out=gone/figure.png", "out=gone/figure.png cannot be written"),
+        ("out=directory.png", "out=directory.png cannot be written"),
+        ("out=figure.pdf", ".png"),
+        ("out=", ".png"),
+        ("sead=1", "seed="),
+        ("--jsn", "--jsn"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, word, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "directory.png").mkdir()
+    assert tools.main(["noise-floor", *FAST, word]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert named in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "directory.png"]
+
+
+def test_help_names_every_argument(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tools.main(["noise-floor", "--help"])
+    assert not stop.value.code
+    shown = capsys.readouterr().out
+    names = "keys lambda amplitude signal correlation threshold draws seed out"
+    assert all(f"  {name}=" in shown for name in names.split())
+    assert "--json" in shown
+    assert "noise-floor" in tools.usage()
