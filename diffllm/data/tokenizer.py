@@ -71,6 +71,13 @@ class Tokenizer:
         """The text of `ids`; EOS and other control pieces are nothing in it."""
         return self._processor.decode(list(ids))
 
+    def piece(self, token: int) -> str:
+        """One token as the vocabulary spells it: U+2581 for a space, <0xE2> for part of a letter."""
+        piece = self._processor.id_to_piece(token)
+        if self._processor.is_byte(token) and (byte := int(piece[3:5], 16)) < 128:
+            return chr(byte)
+        return piece
+
     @cached_property
     def pieces_hash(self) -> str:
         """sha256 of what decides the tokens: the ordered pieces, and the ids of a probe text.
