@@ -95,7 +95,6 @@ def run(request):
 
 def test_the_loss_falls_below_what_counting_bytes_gives(run):
     first, last = sum(run.losses[:5]) / 5, sum(run.losses[-5:]) / 5
-    print(f"loss {first:.3f} -> {last:.3f}")
     assert run.losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert first - last > 1.5  # measured: 2.07 to 2.69
     assert last < unigram_entropy() - 0.2  # measured: 2.12 to 2.57 of 3.00
@@ -121,43 +120,54 @@ def test_training_changes_every_parameter(run):
 # far from uniform, so that no gradient is a rest of cancelled terms.
 SHARP = ["model.head_dim=64", "model.init_std=0.1"]
 
-LOSS_RTOL = 1.7e-3
-"""About 3 times the largest deviation, 5.5e-4 (gated_headwise)."""
+BF16_BATCHES = 4
 
-COSINE_ATOL, NORM_ATOL = 6e-4, 0.06
-"""About 3 times the largest 1 - cosine, 1.7e-4, and relative error, 0.019 (both: embeddings of
-diff_v2_unshared_kv)."""
+LOSS_RTOL = 1.6e-3
+"""Each limit is about 3 times the largest of 4 x 4 batches and all variants. Here 5.4e-4."""
 
-COSINE_ATOL_CONST, NORM_ATOL_CONST = 9e-3, 0.3
-"""diff_v1_lambda_const subtracts maps at lambda 0.8 everywhere, and its head norm magnifies the
-rounding of what is left: 2.9e-3 and 0.1."""
+COSINE_ATOL, ERROR = 6e-4, 0.06
+"""Of one minus the cosine (2.0e-4) and of the relative error (0.020)."""
 
-NORM_ATOL_VECTORS = 0.3
-"""The gradient of V1's lambda vectors is one number times a vector that both precisions have, a
-sum over all tokens that nearly cancels under the head norm: 0.1."""
+COSINE_ATOL_CONST, ERROR_CONST = 2.3e-3, 0.12
+"""diff_v1_lambda_const takes the difference of maps at a lambda of about 0.8 in every layer, and
+its head norm magnifies the rounding of what is left: 7.5e-4 and 0.039."""
+
+COSINE_ATOL_VECTORS, ERROR_VECTORS = 0.015, 0.33
+"""The gradient of V1's lambda vectors is one number a batch times a vector that is the same in
+both precisions. The number is a sum over all tokens whose terms nearly cancel, and may change its
+sign from batch to batch: 4.9e-3 and 0.11."""
+
+
+def limits(variant, name):
+    """Largest one minus cosine and relative error of a gradient in bf16."""
+    if variant.startswith("diff_v1") and ".lambda_" in name:
+        return COSINE_ATOL_VECTORS, ERROR_VECTORS
+    if variant == "diff_v1_lambda_const":
+        return COSINE_ATOL_CONST, ERROR_CONST
+    return COSINE_ATOL, ERROR
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bf16_stays_close_to_float32(variant):
-    results = {}
+    losses, gradients = {}, {}
     for precision in ("fp32", "bf16"):
         t = training(variant, *SHARP, f"precision={precision}")
-        results[precision] = loss_and_gradients(t, 0)
+        results = [loss_and_gradients(t, step) for step in range(BF16_BATCHES)]
+        losses[precision] = sum(loss for loss, _ in results) / BF16_BATCHES
+        gradients[precision] = {
+            name: torch.cat([grads[name].flatten() for _, grads in results]) for name in t.params
+        }
         assert all(local(p).dtype == torch.float32 for p in t.params.values())
-    (loss, grads), (bf16_loss, bf16_grads) = results["fp32"], results["bf16"]
-    assert bf16_loss != loss
-    assert bf16_loss == pytest.approx(loss, rel=LOSS_RTOL)
-    constant = variant == "diff_v1_lambda_const"
-    for name, grad in grads.items():
-        other = bf16_grads[name]
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=LOSS_RTOL)
+    for name, grad in gradients["fp32"].items():
+        other = gradients["bf16"][name]
         assert other.dtype == torch.float32, name
-        cosine = F.cosine_similarity(grad.flatten().double(), other.flatten().double(), dim=0)
+        cosine = F.cosine_similarity(grad.double(), other.double(), dim=0).item()
         error = ((other - grad).norm() / grad.norm()).item()
-        vector = variant.startswith("diff_v1") and ".lambda_" in name
-        print(f"{name}: 1 - cosine {1 - cosine.item():.1e}, relative error {error:.1e}")
-        assert 1 - cosine < (COSINE_ATOL_CONST if constant else COSINE_ATOL), name
-        limit = NORM_ATOL_CONST if constant else NORM_ATOL_VECTORS if vector else NORM_ATOL
-        assert error < limit, name
+        most, largest = limits(variant, name)
+        assert 1 - cosine < most, name
+        assert error < largest, name
 
 
 def expected_lambda(variant, t, layer, logits):
