@@ -4,6 +4,8 @@ import argparse
 import json.decoder
 import math
 import textwrap
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from single_process import gloo_group
 from torch import Tensor
 
-from diffllm.config import config_directory, load_config
+from diffllm.config import Precision, config_directory, load_config
 from diffllm.distributed.fsdp import local
 from diffllm.trainer import Training, build, train_step
 
@@ -51,8 +53,14 @@ def batch(step):
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def training(variant, *overrides):
-    cfg = load_config([*BASE, f"attention={variant}", *overrides])
+@cache
+def composed(variant):
+    return load_config([*BASE, f"attention={variant}"])
+
+
+def training(variant, precision, **shape):
+    cfg = composed(variant)
+    cfg = replace(cfg, precision=precision, model=replace(cfg.model, **shape))
     return build(cfg, torch.device("cpu"))
 
 
@@ -85,7 +93,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def run(request):
-    t = training(request.param, "model.head_dim=16", "model.init_std=0.05", "precision=fp32")
+    t = training(request.param, Precision.fp32, head_dim=16, init_std=0.05)
     initial, (_, gradients) = copies(t.params), loss_and_gradients(t, 0)
     losses = [
         train_step(t, iter([batch(step)]), step, diagnose=False).nll.item() for step in range(STEPS)
@@ -118,7 +126,7 @@ def test_training_changes_every_parameter(run):
 
 # Heads wider than ops.NARROW, which the CPU kernel computes in bf16; an init_std at which maps are
 # far from uniform, so that no gradient is a rest of cancelled terms.
-SHARP = ["model.head_dim=64", "model.init_std=0.1"]
+SHARP = {"head_dim": 64, "init_std": 0.1}
 
 BF16_BATCHES = 4
 
@@ -150,18 +158,18 @@ def limits(variant, name):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bf16_stays_close_to_float32(variant):
     losses, gradients = {}, {}
-    for precision in ("fp32", "bf16"):
-        t = training(variant, *SHARP, f"precision={precision}")
+    for precision in (Precision.fp32, Precision.bf16):
+        t = training(variant, precision, **SHARP)
         results = [loss_and_gradients(t, step) for step in range(BF16_BATCHES)]
         losses[precision] = sum(loss for loss, _ in results) / BF16_BATCHES
         gradients[precision] = {
             name: torch.cat([grads[name].flatten() for _, grads in results]) for name in t.params
         }
         assert all(local(p).dtype == torch.float32 for p in t.params.values())
-    assert losses["bf16"] != losses["fp32"]
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=LOSS_RTOL)
-    for name, grad in gradients["fp32"].items():
-        other = gradients["bf16"][name]
+    assert losses[Precision.bf16] != losses[Precision.fp32]
+    assert losses[Precision.bf16] == pytest.approx(losses[Precision.fp32], rel=LOSS_RTOL)
+    for name, grad in gradients[Precision.fp32].items():
+        other = gradients[Precision.bf16][name]
         assert other.dtype == torch.float32, name
         cosine = F.cosine_similarity(grad.double(), other.double(), dim=0).item()
         error = ((other - grad).norm() / grad.norm()).item()
@@ -192,7 +200,7 @@ def expected_lambda(variant, t, layer, logits):
 def test_lambda_is_float32_to_the_bit_inside_the_bf16_model(variant):
     """tests/distributed has diff_v1 on two ranks; this is every variant, its parameters as its
     forward pass sees them."""
-    t = training(variant, *SHARP, "precision=bf16")
+    t = training(variant, Precision.bf16, **SHARP)
     for step in range(2):
         train_step(t, iter([batch(step)]), step, diagnose=False)
     seen, logits = {}, {}
