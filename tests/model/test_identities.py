@@ -1,0 +1,841 @@
+"""What the variants must obey whatever the shape: identities between them, bounds, symmetries.
+
+All in float64 over drawn shapes, weights, layer indices and lambdas. Maps come from references.py.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from references import diff_v1, lambda_init_schedule, rope, standard
+from torch.func import functional_call
+
+from diffllm import build_model, load_config
+from diffllm.config import config_directory
+from diffllm.errors import ConfigError
+from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
+from diffllm.model.init import Initializer, named
+from diffllm.model.norm import RMSNorm
+from diffllm.model.rope import RotaryEmbedding, apply_rope
+
+VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+V1 = [name for name in VARIANTS if name.startswith("diff_v1")]
+SINKS = ["standard_sink", "standard_off_by_one"]
+DIM, SEQ_LEN = 12, 48
+
+few = settings(max_examples=8, deadline=None, derandomize=True)
+many = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    tokens: int
+    layer: int
+    seed: int
+
+
+@cache
+def base_config(variant):
+    cfg = load_config(["model=tiny", f"attention={variant}", f"seq_len={SEQ_LEN}"]).model
+    return replace(cfg, dim=DIM, ffn_dim=16, vocab_size=32, init_std=0.3)
+
+
+@cache
+def allowed_heads(variant):
+    """(H, K) that the variant takes, up to 8 heads."""
+    pairs = [(k * group, k) for k in (1, 2, 3, 4) for group in (1, 2, 3, 4) if k * group <= 8]
+    taken = []
+    for heads, kv_heads in pairs:
+        try:
+            replace(base_config(variant), n_heads=heads, n_kv_heads=kv_heads).validate()
+        except ConfigError:
+            continue
+        taken.append((heads, kv_heads))
+    return taken
+
+
+@st.composite
+def shapes(draw, variant="standard", head_dims=(2, 4, 6, 8), tokens=(1, 9)):
+    return Shape(
+        *draw(st.sampled_from(allowed_heads(variant))),
+        head_dim=draw(st.sampled_from(head_dims)),
+        batch=draw(st.integers(1, 2)),
+        tokens=draw(st.integers(*tokens)),
+        layer=draw(st.integers(0, 6)),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+def lambdas(low, high):
+    """Exact in float32, which a constant lambda is kept in."""
+    return st.floats(low, high, width=32)
+
+
+def configured(variant, shape, **fields):
+    base = base_config(variant)
+    cfg = replace(
+        base,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        init_seed=shape.seed,
+        attention=replace(base.attention, **fields),
+    )
+    cfg.validate()
+    return cfg
+
+
+def normal(shape, *size, what=0):
+    generator = torch.Generator().manual_seed(shape.seed * 8 + what)
+    return torch.randn(*size, dtype=torch.float64, generator=generator)
+
+
+def layer_of(variant, shape, **fields):
+    """An attention module in float64, its vectors away from values at which all looks right."""
+    cfg = configured(variant, shape, **fields)
+    attention = cfg.attention.build(cfg, shape.layer).double()
+    attention.reset_parameters(Initializer(shape.seed, named(attention)), 0.3, 0.3)
+    generator = torch.Generator().manual_seed(shape.seed)
+    with torch.no_grad():
+        for module in attention.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.fill_(1)  # as the decoder does
+        for param in attention.parameters():
+            if param.ndim == 1:
+                param += 0.3 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
+    return attention.requires_grad_(False)
+
+
+def x_of(shape):
+    return normal(shape, shape.batch, shape.tokens, DIM, what=1)
+
+
+def tables(shape, start=0, length=None, theta=10_000.0):
+    embedding = RotaryEmbedding(shape.head_dim, SEQ_LEN, theta).double()
+    embedding.reset_parameters()
+    return embedding(start, length or shape.tokens)
+
+
+def projected(attention, x):
+    """q, k, v from the module's weights alone."""
+    d = attention.head_dim
+    q, k, v = (
+        (x @ w.weight.T).unflatten(-1, (-1, d)) for w in (attention.wq, attention.wk, attention.wv)
+    )
+    return rope(q, 10_000.0), rope(k, 10_000.0), v
+
+
+def run(attention, x, shape):
+    """(output, what it shows)."""
+    show = {}
+    return attention(x, tables(shape), show=show), show
+
+
+def copy_weights(to, source, *names):
+    for name in names:
+        getattr(to, name).weight.copy_(getattr(source, name).weight)
+
+
+def head_rows(linear, width):
+    """A view (heads, width, D) of a projection's rows."""
+    return linear.weight.data.view(-1, width, DIM)
+
+
+def make_pairs_equal(linear, width):
+    rows = head_rows(linear, width)
+    rows[1::2] = rows[0::2]
+
+
+def close(mine, other, atol=1e-10):
+    torch.testing.assert_close(mine, other, rtol=0, atol=atol)
+
+
+# diff_v2
+
+
+@given(shape=shapes())
+@many
+def test_diff_v2_without_w_lambda_subtracts_half_of_the_odd_heads(shape):
+    attention, x = layer_of("diff_v2", shape), x_of(shape)
+    attention.w_lambda.weight.zero_()
+    output, show = run(attention, x, shape)
+    maps = standard(*projected(attention, x))
+    context = maps[:, :, 0::2] - 0.5 * maps[:, :, 1::2]
+    close(show["context"], context)
+    close(output, context.flatten(2) @ attention.wo.weight.T)
+
+
+@given(shape=shapes())
+@many
+def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+    attention, x = layer_of("diff_v2", shape), x_of(shape)
+    make_pairs_equal(attention.wq, shape.head_dim)
+    attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
+    lam = torch.sigmoid(x @ attention.w_lambda.weight[0])[..., None]
+    output, show = run(attention, x, shape)
+    close(show["context"], (1 - lam[..., None]) * standard(*projected(attention, x))[:, :, 0::2])
+
+    baseline = layer_of("standard", shape)
+    copy_weights(baseline, attention, "wk", "wv", "wo")
+    head_rows(baseline.wq, shape.head_dim)[:] = head_rows(attention.wq, shape.head_dim)[0::2]
+    close(output, (1 - lam) * run(baseline, x, shape)[0])
+
+
+@given(shape=shapes(), lam=lambdas(-2, 2))
+@many
+def test_a_standard_model_of_2h_heads_computes_diff_v2_at_any_constant_lambda(shape, lam):
+    v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
+    wide = layer_of("standard", shape, query_heads=2.0)
+    copy_weights(wide, v2, "wq", "wk", "wv")
+    blocks = wide.wo.weight.data.view(DIM, 2 * shape.heads, shape.head_dim)
+    blocks[:, 0::2] = v2.wo.weight.view(DIM, shape.heads, shape.head_dim)
+    blocks[:, 1::2] = -lam * blocks[:, 0::2]
+    x = x_of(shape)
+    close(run(v2, x, shape)[0], run(wide, x, shape)[0])
+
+
+@given(shape=shapes(), lam=lambdas(-2, 2))
+@many
+def test_constant_lambdas_are_one_family(shape, lam):
+    """none is fixed at 1, scalar at a logit of 0 fixed at 0.5, and fixed is linear in lambda."""
+    x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
+    scalar.lambda_logit.zero_()
+
+    def fixed(value):
+        attention = layer_of("diff_v2_lambda_fixed", shape, lambda_value=value)
+        return run(attention, x, shape)[0]
+
+    close(run(layer_of("diff_v2_no_lambda", shape), x, shape)[0], fixed(1.0))
+    close(run(scalar, x, shape)[0], fixed(0.5))
+    close(fixed(lam), fixed(0.0) + lam * (fixed(1.0) - fixed(0.0)))
+
+
+@given(shape=shapes(), scale=st.floats(-50, 50))
+@many
+def test_diff_v2_without_sigmoid_is_linear_in_w_lambda_and_unbounded(shape, scale):
+    attention, x = layer_of("diff_v2_no_sigmoid", shape), x_of(shape)
+    maps = standard(*projected(attention, x))
+    first, second = maps[:, :, 0::2], maps[:, :, 1::2]
+    weight = attention.w_lambda.weight.clone()
+    attention.w_lambda.weight.mul_(scale)
+    show = run(attention, x, shape)[1]
+    close(show["lambda"], scale * (x @ weight.T))
+    close(show["context"], first - scale * (x @ weight.T)[..., None] * second)
+    attention.w_lambda.weight.copy_(1e6 * weight)
+    assert run(attention, x, shape)[1]["lambda"].abs().max() > 1e3
+
+
+@given(shape=shapes(), scale=st.floats(0.01, 3))
+@many
+def test_lambda_through_a_sigmoid_lies_between_0_and_1_for_each_token_and_head(shape, scale):
+    attention, x = layer_of("diff_v2", shape), scale * x_of(shape)
+    lam = run(attention, x, shape)[1]["lambda"]
+    assert lam.shape == (shape.batch, shape.tokens, shape.heads)
+    assert ((lam > 0) & (lam < 1)).all()
+    close(torch.log(lam) - torch.log1p(-lam), x @ attention.w_lambda.weight.T, atol=1e-8)
+
+
+@given(shape=shapes())
+@many
+def test_a_scalar_lambda_is_one_number_between_0_and_1_a_head(shape):
+    attention = layer_of("diff_v2_lambda_scalar", shape)
+    show = run(attention, x_of(shape), shape)[1]
+    close(show["lambda"].expand(1, 1, -1)[0, 0], 1 / (1 + torch.exp(-attention.lambda_logit)))
+    assert ((show["lambda"] > 0) & (show["lambda"] < 1)).all()
+
+
+@given(shape=shapes())
+@many
+def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
+    """Only then do heads i and H + i share key and value, as 2i and 2i + 1 always do."""
+    assume(shape.tokens > 1)
+    adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
+    copy_weights(halves, adjacent, "wk", "wv", "wo", "w_lambda")
+    rows = head_rows(adjacent.wq, shape.head_dim)
+    head_rows(halves.wq, shape.head_dim)[:] = torch.cat((rows[0::2], rows[1::2]))
+    x = x_of(shape)
+    mine, other = run(adjacent, x, shape)[0], run(halves, x, shape)[0]
+    assert torch.allclose(mine, other, rtol=0, atol=1e-10) == (shape.kv_heads == 1)
+
+
+@given(shape=shapes())
+@many
+def test_the_norm_of_a_diff_v2_head_leaves_it_with_an_rms_of_one(shape):
+    attention, x = layer_of("diff_v2_head_norm", shape), x_of(shape)
+    attention.head_norm.weight.fill_(1)
+    show = {}
+    normed = attention.context(x, *attention.project(x, tables(shape)), None, show)
+    square = show["context"].square().mean(-1, keepdim=True)
+    close(normed.square().mean(-1, keepdim=True), square / (square + 1e-5))
+    close(normed, show["context"] / torch.sqrt(square + 1e-5))
+
+
+# diff_v1
+
+
+@pytest.mark.parametrize("variant", V1)
+@given(data=st.data())
+@few
+def test_diff_v1_without_lambda_vectors_has_exactly_lambda_init(variant, data):
+    shape = data.draw(shapes(variant))
+    attention = layer_of(variant, shape)
+    for name in ("lambda_q1", "lambda_k2"):  # one factor of each product is enough
+        getattr(attention, name).zero_()
+    lam = run(attention, x_of(shape), shape)[1]["lambda"]
+    constant = variant == "diff_v1_lambda_const"
+    assert lam.item() == (0.8 if constant else lambda_init_schedule(shape.layer))
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_diff_v1_with_equal_lambda_vectors_has_exactly_lambda_init(shape):
+    attention = layer_of("diff_v1", shape)
+    attention.lambda_q2.copy_(attention.lambda_q1)
+    attention.lambda_k2.copy_(attention.lambda_k1)
+    assert attention.lambda_value().item() == lambda_init_schedule(shape.layer)
+
+
+@given(shape=shapes("diff_v1"), step=st.floats(0.01, 2))
+@many
+def test_lambda_grows_with_the_first_product_and_falls_with_the_second(shape, step):
+    attention = layer_of("diff_v1", shape)
+    before = attention.lambda_value()
+    for sign, number in ((1, 1), (-1, 2)):
+        q, k = (getattr(attention, f"lambda_{n}{number}") for n in "qk")
+        old, product = q.clone(), (q @ k).item()
+        q += step * k / k.square().sum()
+        change = attention.lambda_value() - before
+        expected = sign * (math.exp(product + step) - math.exp(product))
+        assert change.item() == pytest.approx(expected, abs=1e-10)
+        q.copy_(old)
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+    attention, x = layer_of("diff_v1", shape), x_of(shape)
+    make_pairs_equal(attention.wq, shape.head_dim)
+    make_pairs_equal(attention.wk, shape.head_dim)
+    show = run(attention, x, shape)[1]
+    q, k, v = projected(attention, x)
+    halves = [standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2]) for i in (0, 1)]
+    close(show["context"], (1 - show["lambda"]) * torch.cat(halves, -1))
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
+    """(1 - lambda) times a map has one sign: renormalised it is the map, or a row of zeros."""
+    attention, x = layer_of("diff_v1_clamped", shape), x_of(shape)
+    make_pairs_equal(attention.wq, shape.head_dim)
+    make_pairs_equal(attention.wk, shape.head_dim)
+    show = run(attention, x, shape)[1]
+    assume(abs(show["lambda"].item() - 1) > 1e-3)
+    q, k, v = projected(attention, x)
+    halves = [standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2]) for i in (0, 1)]
+    close(show["context"], (show["lambda"] < 1) * torch.cat(halves, -1))
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_wide_values_and_values_split_in_two_are_the_same_diff_v1(shape):
+    attention, x = layer_of("diff_v1", shape), x_of(shape)
+    q, k, v = projected(attention, x)
+    vectors = [getattr(attention, f"lambda_{n}") for n in ("q1", "k1", "q2", "k2")]
+    lambda_init = lambda_init_schedule(shape.layer)
+    lam = torch.exp(vectors[0] @ vectors[1]) - torch.exp(vectors[2] @ vectors[3]) + lambda_init
+    split = torch.cat(
+        [
+            standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2])
+            - lam * standard(q[:, :, 1::2], k[:, :, 1::2], v[:, :, i::2])
+            for i in (0, 1)
+        ],
+        dim=-1,
+    )
+    close(diff_v1(q, k, v, vectors, lambda_init) / (1 - lambda_init), split)
+    close(run(attention, x, shape)[1]["context"], split)
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_the_norm_of_a_diff_v1_head_leaves_it_with_an_rms_of_one_minus_lambda_init(shape):
+    attention, x = layer_of("diff_v1", shape), x_of(shape)
+    attention.head_norm.weight.fill_(1)
+    show, factor = {}, 1 - lambda_init_schedule(shape.layer)
+    context = attention.context(x, *attention.project(x, tables(shape)), None, show)
+    assert context.shape[2:] == (shape.heads // 2, 2 * shape.head_dim)
+    square = show["context"].square().mean(-1)
+    close(context.square().mean(-1), factor**2 * square / (square + 1e-5))
+    close(context.norm(dim=-1) * show["context"].norm(dim=-1), (context * show["context"]).sum(-1))
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_diff_v1_without_head_norm_keeps_the_factor(shape):
+    attention, x = layer_of("diff_v1_no_head_norm", shape), x_of(shape)
+    show = {}
+    context = attention.context(x, *attention.project(x, tables(shape)), None, show)
+    close(context, (1 - lambda_init_schedule(shape.layer)) * show["context"])
+
+
+@given(layer=st.integers(0, 120))
+@many
+def test_lambda_init_approaches_four_fifths_by_the_same_factor_each_layer(layer):
+    here, after = lambda_init_at(layer), lambda_init_at(layer + 1)
+    assert lambda_init_at(0) == pytest.approx(0.2, abs=1e-15)
+    assert 0.2 <= here <= after <= 0.8
+    assert 0.8 - after == pytest.approx((0.8 - here) * math.exp(-0.3), abs=1e-15)
+
+
+# gated
+
+
+@pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
+@given(data=st.data())
+@few
+def test_a_gate_without_weights_halves_standard_attention_exactly(variant, data):
+    shape = data.draw(shapes())
+    attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
+    copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
+    attention.w_gate.weight.zero_()
+    x = x_of(shape)
+    assert torch.equal(run(attention, x, shape)[0], 0.5 * run(baseline, x, shape)[0])
+
+
+@pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
+@given(data=st.data())
+@few
+def test_a_gate_and_its_opposite_add_up_to_standard_attention(variant, data):
+    shape = data.draw(shapes())
+    attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
+    copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
+    x = x_of(shape)
+    one = run(attention, x, shape)[0]
+    attention.w_gate.weight.neg_()
+    close(one + run(attention, x, shape)[0], run(baseline, x, shape)[0])
+
+
+@given(shape=shapes())
+@many
+def test_a_headwise_gate_is_an_elementwise_one_repeated_over_a_heads_channels(shape):
+    headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
+    copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
+    repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
+    elementwise.w_gate.weight.copy_(repeated)
+    x = x_of(shape)
+    close(run(headwise, x, shape)[0], run(elementwise, x, shape)[0])
+
+
+@pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
+@given(data=st.data())
+@few
+def test_a_gate_is_the_sigmoid_of_its_own_head_and_channel(variant, data):
+    shape = data.draw(shapes())
+    attention, x = layer_of(variant, shape), x_of(shape)
+    q, k, v = attention.project(x, tables(shape))
+    show = {}
+    context = attention.context(x, q, k, v, None, show)
+    gate = torch.sigmoid(x @ attention.w_gate.weight.T).unflatten(-1, (shape.heads, -1))
+    assert gate.shape[-1] == (1 if variant == "gated_headwise" else shape.head_dim)
+    close(show["gate"], gate)
+    close(context, gate * standard(q, k, v))
+
+
+# sinks
+
+
+def one_hot_values(shape):
+    """v of which the context of a head is its row of the map: (B, T, K, d), d >= T."""
+    eye = torch.eye(shape.tokens, shape.head_dim, dtype=torch.float64)
+    return eye.view(1, -1, 1, shape.head_dim).expand(shape.batch, -1, shape.kv_heads, -1)
+
+
+def drawn_qk(shape, n_query_heads, scale=1.0):
+    """q and k whose scores have a standard deviation of about `scale`."""
+    q = normal(shape, shape.batch, shape.tokens, n_query_heads, shape.head_dim, what=2)
+    k = normal(shape, shape.batch, shape.tokens, shape.kv_heads, shape.head_dim, what=3)
+    return scale * q, k
+
+
+def scores_of(q, k):
+    """q k / sqrt(d), (B, T, H, S), -inf where a query may not look."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("bthd,bshd->bths", q, k) / math.sqrt(q.shape[-1])
+    visible = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    return scores.masked_fill(~visible[:, None], -math.inf)
+
+
+@given(shape=shapes())
+@many
+def test_a_sink_of_minus_infinity_is_standard_attention_and_one_of_zero_is_off_by_one(shape):
+    sink, x = layer_of("standard_sink", shape), x_of(shape)
+    for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
+        other = layer_of(variant, shape)
+        copy_weights(other, sink, "wq", "wk", "wv", "wo")
+        sink.sink.fill_(logit)
+        close(run(sink, x, shape)[0], run(other, x, shape)[0])
+
+
+@given(shape=shapes())
+@many
+def test_a_large_sink_takes_everything(shape):
+    sink = layer_of("standard_sink", shape)
+    sink.sink.fill_(1e3)
+    close(run(sink, x_of(shape), shape)[0], torch.zeros(shape.batch, shape.tokens, DIM).double())
+
+
+@pytest.mark.parametrize("variant", SINKS)
+@given(data=st.data())
+@many
+def test_rows_of_a_map_with_a_sink_sum_to_the_share_that_the_keys_have(variant, data):
+    shape = data.draw(shapes(variant, head_dims=(10, 16)))
+    attention = layer_of(variant, shape)
+    q, k = drawn_qk(shape, shape.heads)
+    weights = attention.context(x_of(shape), q, k, one_hot_values(shape), None, None)
+    total = torch.exp(scores_of(q, k)).sum(-1)
+    logit = attention.sink if variant == "standard_sink" else torch.zeros(shape.heads).double()
+    close(weights.sum(-1), total / (total + torch.exp(logit)))
+    assert (weights >= 0).all()
+    assert (weights.sum(-1) < 1).all()
+    ahead = torch.ones(shape.tokens, shape.head_dim, dtype=torch.bool).triu(1)
+    assert (weights.masked_select(ahead[:, None]) == 0).all()
+
+
+TINY = {"head_dims": (2, 4), "tokens": (1, 4)}
+
+
+@pytest.mark.parametrize("variant", SINKS)
+@given(data=st.data())
+@settings(few, max_examples=5)
+def test_gradients_of_q_k_v_and_sink_are_those_of_finite_differences(variant, data):
+    shape = data.draw(shapes(variant, **TINY))
+    attention, x = layer_of(variant, shape), x_of(shape)
+    q, k = drawn_qk(shape, shape.heads)
+    v = normal(shape, *k.shape, what=4)
+    inputs = [q, k, v]
+    if variant == "standard_sink":
+        inputs.append(attention.sink)
+        del attention.sink  # a plain tensor in its place can be a leaf of the check
+
+    def context(q, k, v, *sink):
+        if sink:
+            attention.sink = sink[0]
+        return attention.context(x, q, k, v, None, None)
+
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(context, inputs, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(data=st.data())
+@few
+def test_gradients_of_the_input_and_every_parameter_are_those_of_finite_differences(variant, data):
+    """Along random directions, which any wrong entry tilts."""
+    shape = data.draw(shapes(variant, **TINY))
+    attention = layer_of(variant, shape)
+    names, params = zip(*attention.named_parameters(), strict=True)
+    inputs = [t.detach().clone().requires_grad_() for t in (x_of(shape), *params)]
+
+    def output(x, *values):
+        return functional_call(attention, dict(zip(names, values, strict=True)), (x, tables(shape)))
+
+    assert torch.autograd.gradcheck(output, inputs, atol=1e-6, rtol=1e-4, fast_mode=True)
+
+
+# the clamped map
+
+
+@given(
+    lam=st.floats(-1, 3),
+    rows=st.lists(
+        st.tuples(*[st.floats(-6, 6)] * 5, *[st.floats(-6, 6)] * 5), min_size=1, max_size=6
+    ),
+)
+@many
+def test_clamped_rows_are_distributions_or_zeros(lam, rows):
+    scores = torch.tensor(rows, dtype=torch.float64)
+    first, second = (torch.softmax(part, dim=-1) for part in scores.split(5, dim=-1))
+    difference = first - lam * second
+    weights = clamped(difference)
+    positive = (difference > 0).any(-1)
+    assert (weights >= 0).all()
+    assert torch.equal(weights > 0, difference > 0)
+    close(weights.sum(-1), positive.double())
+    assert (weights[~positive] == 0).all()
+
+
+@given(shape=shapes("diff_v1", head_dims=(8,), tokens=(1, 12)), lam=st.floats(-0.5, 2.5))
+@many
+def test_the_map_of_diff_v1_clamped_has_rows_that_sum_to_one_or_are_zeros(shape, lam):
+    attention = layer_of("diff_v1_clamped", shape, lambda_init=lam)
+    for name in attention.fp32_parameters:
+        getattr(attention, name).zero_()
+    q, k = drawn_qk(shape, shape.heads)
+    wide = torch.eye(shape.tokens, 16, dtype=torch.float64).view(1, -1, 1, 2, 8)
+    v = wide.expand(shape.batch, -1, shape.kv_heads // 2, -1, -1).flatten(2, 3)
+    show = {}
+    attention.context(x_of(shape), q, k, v, None, show)
+    weights = show["context"][..., : shape.tokens]
+    first = torch.softmax(scores_of(q[:, :, 0::2], k[:, :, 0::2]), dim=-1)
+    second = torch.softmax(scores_of(q[:, :, 1::2], k[:, :, 1::2]), dim=-1)
+    difference = first - lam * second
+    assume((difference.abs() > 1e-9).logical_or(first == 0).all())
+    assert torch.equal(weights > 0, difference > 0)
+    close(weights.sum(-1), (difference > 0).any(-1).double())
+    assert (weights >= 0).all()
+
+
+# causality, caches, positions, documents
+
+
+@st.composite
+def chunked(draw, total):
+    """`total` as a list of positive parts."""
+    cuts = draw(st.sets(st.integers(1, total - 1))) if total > 1 else set()
+    return [b - a for a, b in pairwise([0, *sorted(cuts), total])]
+
+
+def model_of(variant, shape, **fields):
+    cfg = replace(configured(variant, shape), n_layers=2, **fields)
+    model = build_model(cfg).double()
+    model.reset_parameters()
+    return model.requires_grad_(False)
+
+
+def drawn_tokens(shape, count):
+    generator = torch.Generator().manual_seed(shape.seed)
+    return torch.randint(0, 32, (shape.batch, count), generator=generator)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(data=st.data())
+@few
+def test_appending_tokens_never_changes_earlier_logits(variant, data):
+    shape = data.draw(shapes(variant, tokens=(2, 12)))
+    model = model_of(variant, shape, qk_norm=data.draw(st.booleans()))
+    tokens = drawn_tokens(shape, shape.tokens)
+    kept = data.draw(st.integers(1, shape.tokens - 1))
+    close(model(tokens)[:, :kept], model(tokens[:, :kept]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(data=st.data())
+@few
+def test_decoding_in_any_chunks_equals_the_full_forward_pass(variant, data):
+    shape = data.draw(shapes(variant, tokens=(1, 12)))
+    model = model_of(variant, shape, qk_norm=data.draw(st.booleans()))
+    tokens = drawn_tokens(shape, shape.tokens)
+    chunks = data.draw(chunked(shape.tokens))
+    caches = model.new_caches(shape.batch, shape.tokens)
+    logits = [model(part, caches=caches) for part in tokens.split(chunks, dim=1)]
+    close(torch.cat(logits, dim=1), model(tokens))
+    assert [cache.length for cache in caches] == [sum(chunks)] * 2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(data=st.data())
+@few
+def test_shifting_all_positions_changes_nothing(variant, data):
+    shape = data.draw(shapes(variant))
+    start = data.draw(st.integers(1, SEQ_LEN - shape.tokens))
+    attention, x = layer_of(variant, shape), x_of(shape)
+    close(attention(x, tables(shape, start)), attention(x, tables(shape)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(data=st.data())
+@few
+def test_without_rotation_the_last_token_does_not_know_the_order_of_the_others(variant, data):
+    shape = data.draw(shapes(variant, tokens=(3, 9)))
+    attention, x = layer_of(variant, shape), x_of(shape)
+    order = data.draw(st.permutations(range(shape.tokens - 1)))
+    unrotated = torch.ones(shape.tokens, 1, shape.head_dim), torch.zeros(1, 1, shape.head_dim)
+    mixed = torch.cat((x[:, list(order)], x[:, -1:]), dim=1)
+    close(attention(mixed, unrotated)[:, -1], attention(x, unrotated)[:, -1])
+
+
+@given(
+    shape=shapes(head_dims=(2, 4, 8)),
+    theta=st.floats(2, 1e6),
+    positions=st.tuples(*[st.integers(0, SEQ_LEN // 2 - 1)] * 3),
+)
+@many
+def test_rotated_scores_depend_on_the_difference_of_positions_only(shape, theta, positions):
+    i, j, shift = positions
+    q, k = normal(shape, 1, 1, 1, shape.head_dim), normal(shape, 1, 1, 1, shape.head_dim, what=1)
+
+    def at(x, position):
+        return apply_rope(x, tables(shape, position, 1, theta))
+
+    def score(one, other):
+        return (at(q, one) * at(k, other)).sum()
+
+    close(score(i + shift, j + shift), score(i, j))
+    if i >= j:
+        close(score(i - j, 0), score(i, j))
+    close(at(q, i).norm(), q.norm())
+    close(at(q, 0), q)
+    assert i == j or not torch.allclose(score(i, j), score(i, i), rtol=0, atol=1e-10)
+
+
+MASKED = [
+    pytest.param(
+        variant,
+        marks=pytest.mark.xfail(
+            strict=True, raises=AssertionError, reason="attend_with_sink is given no mask"
+        )
+        if variant in SINKS
+        else (),
+    )
+    for variant in VARIANTS
+]
+
+
+@pytest.mark.parametrize("variant", MASKED)
+@given(data=st.data())
+@few
+def test_masking_documents_equals_running_them_one_by_one(variant, data):
+    shape = data.draw(shapes(variant, tokens=(2, 12)))
+    lengths = data.draw(chunked(shape.tokens))
+    attention, x = layer_of(variant, shape), x_of(shape)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (document[:, None] == document).tril()
+    starts = [0, *accumulate(lengths)]
+    alone = [
+        attention(part, tables(shape, start, length))
+        for part, start, length in zip(x.split(lengths, dim=1), starts, lengths, strict=False)
+    ]
+    close(attention(x, tables(shape), mask), torch.cat(alone, dim=1))
+
+
+# context RMS: with orthogonal values of RMS 1 it is the length of the row of weights
+
+
+def orthogonal_values(shape, heads, width):
+    """(B, T, heads, width): over tokens orthogonal, each of RMS 1; width >= T."""
+    square = normal(shape, shape.batch, heads, width, width, what=5)
+    rows = torch.linalg.qr(square).Q[:, :, : shape.tokens] * math.sqrt(width)
+    return rows.transpose(1, 2)
+
+
+def rms(context):
+    return context.square().mean(-1).sqrt()
+
+
+def context_rms(variant, shape, sharpness, **fields):
+    """(B, T, heads) of the shown or returned context, before any head norm."""
+    attention = layer_of(variant, shape, **fields)
+    q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
+    if variant.startswith("diff_v1"):
+        wide = orthogonal_values(shape, shape.kv_heads // 2, 2 * shape.head_dim)
+        v = wide.unflatten(-1, (2, -1)).flatten(2, 3)
+    else:
+        v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
+    show = {}
+    returned = attention.context(x_of(shape), q, k, v, None, show)
+    return rms(show.get("context", returned)), show
+
+
+def positions(shape):
+    return torch.arange(1, shape.tokens + 1, dtype=torch.float64).view(-1, 1)
+
+
+WIDE = {"head_dims": (12, 16), "tokens": (2, 12)}
+SHARPNESS = st.floats(0, 4)
+ROUNDING = 1e-12
+
+
+@given(shape=shapes(**WIDE), sharpness=SHARPNESS)
+@many
+def test_context_rms_of_standard_attention_lies_between_one_over_root_n_and_one(shape, sharpness):
+    values, _ = context_rms("standard", shape, sharpness)
+    assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
+    assert (values[:, 1:] < 1).all()
+    close(values[:, 0], torch.ones_like(values[:, 0]))
+
+
+@given(shape=shapes(**WIDE))
+@many
+def test_context_rms_of_uniform_standard_attention_is_one_over_root_n(shape):
+    values, _ = context_rms("standard", shape, 0.0)
+    close(values, (positions(shape) ** -0.5).expand_as(values))
+
+
+@pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
+@given(data=st.data())
+@few
+def test_context_rms_with_a_gate_or_a_sink_lies_between_0_and_1(variant, data):
+    shape = data.draw(shapes(variant, **WIDE))
+    values, _ = context_rms(variant, shape, data.draw(SHARPNESS))
+    assert ((values > 0) & (values < 1)).all()
+
+
+@given(shape=shapes(**WIDE))
+@many
+def test_context_rms_with_a_sink_falls_below_that_of_uniform_attention(shape):
+    """Which standard attention cannot do: off by one over n equal scores weighs 1 / (n + 1)."""
+    values, _ = context_rms("standard_off_by_one", shape, 0.0)
+    n = positions(shape)
+    close(values, (n.sqrt() / (n + 1)).expand_as(values))
+
+
+@given(shape=shapes(**WIDE), sharpness=SHARPNESS)
+@many
+def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
+    values, show = context_rms("diff_v2", shape, sharpness)
+    lam = show["lambda"]
+    assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
+    assert (values <= (1 + lam**2).sqrt() + ROUNDING).all()
+    assert ((values > 0) & (values < math.sqrt(2))).all()
+
+
+@given(shape=shapes(**WIDE), lam=lambdas(0.5, 0.998046875))
+@many
+def test_the_bound_of_diff_v2_is_reached_by_opposed_one_hot_maps(shape, lam):
+    attention = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
+    eye = 20 * torch.eye(shape.tokens, shape.head_dim, dtype=torch.float64)
+    k = eye.view(1, -1, 1, shape.head_dim).expand(shape.batch, -1, shape.kv_heads, -1)
+    q = eye[:, None].repeat(1, 2 * shape.heads, 1)
+    q[:, 1::2] = eye[0]
+    v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
+    q = q.expand(shape.batch, -1, -1, -1)
+    values = rms(attention.context(x_of(shape), q, k, v, None, None))
+    close(values[:, 1:], torch.full_like(values[:, 1:], math.sqrt(1 + lam**2)))
+    close(values[:, 0], torch.full_like(values[:, 0], 1 - lam))
+
+
+@given(shape=shapes(**WIDE), sharpness=SHARPNESS, bound=st.floats(10, 1e4))
+@many
+def test_context_rms_of_diff_v2_without_sigmoid_exceeds_any_bound(shape, sharpness, bound):
+    attention = layer_of("diff_v2_no_sigmoid", shape)
+    q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
+    v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
+    x = torch.ones(shape.batch, shape.tokens, DIM, dtype=torch.float64)
+    attention.w_lambda.weight.fill_((bound + 1) * math.sqrt(shape.tokens) / DIM)
+    assert (rms(attention.context(x, q, k, v, None, None)) >= bound - 1e-6).all()
+
+
+@given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
+@many
+def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n(shape, lam):
+    attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
+    attention.head_norm.weight.fill_(1)
+    for name in attention.fp32_parameters:
+        getattr(attention, name).zero_()
+    q, k = drawn_qk(shape, shape.heads, 0.0)
+    wide = orthogonal_values(shape, shape.kv_heads // 2, 16)
+    show = {}
+    v = wide.unflatten(-1, (2, -1)).flatten(2, 3)
+    normed = rms(attention.context(x_of(shape), q, k, v, None, show)) / (1 - lam)
+    before = rms(show["context"]) / (1 - lam)
+    close(before, (positions(shape) ** -0.5).expand_as(before))
+    close(normed / before, positions(shape).sqrt().expand_as(before), atol=1e-6)
