@@ -21,11 +21,17 @@ def model(request):
     return tiny(request.param)
 
 
-def tiny(variant="diff_v2"):
-    """In float64, so that how a batch is computed does not decide between two tokens."""
+@cache
+def config(variant):
+    """Composing takes longer than most tests."""
     overrides = ["model=tiny", f"attention={variant}", f"seq_len={SEQ_LEN}", "model.dim=32"]
     overrides += ["model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.3"]
-    model = build_model(load_config(overrides).model).double()
+    return load_config(overrides).model
+
+
+def tiny(variant="diff_v2"):
+    """In float64, so that how a batch is computed does not decide between two tokens."""
+    model = build_model(config(variant)).double()
     model.reset_parameters()
     return model
 
