@@ -1,24 +1,19 @@
-"""Decoding: the cache changes nothing, and sampling draws from the distribution it says."""
+"""Decoding: batches and caches change nothing, and sampling draws from the distribution it says."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
 
 from diffllm import build_model, load_config
+from diffllm.config import config_directory
 from diffllm.generate import generate, sample
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+YAMLS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+SEQ_LEN = 32
 DRAWS = 40_000
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Steps this small only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -26,60 +21,85 @@ def model(request):
     return tiny(request.param)
 
 
+@cache
+def config(variant):
+    """Composing takes longer than most tests."""
+    overrides = ["model=tiny", f"attention={variant}", f"seq_len={SEQ_LEN}", "model.dim=32"]
+    overrides += ["model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.3"]
+    return load_config(overrides).model
+
+
 def tiny(variant="diff_v2"):
-    cfg = load_config(
-        [
-            *("model=tiny", f"attention={variant}", "seq_len=32", "model.dim=32"),
-            *("model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.3"),
-        ]
-    )
-    return build_model(cfg.model)
+    """In float64, so that how a batch is computed does not decide between two tokens."""
+    model = build_model(config(variant)).double()
+    model.reset_parameters()
+    return model
+
+
+@cache
+def shared(variant):
+    """A model that several tests read."""
+    return tiny(variant)
 
 
 def prompts(rows=3, length=5):
-    return torch.randint(0, 64, (rows, length))
+    return torch.randint(0, 64, (rows, length)).tolist()
 
 
 @torch.no_grad()
-def greedily(model, tokens, count):
+def greedily(model, prompt, count):
+    tokens = torch.tensor([prompt])
     for _ in range(count):
         tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), dim=1)
-    return tokens
+    return tokens[0].tolist()
+
+
+def said(prompts, texts):
+    """Every token that was added to a prompt."""
+    return [
+        token for prompt, text in zip(prompts, texts, strict=True) for token in text[len(prompt) :]
+    ]
 
 
 def test_greedy_equals_repeated_full_forward_passes(model):
     prompt = prompts()
     out = generate(model, prompt, 27, temperature=0)
-    assert torch.equal(out, greedily(model, prompt, 27))
-    assert out.shape == (3, 32)
-    assert len(out[:, 5:].unique()) > 3  # not a constant
+    assert out == [greedily(model, row, 27) for row in prompt]
+    assert [len(text) for text in out] == [SEQ_LEN] * 3
+    assert len(set(said(prompt, out))) > 3  # not a constant
 
 
-def test_a_prompt_of_one_token_and_no_new_tokens():
+def test_a_prompt_of_one_token_no_new_tokens_and_no_prompts():
     model, prompt = tiny(), prompts(1, 1)
-    assert torch.equal(generate(model, prompt, 0), prompt)
-    assert torch.equal(generate(model, prompt, 1, temperature=0), greedily(model, prompt, 1))
+    assert generate(model, prompt, 0) == prompt
+    assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
+    assert generate(model, [], 5) == []
 
 
-def test_more_positions_than_the_model_has_are_refused():
-    with pytest.raises(ValueError, match=r"model\.seq_len is 32"):
-        generate(tiny(), prompts(1, 30), 4)
+@pytest.mark.parametrize("length", [0, SEQ_LEN + 1])
+def test_a_prompt_that_cannot_be_read_is_refused(length):
+    unreadable = [1] * length
+    with pytest.raises(ValueError, match=rf"prompt of {length} tokens; 1 to {SEQ_LEN} are read"):
+        generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_rows_are_independent(model):
-    prompt = prompts(4)
-    together = generate(model, prompt, 10, temperature=0)
-    for row in range(4):
-        alone = generate(model, prompt[row : row + 1], 10, temperature=0)
-        assert torch.equal(together[row : row + 1], alone)
+def test_texts_end_where_the_model_does():
+    model = tiny()
+    whole, nearly = prompts(1, SEQ_LEN)[0], prompts(1, SEQ_LEN - 2)[0]
+    out = generate(model, [whole, nearly], 10, temperature=0)
+    assert out == [whole, greedily(model, nearly, 2)]
+    assert generate(model, [whole], 10) == [whole]
 
 
-def test_the_prompt_is_left_as_it_was_and_comes_first():
+def test_the_prompts_are_left_as_they_were_and_come_first():
     prompt = prompts()
-    before = prompt.clone()
+    before = [list(row) for row in prompt]
     out = generate(tiny(), prompt, 4)
-    assert torch.equal(prompt, before)
-    assert torch.equal(out[:, :5], prompt)
+    assert [text[:5] for text in out] == before
+    out[0][0] = -1
+    assert prompt == before
+    generate(tiny(), prompt, 0)[0].append(-1)
+    assert prompt == before
 
 
 def test_the_seed_decides_and_nothing_else_does():
@@ -87,76 +107,132 @@ def test_the_seed_decides_and_nothing_else_does():
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
     before = torch.get_rng_state()
-    assert torch.equal(generate(model, prompt, 20, seed=3), first)
+    assert generate(model, prompt, 20, seed=3) == first
     assert torch.equal(torch.get_rng_state(), before)  # sampling does not disturb training
-    assert not torch.equal(generate(model, prompt, 20, seed=4), first)
+    assert generate(model, prompt, 20, seed=4) != first
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_from_vocab_size_on_are_never_drawn(temperature):
     model, prompt = tiny(), prompts(8)
-    kept = generate(model, prompt, 20, temperature, vocab_size=10)[:, 5:]
-    assert kept.max() == 9
-    assert generate(model, prompt, 20, temperature)[:, 5:].max() > 9
-    assert torch.equal(
-        generate(model, prompt, 20, temperature, vocab_size=64),
-        generate(model, prompt, 20, temperature),
-    )
+    free = generate(model, prompt, 20, temperature)
+    kept = said(prompt, generate(model, prompt, 20, temperature, vocab_size=10))
+    assert max(kept) == 9
+    assert max(said(prompt, free)) > 9
+    assert generate(model, prompt, 20, temperature, vocab_size=64) == free
 
 
-def test_no_graph_is_kept():
-    assert not generate(tiny(), prompts(), 2).requires_grad
+def test_generating_leaves_gradients_switched_on():
+    generate(tiny(), prompts(), 2)
     assert torch.is_grad_enabled()
 
 
 def test_the_top_token_alone_is_left_by_a_small_top_p_and_a_low_temperature():
     model, prompt = tiny(), prompts()
     greedy = generate(model, prompt, 20, temperature=0)
-    assert torch.equal(generate(model, prompt, 20, top_p=1e-6, seed=5), greedy)
-    assert torch.equal(generate(model, prompt, 20, temperature=1e-5, seed=5), greedy)
+    assert generate(model, prompt, 20, top_p=1e-6, seed=5) == greedy
+    assert generate(model, prompt, 20, temperature=1e-5, seed=5) == greedy
 
 
 def test_generation_draws_the_first_token_from_the_models_distribution():
-    model = tiny()
-    prompt = prompts(1)
+    """One prompt again and again is a sample of the model, not one continuation many times."""
+    model, (prompt,) = tiny(), prompts(1)
     with torch.no_grad():
-        probs = torch.softmax(model(prompt)[0, -1], -1)
-    drawn = generate(model, prompt.expand(8000, -1), 1)[:, -1]
+        probs = torch.softmax(model(torch.tensor([prompt]))[0, -1], -1)
+    drawn = torch.tensor([text[-1] for text in generate(model, [prompt] * 8000, 1)])
     assert_drawn_from(probs, drawn)
+
+
+# Batches: each prompt gets what it would get alone
+
+
+def alone(model, prompts, *args, **kwargs):
+    return [generate(model, [prompt], *args, **kwargs)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("variant", YAMLS)
+def test_prompts_of_any_lengths_give_what_they_give_alone(variant, temperature):
+    """Also where some have room for two tokens or for none, and some stop early."""
+    model, count = shared(variant), 12
+    lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
+    texts = [prompts(1, length)[0] for length in lengths]
+    settings = {"temperature": temperature, "top_p": 0.9, "seed": 11}
+    free = alone(model, texts, count, **settings)
+    assert [len(text) for text in free] == [min(n + count, SEQ_LEN) for n in lengths]
+    assert generate(model, texts, count, **settings) == free
+    stop = free[3][14 + 4]
+    stopped = alone(model, texts, count, stop_token=stop, **settings)
+    assert len(stopped[3]) <= 14 + 5
+    assert len(stopped[3]) < len(free[3])
+    assert generate(model, texts, count, stop_token=stop, **settings) == stopped
+
+
+def test_an_identical_prompt_gets_what_it_would_get_from_the_next_seed(model):
+    one, other = prompts(2)
+    batch = [one, other, one, one, other]
+    seeds = [5, 5, 6, 7, 6]
+    expected = [
+        generate(model, [row], 8, seed=seed)[0] for row, seed in zip(batch, seeds, strict=True)
+    ]
+    assert generate(model, batch, 8, seed=5) == expected
+    assert len({tuple(text) for text in expected}) == 5
+
+
+def test_a_prompt_that_only_begins_alike_is_another_prompt(model):
+    short, long = [7, 8], [7, 8, 9]
+    assert generate(model, [short, long], 8, seed=2) == alone(model, [short, long], 8, seed=2)
+
+
+def test_rows_that_have_ended_are_not_computed_further(model):
+    texts = [prompts(1, length)[0] for length in (4, SEQ_LEN - 3, 9, 6)]
+    free = generate(model, texts, 10, temperature=0)
+    stop = free[2][9 + 5]
+    sizes = []
+    hook = model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    out = generate(model, texts, 10, temperature=0, stop_token=stop)
+    hook.remove()
+    added = [len(text) - len(prompt) for prompt, text in zip(texts, out, strict=True)]
+    assert sizes == [sum(n > step for n in added) for step in range(max(added))]
+    assert len(set(sizes)) > 2
+    assert out == [
+        text if stop not in text[len(prompt) :] else text[: text.index(stop, len(prompt)) + 1]
+        for prompt, text in zip(texts, free, strict=True)
+    ]
 
 
 # Stopping
 
 
-def test_rows_are_padded_with_the_stop_token_after_they_have_it():
+def test_a_continuation_ends_with_the_stop_token_and_others_go_on():
     model, prompt = tiny(), prompts(6)
-    free = generate(model, prompt, 20, temperature=0)
-    stop = int(free[0, 5 + 6])  # what row 0 says as its seventh token, or earlier
-    out = generate(model, prompt, 20, temperature=0, stop_token=stop)
-    for row in range(6):
-        said = free[row, 5:].tolist()
-        end = said.index(stop) + 1 if stop in said else 20
-        expected = (said[:end] + [stop] * 20)[: out.shape[1] - 5]
-        assert out[row, 5:].tolist() == expected
-    assert any(stop not in free[row, 5:] for row in range(6))
+    free = [text[5:] for text in generate(model, prompt, 20, temperature=0)]
+    stop = free[0][6]  # what row 0 says as its seventh token, or earlier
+    out = [text[5:] for text in generate(model, prompt, 20, temperature=0, stop_token=stop)]
+    assert out == [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    assert any(stop in row for row in free)
+    assert any(stop not in row for row in free)
 
 
 def test_generation_ends_once_every_row_has_stopped():
     model, prompt = tiny(), prompts(1)
-    said = generate(model, prompt, 20, temperature=0)[0, 5:].tolist()
-    stop = said[4]
-    out = generate(model, prompt, 20, temperature=0, stop_token=stop)
-    assert out[0, 5:].tolist() == said[: said.index(stop) + 1]
+    free = generate(model, prompt, 20, temperature=0)[0][5:]
+    stop, calls = free[4], []
+    model.register_forward_pre_hook(lambda _, args: calls.append(args))
+    (out,) = generate(model, prompt, 20, temperature=0, stop_token=stop)
+    assert out[5:] == free[: free.index(stop) + 1]
+    assert len(calls) == free.index(stop) + 1
 
 
 def test_a_stop_token_in_the_prompt_does_not_stop():
     model, prompt = tiny(), prompts(2)
     free = generate(model, prompt, 8, temperature=0)
-    unsaid = next(t for t in range(64) if t not in free[:, 5:])
-    prompt[:, 0] = unsaid
+    unsaid = next(t for t in range(64) if t not in said(prompt, free))
+    for row in prompt:
+        row[0] = unsaid
     free = generate(model, prompt, 8, temperature=0)
-    assert unsaid not in free[:, 5:]
-    assert torch.equal(generate(model, prompt, 8, temperature=0, stop_token=unsaid), free)
+    assert unsaid not in said(prompt, free)
+    assert generate(model, prompt, 8, temperature=0, stop_token=unsaid) == free
 
 
 # Sampling

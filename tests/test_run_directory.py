@@ -99,6 +99,7 @@ def test_the_same_config_may_go_on(begun):
         ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
         ("precision=fp32", "precision: auto there, fp32 here"),
         ("data.heldout_fraction=0.1", "data.heldout_fraction"),
+        ("data.mask_documents=true", "data.mask_documents: False there, True here"),
     ],
 )
 def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override, key):

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from gloo import run_ranks
 
+from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import build, train_step
+from diffllm.trainer import build, evaluate, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 STEPS = 20
@@ -37,24 +39,30 @@ def global_batch(cfg, step):
     return (start + stride * torch.arange(cfg.seq_len + 1)) % 97
 
 
-def micro_batches(cfg, step):
-    """This rank's share, in the loader's order."""
+def micro_batches(cfg, step, end=None):
+    """This rank's share, in the loader's order; every fifth token or so is `end`, where given."""
     rank, size = dist.get_rank(), dist.get_world_size()
     micro, count = cfg.micro_batches(size)
     tokens = global_batch(cfg, step)
+    if end is not None:
+        generator = torch.Generator().manual_seed(step)
+        tokens[torch.rand(tokens.shape, generator=generator) < 0.2] = end
     for k in range(count):
         first = k * size * micro + rank * micro
         part = tokens[first : first + micro]
         yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
 
-def train_losses(overrides):
-    """(losses, gradient norms, final parameters, last statistics) of a short run."""
+def train_losses(overrides, end=None, masked=False):
+    """(losses, gradient norms, final parameters, last statistics) of a short run.
+
+    end: the token behind documents; they are masked where asked for.
+    """
     cfg = load_config([*BASE, *overrides])
-    t = build(cfg, torch.device("cpu"))
+    t = build(cfg, torch.device("cpu"), end if masked else None)
     losses, norms, stats = [], [], {}
     for step in range(STEPS):
-        out = train_step(t, micro_batches(cfg, step), step, diagnose=step == STEPS - 1)
+        out = train_step(t, micro_batches(cfg, step, end), step, diagnose=step == STEPS - 1)
         loss = out.nll.clone()
         dist.all_reduce(loss)
         losses.append(loss.item())
@@ -103,6 +111,78 @@ def test_meshes_of_four_ranks_train_alike(layout, tmp_path):
     (one,) = run_ranks(train_losses, 1, tmp_path, ["attention=diff_v1", *model])
     four = run_ranks(train_losses, 4, tmp_path, ["attention=diff_v1", *layout])
     assert_same_training(one, four[0])
+
+
+# Masked documents
+
+END = 96
+
+
+@pytest.mark.parametrize("variant", ["diff_v2", "standard_sink"])
+def test_masked_documents_train_alike_on_one_and_two_ranks(variant, tmp_path):
+    """With micro-batches and activation checkpointing, which see the mask more than once."""
+    overrides = [f"attention={variant}", "compile=false"]
+    (one,) = run_ranks(train_losses, 1, tmp_path, overrides, END, True)
+    more = ["micro_batch_size=2", "activation_checkpointing=true"]
+    two = run_ranks(train_losses, 2, tmp_path, [*overrides, *more], END, True)
+    (free,) = run_ranks(train_losses, 1, tmp_path, overrides, END, False)
+    assert_same_training(one, two[0])
+    differences = [abs(mine - other) for mine, other in zip(one[0], two[0][0], strict=True)]
+    assert max(differences) < 1e-5
+    assert abs(one[0][-1] - free[0][-1]) > 1e-3, "nothing was masked"
+
+
+class Stream:
+    """Tokens in place of a prepared corpus: the part of it that evaluation reads."""
+
+    def __init__(self, tokens):
+        self.all = tokens
+
+    def split(self, name):
+        assert name == "heldout"
+        return self
+
+    def __len__(self):
+        return len(self.all)
+
+    def tokens(self, start, stop):
+        return self.all[start:stop].numpy()
+
+
+def heldout_losses(overrides):
+    """(loss with documents masked, without, and both from single forward passes) of one model."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 90, (7 * 24 + 5,), generator=generator)
+    tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = END
+    cfg = load_config([*BASE, "model.init_std=0.3", "eval.sequences=5", *overrides])
+    losses = []
+    for end in (END, None):
+        t = build(cfg, torch.device("cpu"), end)
+        losses.append(evaluate(t, Stream(tokens)))
+    model = build_model(cfg.model)
+    for end in (END, None):
+        parts = []
+        for i in (0, 1, 2, 4, 5):  # five of seven, spread evenly
+            inputs, targets = tokens[i * 24 : i * 24 + 24], tokens[i * 24 + 1 : i * 24 + 25]
+            cuts = [0, *((inputs[:-1] == end).nonzero().squeeze(1) + 1).tolist()] if end else [0]
+            for first, last in zip(cuts, [*cuts[1:], 24], strict=True):
+                logits = model(inputs[None, first:last])[0]
+                parts.append(F.cross_entropy(logits, targets[first:last], reduction="sum").item())
+        losses.append(sum(parts) / (5 * 24))
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heldout_loss_is_that_of_each_document_alone(ranks, tmp_path):
+    """Batches of four are padded: five sequences do not fill them."""
+    overrides = ["attention=diff_v2", "micro_batch_size=4"]
+    for masked, free, one_by_one, whole in run_ranks(heldout_losses, ranks, tmp_path, overrides):
+        assert masked == pytest.approx(one_by_one, abs=1e-5)
+        assert free == pytest.approx(whole, abs=1e-5)
+        assert abs(masked - free) > 1e-2
+
+
+# Precision, initialisation, compilation
 
 
 def lambda_under_bf16():

@@ -200,6 +200,21 @@ def test_generate_without_chance_ignores_the_seed(
     assert greedy[0] == greedy[1]
 
 
+def test_generate_prints_of_several_prompts_what_it_prints_of_each(
+    finished_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same prompt again, what the next seed gives."""
+    prompts = ["def ", "x", "return a[3] + b\ndef f(", "def "]
+    singles = [
+        continued(finished_run, capfd, prompt, f"seed={seed}")
+        for prompt, seed in zip(prompts, (3, 3, 3, 4), strict=True)
+    ]
+    assert singles[0] != singles[3]
+    more = [f"prompt={prompt}" for prompt in prompts[1:]]
+    together = continued(finished_run, capfd, prompts[0], *more, "seed=3")
+    assert together == ("-" * 79 + "\n").join(singles)
+
+
 def test_generate_reads_the_checkpoint_it_is_told_to(finished_run: Path) -> None:
     newest, last, earlier = (load_model(finished_run, step).norm.weight for step in (0, 4, 2))
     assert torch.equal(newest, last)

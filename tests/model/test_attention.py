@@ -14,33 +14,12 @@ from references import (
     rope,
     standard,
 )
+from variants import SHAPES, VARIANTS, refused, small_config
 
-from diffllm import build_model, load_config
-from diffllm.config import config_directory
+from diffllm import build_model
 from diffllm.errors import ConfigError
 from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
 from diffllm.model.attention.ops import attend, attention_weights
-
-VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
-SHAPES = [(4, 4, 8), (4, 2, 16), (8, 2, 8), (4, 1, 8)]  # MHA, GQA, GQA, MQA
-
-
-def small_config(variant, heads=4, kv_heads=2, head_dim=8, extra=()):
-    return load_config(
-        [
-            "model=tiny",
-            f"attention={variant}",
-            f"model.n_heads={heads}",
-            f"model.n_kv_heads={kv_heads}",
-            f"model.head_dim={head_dim}",
-            "model.dim=24",
-            "model.ffn_dim=32",
-            "model.vocab_size=64",
-            "model.init_std=0.3",
-            "seq_len=32",
-            *extra,
-        ]
-    )
 
 
 def layer_of(variant, heads, kv_heads, head_dim, index=1):
@@ -80,13 +59,6 @@ def reference(variant, attention, x, theta, layer_idx):
         if variant == "diff_v2_head_norm":
             context = rms_norm(context, attention.head_norm.weight, 1e-5)
     return context.flatten(2) @ attention.wo.weight.T
-
-
-def refused(variant, heads, kv_heads):
-    """What a variant cannot take: V1 pairs heads; 1.5 H must be a multiple of K."""
-    if variant.startswith("diff_v1"):
-        return heads % 2 or kv_heads % 2
-    return variant == "standard_1p5x_heads" and (1.5 * heads) % kv_heads
 
 
 @pytest.mark.parametrize("shape", SHAPES)

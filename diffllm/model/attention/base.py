@@ -72,12 +72,13 @@ class KVCache:
 
         Where rows differ in length, T must be 1.
         """
-        start, self.length = self.length, self.length + k.shape[1]
-        if self.length > self.k.shape[2]:
+        start, end = self.length, self.length + k.shape[1]
+        if end > self.k.shape[2]:
             raise ValueError(f"KV cache of {self.k.shape[2]} positions is full")
+        self.length = end
         for cached, new in ((self.k, k), (self.v, v)):
             if self.lengths is None:
-                cached[:, :, start : self.length] = new.transpose(1, 2)
+                cached[:, :, start:end] = new.transpose(1, 2)
             else:
                 rows = torch.arange(len(self.lengths), device=cached.device)
                 cached[rows, :, self.lengths] = new[:, 0].to(cached.dtype)

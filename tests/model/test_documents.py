@@ -1,0 +1,195 @@
+"""Document masks: where documents begin, and that one never sees another."""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from variants import VARIANTS, small_model
+
+from diffllm.model.documents import Documents
+
+END = 0
+SPLIT = ("model.attention.values=split",)
+REFERENCE = ("model.attention.backend=reference",)
+EVERY = [(variant, ()) for variant in VARIANTS] + [("diff_v1", SPLIT)]
+TOKENS = torch.tensor(
+    [
+        # documents of 4, 1, 1, 5 and a part of 3; of 9 and 5; none that ends; three parts
+        [5, 9, 3, END, END, END, 7, 7, 2, 8, END, 3, 4, 6],
+        [1, 2, 3, 4, 5, 6, 7, 8, END, 9, 9, 1, 2, END],
+        [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7],
+        [END, 2, 7, 1, 8, 2, 8, 1, 8, 2, 8, END, 4, 5],
+    ]
+)
+
+shared_model = cache(small_model)
+
+
+def documents_of(tokens, end=END):
+    """(row, first, behind the last) of every document, one token at a time."""
+    found = []
+    for row, line in enumerate(tokens.tolist()):
+        first = 0
+        for i, token in enumerate(line):
+            if token == end or i == len(line) - 1:
+                found.append((row, first, i + 1))
+                first = i + 1
+    return found
+
+
+# Where they begin
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 9).flatmap(
+        lambda length: st.lists(
+            st.lists(st.integers(0, 3), min_size=length, max_size=length), min_size=1, max_size=4
+        )
+    ),
+    st.integers(0, 4),
+)
+def test_documents_are_those_of_a_plain_loop(rows, end):
+    tokens = torch.tensor(rows)
+    batch, length = tokens.shape
+    documents = Documents.of(tokens, end)
+    ids = torch.full_like(tokens, -1)
+    positions = torch.full_like(tokens, -1)
+    mask = torch.zeros(batch, 1, length, length, dtype=torch.bool)
+    found = documents_of(tokens, end)
+    for row, first, last in found:
+        ids[row, first:last] = int(ids[row].max()) + 1
+        for i in range(first, last):
+            positions[row, i] = i - first
+            mask[row, 0, i, first : i + 1] = True
+    assert torch.equal(documents.ids, ids)
+    assert torch.equal(documents.positions, positions)
+    assert torch.equal(documents.mask(), mask)
+    starts = [row * length + first for row, first, _ in found]
+    assert documents.boundaries.tolist() == [*starts, batch * length]
+    assert documents.boundaries.dtype == torch.int32
+    assert documents.positions.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "boundaries"),
+    [
+        ([1, 2, 3], [0, 0, 0], [0, 3]),
+        ([END, 2, 3], [0, 1, 1], [0, 1, 3]),
+        ([1, 2, END], [0, 0, 0], [0, 3]),
+        ([END, END, END], [0, 1, 2], [0, 1, 2, 3]),
+        ([1, END, 3], [0, 0, 1], [0, 2, 3]),
+        ([END], [0], [0, 1]),
+    ],
+)
+def test_an_end_belongs_to_what_it_ends(row, ids, boundaries):
+    documents = Documents.of(torch.tensor([row]), END)
+    assert documents.ids.tolist() == [ids]
+    assert documents.boundaries.tolist() == boundaries
+
+
+def test_an_end_does_not_reach_into_the_next_row():
+    documents = Documents.of(torch.tensor([[1, END], [2, 3]]), END)
+    assert documents.boundaries.tolist() == [0, 2, 4]
+    documents = Documents.of(torch.tensor([[1, 2], [3, END]]), END)
+    assert documents.boundaries.tolist() == [0, 2, 4]
+
+
+def test_documents_move_to_another_device_whole():
+    moved = Documents.of(TOKENS, END).to("meta")
+    assert isinstance(moved, Documents)
+    assert all(part.is_meta for part in moved)
+
+
+# What the model makes of them
+
+
+def one_by_one(model, tokens, read=lambda logits: logits):
+    """Each document of each row alone, put together again."""
+    rows = [[] for _ in tokens]
+    for row, first, last in documents_of(tokens):
+        rows[row].append(read(model(tokens[row : row + 1, first:last])))
+    return torch.cat([torch.cat(parts, dim=1) for parts in rows])
+
+
+def grads_of(model, scalar):
+    return torch.autograd.grad(scalar, list(model.parameters()))
+
+
+@pytest.mark.parametrize(("variant", "extra"), EVERY)
+@pytest.mark.parametrize("shape", [(8, 2, 8), (8, 4, 8)])
+def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape):
+    """In logits, in the loss and in every gradient of it."""
+    model = shared_model(variant, *shape, extra)
+    targets = torch.randint(0, 64, TOKENS.shape)
+    documents = Documents.of(TOKENS, END)
+    masked = model(TOKENS, documents=documents)
+    alone = one_by_one(model, TOKENS)
+    torch.testing.assert_close(masked, alone, rtol=0, atol=1e-10)
+    objective = model(TOKENS, targets, documents=documents).objective
+    losses = torch.nn.functional.cross_entropy(
+        alone.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(objective, losses, rtol=1e-10, atol=0)
+    names = [name for name, _ in model.named_parameters()]
+    for name, mine, other in zip(
+        names, grads_of(model, objective), grads_of(model, losses), strict=True
+    ):
+        # the loss sums the output projection's gradient in float32
+        atol = 1e-4 if name == "output.weight" else 1e-10
+        assert (mine - other).abs().max() < atol, name
+
+
+def test_positions_start_anew_in_every_document():
+    """Attention only sees differences of positions, so no output would tell."""
+    model = shared_model("diff_v2")
+    documents = Documents.of(TOKENS, END)
+    (cos, sin), _ = model.whole_sequences(TOKENS, documents, torch.float64)
+    for row, first, last in documents_of(TOKENS):
+        for table, whole in ((cos, model.rope.cos), (sin, model.rope.sin)):
+            assert torch.equal(table[row, first:last], whole[: last - first])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("variant", "extra"), EVERY)
+def test_explicit_maps_equal_the_kernel(variant, extra, masked):
+    """backend=reference against backend=sdpa, forward and gradients."""
+    documents = Documents.of(TOKENS, END) if masked else None
+    weights = torch.randn(*TOKENS.shape, 64, dtype=torch.float64)
+    results = []
+    for backend in ((), REFERENCE):
+        model = small_model(variant, 8, 4, 8, (*extra, *backend))
+        logits = model(TOKENS, documents=documents)
+        results.append((logits, *grads_of(model, (logits * weights).sum())))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("variant", "extra"), EVERY)
+def test_a_token_changes_its_own_document_and_no_other(variant, extra):
+    model = shared_model(variant, 8, 4, 8, extra)
+    row, documents = TOKENS[:1], Documents.of(TOKENS[:1], END)
+    masked, free = model(row, documents=documents), model(row)
+    changed = row.clone()
+    changed[0, 7] = 33  # in the document of positions 6 to 10
+    assert torch.equal(Documents.of(changed, END).ids, documents.ids)
+    difference = (model(changed, documents=documents) - masked)[0].abs().amax(-1)
+    assert difference[7] > 1e-6
+    assert difference[8:11].max() > 1e-6
+    assert difference[:7].max() == 0
+    assert difference[11:].max() == 0
+    unmasked = (model(changed) - free)[0].abs().amax(-1)
+    assert unmasked[11:].max() > 1e-6, "nothing to mask"
+    assert (free - masked)[0, 4:].abs().max() > 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
+def test_one_document_a_row_is_no_mask_at_all(variant):
+    model = shared_model(variant)
+    tokens = torch.randint(1, 64, (2, 9))
+    masked = model(tokens, documents=Documents.of(tokens, END))
+    torch.testing.assert_close(masked, model(tokens), rtol=0, atol=1e-10)

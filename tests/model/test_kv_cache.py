@@ -1,0 +1,353 @@
+"""The KV cache: what it holds and forgets, and that decoding reads it in place, once."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from variants import SHAPES, VARIANTS, allowed, refused, small_config, small_model
+
+from diffllm import build_model
+from diffllm.model.attention.base import KVCache
+
+ONE_READ = ["standard", "standard_1p5x_heads", "gated", "gated_headwise"] + [
+    name for name in VARIANTS if name.startswith("diff_v2")
+]
+
+shared_model = cache(small_model)
+
+
+def filled(lengths=(4, 4), room=6):
+    """A cache of 3 key heads of width 2 and 1 value head of width 5, and what went in."""
+    batch, length = len(lengths), max(lengths)
+    held = KVCache((batch, 3, room, 2), (batch, 1, room, 5), torch.float64)
+    k, v = new(batch, length)
+    held.append(k, v)
+    held.truncate(list(lengths))
+    return held, k, v
+
+
+def new(batch, tokens):
+    return (
+        torch.randn(batch, tokens, 3, 2, dtype=torch.float64),
+        torch.randn(batch, tokens, 1, 5, dtype=torch.float64),
+    )
+
+
+# The cache itself
+
+
+def test_what_is_appended_comes_back_in_order():
+    held = KVCache((2, 3, 6, 2), (2, 1, 6, 5), torch.float64)
+    parts = [new(2, tokens) for tokens in (3, 1, 2)]
+    for i, (k, v) in enumerate(parts):
+        all_k, all_v = held.append(k, v)
+        assert torch.equal(all_k, torch.cat([part[0] for part in parts[: i + 1]], 1))
+        assert torch.equal(all_v, torch.cat([part[1] for part in parts[: i + 1]], 1))
+        assert held.length == all_k.shape[1]
+    assert held.lengths is None
+
+
+def test_heads_come_before_positions_and_nothing_is_copied_on_reading():
+    held, k, v = filled()
+    assert held.k.shape == (2, 3, 6, 2)
+    assert held.v.shape == (2, 1, 6, 5)
+    assert held.k.is_contiguous()
+    assert held.v.is_contiguous()
+    assert torch.equal(held.k[:, :, :4], k.transpose(1, 2))
+    assert torch.equal(held.v[:, :, :4], v.transpose(1, 2))
+    all_k, all_v = held.append(*new(2, 1))
+    assert all_k.data_ptr() == held.k.data_ptr()
+    assert all_v.data_ptr() == held.v.data_ptr()
+
+
+def test_what_is_appended_is_kept_in_the_dtype_of_the_cache():
+    held = KVCache((2, 3, 6, 2), (2, 1, 6, 5), torch.bfloat16)
+    k, v = new(2, 2)
+    all_k, _ = held.append(k.float(), v.float())
+    assert all_k.dtype == torch.bfloat16
+    held.truncate([2, 1])
+    k, v = new(2, 1)
+    all_k, _ = held.append(k.float(), v.float())
+    assert torch.equal(all_k[0, 2], k[0, 0].bfloat16())
+    assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
+
+
+def test_truncating_all_rows_alike_forgets_what_is_behind():
+    held, k, v = filled()
+    held.truncate([2, 2])
+    assert (held.length, held.lengths) == (2, None)
+    k2, v2 = new(2, 3)
+    all_k, all_v = held.append(k2, v2)
+    assert torch.equal(all_k, torch.cat((k[:, :2], k2), 1))
+    assert torch.equal(all_v, torch.cat((v[:, :2], v2), 1))
+
+
+def test_rows_of_different_lengths_each_grow_at_their_own_end():
+    held, k, v = filled((4, 1, 3))
+    assert held.length == 4
+    assert held.lengths.tolist() == [4, 1, 3]
+    steps = [new(3, 1) for _ in range(2)]
+    for k1, v1 in steps:
+        all_k, all_v = held.append(k1, v1)
+    assert held.lengths.tolist() == [6, 3, 5]
+    assert held.length == all_k.shape[1] == all_v.shape[1] == 6
+    for row, length in enumerate((4, 1, 3)):
+        for mine, first, index in ((all_k, k, 0), (all_v, v, 1)):
+            expected = [first[row, :length], *(step[index][row] for step in steps)]
+            assert torch.equal(mine[row, : length + 2], torch.cat(expected))
+
+
+def test_truncating_ragged_rows_to_one_length_makes_them_alike_again():
+    held, k, _ = filled((4, 2))
+    held.truncate([2, 2])
+    assert held.lengths is None
+    k2, v2 = new(2, 2)
+    assert torch.equal(held.append(k2, v2)[0], torch.cat((k[:, :2], k2), 1))
+
+
+def test_keeping_rows_drops_the_others_and_no_longer_reads_their_length():
+    held, k, v = filled((4, 1, 3, 1))
+    held.keep([1, 2])
+    assert held.length == 3
+    assert held.lengths.tolist() == [1, 3]
+    k1, v1 = new(2, 1)
+    all_k, all_v = held.append(k1, v1)
+    assert all_k.shape == (2, 4, 3, 2)
+    assert torch.equal(all_k[0, :2], torch.cat((k[1, :1], k1[0])))
+    assert torch.equal(all_v[1, :4], torch.cat((v[2, :3], v1[1])))
+
+
+def test_rows_that_are_kept_and_equally_long_are_no_longer_ragged():
+    held, k, _ = filled((4, 1, 3, 1))
+    held.keep([1, 3])
+    assert (held.length, held.lengths) == (1, None)
+    k2, v2 = new(2, 2)  # more than one position at once again
+    assert torch.equal(held.append(k2, v2)[0], torch.cat((k[[1, 3], :1], k2), 1))
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 2)])
+def test_a_full_cache_takes_no_more(lengths):
+    held, _, _ = filled(lengths)
+    with pytest.raises(ValueError, match="KV cache of 6 positions is full"):
+        held.append(*new(2, 1))
+
+
+def test_a_chunk_that_does_not_fit_leaves_the_cache_as_it_was():
+    held, k, _ = filled((4, 4))
+    with pytest.raises(ValueError, match="is full"):
+        held.append(*new(2, 3))
+    assert held.length == 4
+    k2, v2 = new(2, 2)
+    assert torch.equal(held.append(k2, v2)[0], torch.cat((k, k2), 1))
+
+
+# Decoding from it
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("variant", "shape"), allowed(VARIANTS, [(4, 4, 8), (8, 2, 8)]))
+def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, shape):
+    model = shared_model(variant, *shape)
+    tokens = torch.randint(0, 64, (3, 16))
+    whole = model(tokens)
+    caches = model.new_caches(3, 16)
+    out = [model(part, caches=caches) for part in tokens.split([1, 4, 1, 6, 4], 1)]
+    torch.testing.assert_close(torch.cat(out, 1), whole, rtol=0, atol=1e-10)
+    lengths = torch.tensor([9, 2, 12])
+    for held in caches:
+        held.truncate(lengths.tolist())
+    others = torch.randint(0, 64, (3, 16))  # what was read behind the cut must not matter
+    tokens = torch.where(torch.arange(16) < lengths[:, None], tokens, others)
+    whole = model(tokens)
+    for _ in range(3):
+        logits = model(tokens.gather(1, lengths[:, None]), caches=caches)
+        expected = whole[torch.arange(3), lengths].unsqueeze(1)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        lengths += 1
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    lengths=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+    cuts=st.data(),
+)
+@torch.no_grad()
+def test_decoding_after_truncation_equals_the_full_forward(variant, lengths, cuts):
+    """Rows are read, cut at any place and continued with other tokens, some of them dropped."""
+    model, batch = shared_model(variant), len(lengths)
+    read = torch.randint(0, 64, (batch, max(lengths)))
+    caches = model.new_caches(batch, 16)
+    model(read, caches=caches)
+    texts = [read[row, :length].tolist() for row, length in enumerate(lengths)]
+    for held in caches:
+        held.truncate(lengths)
+    for _ in range(3):
+        if len(texts) > 1 and cuts.draw(st.booleans()):
+            rows = cuts.draw(st.sets(st.integers(0, len(texts) - 1), min_size=1))
+            texts = [texts[row] for row in sorted(rows)]
+            for held in caches:
+                held.keep(sorted(rows))
+        step = torch.randint(0, 64, (len(texts), 1))
+        logits = model(step, caches=caches)
+        for row, token in enumerate(step[:, 0].tolist()):
+            texts[row].append(token)
+            alone = model(torch.tensor([texts[row]]))[0, -1]
+            torch.testing.assert_close(logits[row, 0], alone, rtol=0, atol=1e-10)
+
+
+def test_positions_beyond_the_models_are_refused():
+    model = shared_model("diff_v2")
+    caches = model.new_caches(2, 40)
+    model(torch.zeros(2, 31, dtype=torch.int64), caches=caches)
+    for held in caches:
+        held.truncate([31, 5])
+    step = torch.zeros(2, 1, dtype=torch.int64)
+    model(step, caches=caches)
+    with pytest.raises(ValueError, match=r"33 positions, but model\.seq_len is 32"):
+        model(step, caches=caches)
+
+
+# What it costs
+
+
+def held_bytes(variant, shape):
+    with torch.device("meta"):
+        model = build_model(small_config(variant, *shape).model)
+    return sum(t.nbytes for held in model.new_caches(2, 9) for t in (held.k, held.v))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_cache_holds_more_than_the_baselines(shape):
+    baseline = held_bytes("standard", shape)
+    assert baseline == 2 * 2 * 2 * 9 * shape[1] * shape[2] * 4  # layers, k and v, rows, float32
+    measured = {v: held_bytes(v, shape) for v in VARIANTS if not refused(v, *shape[:2])}
+    assert {"diff_v2", "gated", "standard"} <= measured.keys()
+    assert ("diff_v1" in measured) == (shape[1] > 1)
+    assert {name: held for name, held in measured.items() if held > baseline} == {}
+
+
+# How it is read
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """(q, k, v, other arguments) of every call of the kernel."""
+    calls = []
+    kernel = F.scaled_dot_product_attention
+
+    def recording(q, k, v, **options):
+        calls.append((q, k, v, options))
+        return kernel(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
+    return calls
+
+
+def decoding(model, ragged, batch=3):
+    """Caches behind seven tokens, of which rows hold different numbers where `ragged`."""
+    caches = model.new_caches(batch, 12)
+    model(torch.randint(0, 64, (batch, 7)), caches=caches)
+    for held in caches:
+        held.truncate([5, 7, 2] if ragged else [7, 7, 7])
+    return caches
+
+
+def assert_read_in_place(part, cached, heads, width, positions):
+    """A view of the cache: of these heads and positions, each once, no position copied."""
+    assert part.shape == (3, heads, positions, width)
+    assert part.untyped_storage().data_ptr() == cached.untyped_storage().data_ptr()
+    assert part.stride() == cached.stride()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
+def test_a_decoding_step_reads_each_groups_keys_and_values_once(
+    kernel_calls, variant, shape, ragged
+):
+    heads, kv_heads, d = shape
+    model = shared_model(variant, *shape)
+    caches = decoding(model, ragged)
+    kernel_calls.clear()
+    model(torch.randint(0, 64, (3, 1)), caches=caches)
+    queries = model.layers[0].attention.n_query_heads
+    assert queries == {"diff_v2": 2 * heads, "standard_1p5x_heads": 1.5 * heads}.get(
+        "diff_v2" if variant.startswith("diff_v2") else variant, heads
+    )
+    assert len(kernel_calls) == len(caches), "more than one kernel call a layer"
+    for held, (q, k, v, options) in zip(caches, kernel_calls, strict=True):
+        assert q.shape == (3, kv_heads, queries // kv_heads, d)
+        assert_read_in_place(k, held.k, kv_heads, d, 8)
+        assert_read_in_place(v, held.v, kv_heads, d, 8)
+        assert k.data_ptr() == held.k.data_ptr()
+        assert v.data_ptr() == held.v.data_ptr()
+        assert not options.get("enable_gqa")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("values", ["wide", "split"])
+@pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 8), (8, 2, 8)])
+def test_a_decoding_step_of_v1_attends_twice_each_map_reading_its_own_keys(
+    kernel_calls, shape, values, ragged
+):
+    heads, kv_heads, d = shape
+    model = shared_model("diff_v1", *shape, (f"model.attention.values={values}",))
+    caches = decoding(model, ragged)
+    kernel_calls.clear()
+    model(torch.randint(0, 64, (3, 1)), caches=caches)
+    assert len(kernel_calls) == 2 * len(caches)
+    pairs = kv_heads // 2
+    for i, (q, k, v, options) in enumerate(kernel_calls):
+        held, second = caches[i // 2], i % 2
+        assert q.shape == (3, pairs, heads // kv_heads, d)
+        assert_read_in_place(k, held.k, pairs, d, 8)
+        assert_read_in_place(v, held.v, pairs, 2 * d, 8)
+        assert k.data_ptr() == held.k[:, second * pairs :].data_ptr()
+        assert v.data_ptr() == held.v.data_ptr()
+        assert not options.get("enable_gqa")
+
+
+def calls_in_training(model, kernel_calls):
+    kernel_calls.clear()
+    out = model(torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, 9)))
+    out.objective.backward()
+    return kernel_calls
+
+
+@pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(8, 2, 8), (4, 1, 8)]))
+def test_a_training_step_attends_once_with_all_query_heads(kernel_calls, variant, shape):
+    """V2 too: twice the query heads, over the baseline's keys and values."""
+    _, kv_heads, d = shape
+    model = small_model(variant, *shape)
+    calls = calls_in_training(model, kernel_calls)
+    assert len(calls) == len(model.layers)
+    for q, k, v, options in calls:
+        assert q.shape == (2, model.layers[0].attention.n_query_heads, 9, d)
+        assert k.shape == v.shape == (2, kv_heads, 9, d)
+        assert options["is_causal"]
+        assert options["attn_mask"] is None
+
+
+@pytest.mark.parametrize("values", ["wide", "split"])
+@pytest.mark.parametrize("shape", [(4, 4, 8), (8, 2, 8)])
+def test_a_training_step_of_v1_attends_once(kernel_calls, values, shape):
+    heads, kv_heads, d = shape
+    model = small_model("diff_v1", *shape, (f"model.attention.values={values}",))
+    calls = calls_in_training(model, kernel_calls)
+    assert len(calls) == len(model.layers)
+    copies = 2 if values == "split" else 1
+    for q, k, v, options in calls:
+        assert q.shape[:3] == (2, copies * heads, 9)
+        assert k.shape[:3] == v.shape[:3] == (2, copies * kv_heads, 9)
+        assert v.shape[-1] == (d if values == "split" else 2 * d)
+        assert options["is_causal"]

@@ -1,0 +1,55 @@
+"""Every attention YAML at small shapes."""
+
+from copy import deepcopy
+from functools import cache
+
+from diffllm import build_model, load_config
+from diffllm.config import TrainConfig, config_directory
+from diffllm.model import Transformer
+
+VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+SHAPES = [(4, 4, 8), (4, 2, 16), (8, 2, 8), (4, 1, 8)]  # MHA, GQA, GQA, MQA
+
+
+@cache
+def composed(variant, extra) -> TrainConfig:
+    """Composing takes longer than most tests."""
+    return load_config(
+        [
+            "model=tiny",
+            f"attention={variant}",
+            "model.head_dim=8",
+            "model.dim=24",
+            "model.ffn_dim=32",
+            "model.vocab_size=64",
+            "model.init_std=0.3",
+            "seq_len=32",
+            *extra,
+        ]
+    )
+
+
+def small_config(variant, heads=4, kv_heads=2, head_dim=8, extra=()) -> TrainConfig:
+    cfg = deepcopy(composed(variant, extra))
+    cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.head_dim = heads, kv_heads, head_dim
+    cfg.validate()
+    return cfg
+
+
+def small_model(variant, heads=4, kv_heads=2, head_dim=8, extra=()) -> Transformer:
+    """In float64, tables and constants too."""
+    model = build_model(small_config(variant, heads, kv_heads, head_dim, extra).model).double()
+    model.reset_parameters()
+    return model
+
+
+def refused(variant, heads, kv_heads):
+    """What a variant cannot take: V1 pairs heads; 1.5 H must be a multiple of K."""
+    if variant.startswith("diff_v1"):
+        return heads % 2 or kv_heads % 2
+    return variant == "standard_1p5x_heads" and (1.5 * heads) % kv_heads
+
+
+def allowed(variants, shapes):
+    """(variant, shape) of everything that can be built."""
+    return [(v, shape) for v in variants for shape in shapes if not refused(v, *shape[:2])]
