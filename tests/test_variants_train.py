@@ -190,7 +190,7 @@ def expected_lambda(variant, t, layer, logits):
         second = torch.exp((own("lambda_q2") * own("lambda_k2")).sum())
         return first - second + torch.tensor(constant)
     if variant == "diff_v2_lambda_scalar":
-        return torch.sigmoid(own("lambda_logit"))
+        return torch.sigmoid(own("lambda_logit")).view(1, 1, -1)
     if variant in ("diff_v2_no_lambda", "diff_v2_lambda_fixed"):
         return torch.full((1, 1, 1), 1.0 if variant == "diff_v2_no_lambda" else 0.5)
     return logits.float() if variant == "diff_v2_no_sigmoid" else torch.sigmoid(logits.float())

@@ -19,10 +19,10 @@ from torch.func import functional_call
 from diffllm import build_model, load_config
 from diffllm.config import config_directory
 from diffllm.errors import ConfigError
-from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
+from diffllm.model.attention.diff_v1 import by_map, clamped, lambda_init_at
 from diffllm.model.init import Initializer, named
 from diffllm.model.norm import RMSNorm
-from diffllm.model.rope import RotaryEmbedding, apply_rope
+from diffllm.model.rope import RopeConfig, RotaryEmbedding, apply_rope
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 V1 = [name for name in VARIANTS if name.startswith("diff_v1")]
@@ -120,7 +120,7 @@ def x_of(shape):
 
 
 def tables(shape, start=0, length=None, theta=10_000.0):
-    embedding = RotaryEmbedding(shape.head_dim, SEQ_LEN, theta).double()
+    embedding = RotaryEmbedding(shape.head_dim, SEQ_LEN, RopeConfig(theta)).double()
     embedding.reset_parameters()
     return embedding(start, length or shape.tokens)
 
@@ -580,10 +580,10 @@ def test_the_map_of_diff_v1_clamped_has_rows_that_sum_to_one_or_are_zeros(shape,
     for name in attention.fp32_parameters:
         getattr(attention, name).zero_()
     q, k = drawn_qk(shape, shape.heads)
-    wide = torch.eye(shape.tokens, 16, dtype=torch.float64).view(1, -1, 1, 2, 8)
-    v = wide.expand(shape.batch, -1, shape.kv_heads // 2, -1, -1).flatten(2, 3)
+    v = torch.eye(shape.tokens, 16, dtype=torch.float64).view(1, -1, 1, 16)
+    v = v.expand(shape.batch, -1, shape.kv_heads // 2, -1)
     show = {}
-    attention.context(x_of(shape), q, k, v, None, show)
+    attention.context(x_of(shape), by_map(q), by_map(k), v, None, show)
     weights = show["context"][..., : shape.tokens]
     first = torch.softmax(scores_of(q[:, :, 0::2], k[:, :, 0::2]), dim=-1)
     second = torch.softmax(scores_of(q[:, :, 1::2], k[:, :, 1::2]), dim=-1)
@@ -687,20 +687,7 @@ def test_rotated_scores_depend_on_the_difference_of_positions_only(shape, theta,
     assert i == j or not torch.allclose(score(i, j), score(i, i), rtol=0, atol=1e-10)
 
 
-MASKED = [
-    pytest.param(
-        variant,
-        marks=pytest.mark.xfail(
-            strict=True, raises=AssertionError, reason="attend_with_sink is given no mask"
-        )
-        if variant in SINKS
-        else (),
-    )
-    for variant in VARIANTS
-]
-
-
-@pytest.mark.parametrize("variant", MASKED)
+@pytest.mark.parametrize("variant", VARIANTS)
 @given(data=st.data())
 @few
 def test_masking_documents_equals_running_them_one_by_one(variant, data):
@@ -832,10 +819,10 @@ def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n(shape, lam)
     for name in attention.fp32_parameters:
         getattr(attention, name).zero_()
     q, k = drawn_qk(shape, shape.heads, 0.0)
-    wide = orthogonal_values(shape, shape.kv_heads // 2, 16)
+    v = orthogonal_values(shape, shape.kv_heads // 2, 16)
     show = {}
-    v = wide.unflatten(-1, (2, -1)).flatten(2, 3)
-    normed = rms(attention.context(x_of(shape), q, k, v, None, show)) / (1 - lam)
+    context = attention.context(x_of(shape), by_map(q), by_map(k), v, None, show)
+    normed = rms(context) / (1 - lam)
     before = rms(show["context"]) / (1 - lam)
     close(before, (positions(shape) ** -0.5).expand_as(before))
     close(normed / before, positions(shape).sqrt().expand_as(before), atol=1e-6)
