@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
-from variants import SHAPES, small_config
+from variants import SHAPES, VARIANTS, small_config
 
 from diffllm import build_model, load_config
 from diffllm.distributed.fsdp import fp32_parameters
@@ -313,6 +313,10 @@ def assert_close_in_bf16(mine, other):
     torch.testing.assert_close(mine.float(), other.float(), rtol=0.02, atol=0.02)
 
 
+def relative(mine, other):
+    return (torch.linalg.vector_norm(mine - other) / torch.linalg.vector_norm(other)).item()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
@@ -345,6 +349,39 @@ def test_flash_meets_the_contract_of_a_stand_in_and_equals_sdpa(kernels, shape, 
     out = attend(q, k, v, None, Backend.flash)
     assert kernels == ["flash_attn_func"]
     assert_close_in_bf16(out, attend(q, k, v))
+
+
+@torch.no_grad()
+def test_queries_wider_than_values_meet_the_contracts_too(kernels):
+    """As with a learned sink, which adds channels to queries and keys."""
+    q, k, _ = heads((4, 2, 16), dtype=torch.bfloat16)
+    _, _, v = heads((4, 2, 8), dtype=torch.bfloat16)
+    documents = Documents.of(tokens_with_documents(), END)
+    packed, expected = Packed(documents.boundaries, 40), attend(q, k, v, documents.mask())
+    assert expected.shape == (2, 40, 4, 8)
+    for backend in (Backend.sdpa, Backend.flash):
+        assert_close_in_bf16(attend(q, k, v, packed, backend), expected)
+    assert_close_in_bf16(attend(q, k, v, None, Backend.flash), attend(q, k, v))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("variant", "extra"),
+    [
+        *((name, ()) for name in VARIANTS if name != "diff_v1_clamped"),
+        ("diff_v1", ("model.attention.values=split",)),
+    ],
+)
+def test_a_model_through_a_stand_in_for_flash_computes_what_it_does_through_sdpa(
+    kernels, variant, extra
+):
+    model = build_model(small_config(variant, 8, 4, 8, extra).model).bfloat16()
+    tokens = tokens_with_documents(length=32)
+    expected = model(tokens).float()
+    for layer in model.layers:
+        layer.attention.backend = Backend.flash
+    assert relative(model(tokens).float(), expected) < 0.03
+    assert kernels == ["flash_attn_func"] * len(model.layers), "one call a layer"
 
 
 @torch.no_grad()
@@ -393,10 +430,6 @@ def through(backend, model, tokens, documents, weights):
     logits = model(tokens, documents=documents).float()
     (logits * weights).sum().backward()
     return logits.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
-
-
-def relative(mine, other):
-    return (torch.linalg.vector_norm(mine - other) / torch.linalg.vector_norm(other)).item()
 
 
 @pytest.mark.gpu
