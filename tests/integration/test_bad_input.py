@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from cli_helpers import (
     Result,
     call,
@@ -320,6 +321,52 @@ def test_only_rank_0_speaks(workspace: Workspace) -> None:
     workspace.monkeypatch.setenv("WORLD_SIZE", "3")
     workspace.monkeypatch.setenv("RANK", "1")
     assert workspace.train(*workspace.tiny) == Result(2, "", "")
+
+
+# Attention backends
+
+BACKEND = "model.attention.backend"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+def test_backend_without_its_gpu_is_refused_before_a_corpus_is_read(
+    workspace: Workspace, backend: str
+) -> None:
+    """The corpus is not in the cache, and afterwards it still is not."""
+    other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=2))
+    workspace.rejects(
+        [f"data.paths=[{other}]", f"{BACKEND}={backend}"],
+        f"error: {BACKEND}={backend} needs a GPU; on the cpu choose sdpa or reference",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    cases(
+        [
+            ([f"{BACKEND}=fast"], [f"{BACKEND}=fast", "sdpa", "flash", "flex", "reference"]),
+            (
+                ["attention=diff_v1_clamped", f"{BACKEND}=flash"],
+                [f"{BACKEND}=flash", "clamped", "sdpa or reference"],
+            ),
+            (
+                ["attention=diff_v1_clamped", f"{BACKEND}=flex"],
+                [f"{BACKEND}=flex", "clamped", "sdpa or reference"],
+            ),
+            (
+                ["attention=standard_sink", f"{BACKEND}=flex"],
+                [f"{BACKEND}=flex", "sink=learned", "sdpa, flash or reference"],
+            ),
+            (
+                ["attention=standard_off_by_one", f"{BACKEND}=flex"],
+                [f"{BACKEND}=flex", "sink=one", "sdpa, flash or reference"],
+            ),
+        ]
+    ),
+)
+def test_backend_that_cannot(workspace: Workspace, words: list[str], named: list[str]) -> None:
+    workspace.rejects(words, *named)
 
 
 # Corpora and tokenizers
