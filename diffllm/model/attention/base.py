@@ -75,6 +75,8 @@ class KVCache:
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
             raise ValueError(f"KV cache of {self.k.shape[2]} positions is full")
+        if self.lengths is not None and k.shape[1] > 1:
+            raise ValueError(f"{k.shape[1]} positions at once after rows of different lengths")
         self.length = end
         for cached, new in ((self.k, k), (self.v, v)):
             if self.lengths is None:
