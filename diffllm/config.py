@@ -26,8 +26,10 @@ from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
 from diffllm.evaluate import EvalConfig
+from diffllm.matching import Matched, match
 from diffllm.metrics import WandbConfig
 from diffllm.model import ModelConfig
+from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import OptimConfig
 
 
@@ -53,6 +55,8 @@ class RunConfig:
     """Keys whose values name the runs of a sweep; set by `train.py -m`."""
     choices: dict[str, str] = field(default_factory=dict)
     """The YAML chosen in each group; filled in when the config is composed."""
+    matched: Matched | None = None
+    """What model.match_params_to solved; filled in when the config is loaded."""
 
 
 @dataclass
@@ -131,6 +135,7 @@ class TrainConfig:
 
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
+FILLED_IN = ("run.choices", "run.matched")
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
@@ -142,7 +147,7 @@ def config_directory() -> Path:
 
 
 def load_config(overrides: list[str] | None = None) -> TrainConfig:
-    """Compose, type and validate a configuration.
+    """Compose, type and validate a configuration; solve model.ffn_dim if it is to match.
 
     Args:
         overrides: as on the command line, e.g. ["model=tiny", "attention=diff_v2"].
@@ -150,7 +155,36 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
     Raises:
         ConfigError: a key, choice or value is wrong; one line that says what is allowed.
     """
-    return typed(compose_config(overrides or []))
+    cfg = typed(compose_config(overrides or []))
+    target = cfg.model.match_params_to
+    if target is not None:
+        check_variant("model.match_params_to=", target)
+        own = cfg.run.choices["attention"]
+        cfg.run.matched = match(cfg.model, own, target, variant_config(target))
+        cfg.model.ffn_dim = cfg.run.matched.ffn_dim
+    return cfg
+
+
+def variants() -> list[str]:
+    """What `attention=` can be."""
+    return sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+
+
+def check_variant(what: str, name: str) -> None:
+    """Raise ConfigError unless `attention=name` exists; `what` goes before the name."""
+    if name not in variants():
+        close = difflib.get_close_matches(name, variants(), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{what}{name} does not exist; {hint}choose from {', '.join(variants())}")
+
+
+def variant_config(name: str) -> AttentionConfig:
+    """A variant as its YAML alone makes it."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        attention = OmegaConf.to_object(compose(f"attention/{name}").model.attention)
+    assert isinstance(attention, AttentionConfig)
+    return attention
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -206,18 +240,22 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
     names = []
     for name in node:
         names.append(f"{prefix}{name}")
-        if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
             names += known_keys(child, f"{prefix}{name}.")
     return names
 
 
 def check_choices(overrides: list[str]) -> None:
-    """Raise ConfigError for a group override that is not one of the group's YAML files."""
+    """Raise ConfigError for a group override that is not one of the group's YAML files, and for
+    a key that no one may set."""
     loader = GlobalHydra.instance().config_loader()
     for override in OverridesParser.create().parse_overrides(overrides):
         group, choice = override.key_or_group, override.value()
         if not group:
             raise ConfigError(f"{override.input_line}: there is no key before the =")
+        if group.startswith(FILLED_IN):
+            raise ConfigError(f"{override.input_line}: a run fills this in itself")
         if group not in GROUPS or override.package is not None:
             continue
         options = [o for o in loader.get_group_options(group) if not o.endswith("_schema")]

@@ -146,7 +146,7 @@ def execute(
     else:
         text = sample(t, data)
         summary = summarise(cfg, state, data, recorder, time.perf_counter() - started)
-        display.say(summary_text(summary, path, text))
+        display.say(summary_text(cfg, summary, path, text))
     if directory and outputs:
         if not stopped:
             directory.finish({**summary, "sample": text})

@@ -20,10 +20,11 @@ from diffllm.errors import CheckpointError, ConfigError
 
 # What may change between two starts of one run without changing what it computes.
 FREE = (
-    "run.name", "run.dir", "run.sweep", "run.swept", "wandb", "resume", "log_interval",
-    "checkpoint", "eval", "diagnostics", "distributed", "parallel", "micro_batch_size", "compile",
-    "activation_checkpointing", "model.attention.backend", "data.cache_dir", "data.num_workers",
-    "data.prefetch_factor", "data.paths", "data.tokenizer", "data.sample_prompt",
+    "run.name", "run.dir", "run.sweep", "run.swept", "run.matched", "wandb", "resume",
+    "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
+    "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
+    "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
+    "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError)

@@ -24,6 +24,7 @@ def headline(cfg: TrainConfig, t: Training, data: TokenData, path: Path, step: i
         f"{path}" + (f" continues after step {step}" if step else ""),
         f"{choices['attention']} / {choices['model']}: {params / 1e6:.2f}M parameters, "
         f"{dist.get_world_size()} x {device}, {str(t.compute_dtype).removeprefix('torch.')}",
+        *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
         f"{splits['heldout'].tokens:,} held out; "
         f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
@@ -45,11 +46,12 @@ def summarise(
         "heldout_unigram_entropy": entropy,
         "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
         "seconds": seconds,
+        "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
         **state.spikes.metrics(),
     }
 
 
-def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
+def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, text: str) -> str:
     """The end of a run, a sample of its text included."""
     entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
     spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
@@ -63,6 +65,7 @@ def summary_text(summary: dict[str, Any], path: Path, text: str) -> str:
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         ("speed", f"{speed:,.0f} tokens a second" if speed else "nothing was left to train"),
         ("spikes", f"loss {spikes:.0f}, gradient norm {summary['spikes/grad_total']:.0f}"),
+        *([("matched", cfg.run.matched.text())] if cfg.run.matched else []),
         ("run", f"{path}/: metrics.jsonl, checkpoints/, config.yaml"),
         ("sample again", f'diffllm generate run={path} prompt="..."'),
     ]

@@ -19,6 +19,8 @@ class ModelConfig:
     n_kv_heads: int = MISSING
     head_dim: int = MISSING
     ffn_dim: int = MISSING
+    match_params_to: str | None = None
+    """A variant whose total parameter count `ffn_dim` is solved for when the config is loaded."""
     vocab_size: int = MISSING
     seq_len: int = "${seq_len}"  # type: ignore[assignment]
     attention: AttentionConfig = MISSING

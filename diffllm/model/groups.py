@@ -1,5 +1,7 @@
 """Which part of a model a parameter belongs to, from its name."""
 
+ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
+OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
 GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
@@ -17,3 +19,19 @@ def group_of(name: str) -> str:
     if "router" in parts:
         return "router"
     return "attention" if "attention" in parts else "ffn"
+
+
+def component_of(name: str) -> str:
+    """The part of a model that a parameter makes larger: finer than its group inside attention.
+
+    One of ATTENTION_COMPONENTS or OTHER_COMPONENTS. What an attention has besides goes by its own
+    name, e.g. `sink`.
+    """
+    group, parts = group_of(name), name.split(".")
+    if "attention" not in parts:
+        renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}
+        return renamed.get(group, group)
+    own = parts[parts.index("attention") + 1]
+    if group == "norm":
+        return "head norms"
+    return "lambda/gate" if group == "lambda" or "gate" in own else own
