@@ -9,12 +9,14 @@ COMMANDS = {
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
     "generate": "continue a prompt with a trained run",
+    "attention-map": "what the heads of a trained run attend to, as a figure",
 }
 
 
 def usage() -> str:
     """The list of subcommands."""
-    lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}} {what}" for name, what in COMMANDS.items()]
     return "\n".join(["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines])
 
 
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     try:
-        importlib.import_module(f"diffllm.tools.{args[0]}").main(args[1:])
+        importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}").main(args[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
