@@ -71,6 +71,10 @@ class Tokenizer:
         """The text of `ids`; EOS and other control pieces are nothing in it."""
         return self._processor.decode(list(ids))
 
+    def piece(self, token: int) -> str:
+        """One token as the vocabulary spells it: U+2581 for a space, <0x0A> for a lone byte."""
+        return self._processor.id_to_piece(token)
+
     @cached_property
     def pieces_hash(self) -> str:
         """sha256 of what decides the tokens: the ordered pieces, and the ids of a probe text.
