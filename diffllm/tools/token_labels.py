@@ -8,7 +8,7 @@ from matplotlib import font_manager
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
 LONGEST = 12
-MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
+MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 FAMILIES = (
     *("DejaVu Sans Mono", "DejaVu Sans"),  # these two come with matplotlib
     *("Noto Sans Mono CJK SC", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei"),
