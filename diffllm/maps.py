@@ -1,6 +1,6 @@
-"""The explicit attention maps of one layer of a decoder.
+"""The explicit attention maps of a layer, and numbers that sum them up.
 
-Shapes: T tokens, h heads of the variant's context.
+Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has n_heads / 2.
 """
 
 from dataclasses import dataclass
@@ -9,44 +9,77 @@ import torch
 from torch import Tensor
 
 from diffllm.model import Transformer
-from diffllm.model.attention.base import Shown
+from diffllm.model.attention.base import Attention, Maps, Shown
+from diffllm.model.attention.ops import Mask
+from diffllm.model.rope import Rope
+
+ROUNDING = 1e-4
+"""How far a float32 softmax over many keys may be from a sum of 1."""
 
 
 @dataclass
 class LayerMaps:
-    """What a layer attends to in one sequence."""
+    """What one layer attends to."""
 
-    maps: dict[str, Tensor]
-    """Each (h, T queries, T keys), float32; the last is what weights the values."""
-    strength: Tensor | None
-    """lambda or the gate (mean over channels) of each head and query, (h, T) float32."""
-    strength_name: str
-    """lambda or gate; empty where the variant has neither."""
+    maps: Maps
+    """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
+    by_query: dict[str, Tensor]
+    """What goes with each query, (B, h, T): "lambda", "gate" (mean over its channels), or "sink",
+    the weight that an explicit sink keeps from the tokens. Empty for plain softmax."""
 
     @property
     def effective(self) -> Tensor:
-        """The map that weights the values, (h, T, T); negative in places where it is signed."""
+        """The map that weights the values, before head norm and gate."""
         return list(self.maps.values())[-1]
 
 
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
-    """The maps of `layer` (from 0) for tokens (T,) int64."""
-    tokens = tokens.unsqueeze(0)
+    """The maps of `layer` (from 0) over tokens (B, T) int64, a document a row."""
     x = model.tok_embeddings(tokens)
-    rope, _ = model.whole_sequences(tokens, None, x.dtype)
+    rope, mask = model.whole_sequences(tokens, None, x.dtype)
     for block in model.layers[:layer]:
-        x, _ = block(x, rope)
+        x, _ = block(x, rope, mask)
     block = model.layers[layer]
-    show: Shown = {}
-    x = block.attention_norm(x)
-    q, k, _ = block.attention.project(x, rope)
-    maps = {name: m[0].float() for name, m in block.attention.maps(x, q, k).items()}
-    block.attention(x, rope, show=show)
-    name = next((name for name in ("lambda", "gate") if name in show), "")
-    if not name:
-        return LayerMaps(maps, None, "")
-    heads, length = list(maps.values())[-1].shape[:2]
-    strength = show[name].float()
-    strength = strength.mean(-1) if strength.ndim == 4 else strength  # a gate's channels
-    return LayerMaps(maps, strength.expand(1, length, heads)[0].T, name)
+    return attention_maps(block.attention, block.attention_norm(x), rope, mask)
+
+
+def attention_maps(attention: Attention, x: Tensor, rope: Rope, mask: Mask = None) -> LayerMaps:
+    """The causal maps of an attention module that reads x (B, T, D), normalised."""
+    q, k, _ = attention.project(x, rope)
+    shown: Shown = {}
+    attention(x, rope, mask, show=shown)
+    layer = LayerMaps(attention.maps(x, q, k), {})
+    batch, heads, length = layer.effective.shape[:3]
+    if "lambda" in shown:
+        by_head = shown["lambda"].expand(batch, length, heads)
+        layer.by_query["lambda"] = by_head.transpose(1, 2)
+    elif "gate" in shown:
+        layer.by_query["gate"] = shown["gate"].mean(-1).transpose(1, 2)
+    elif ((kept := 1 - layer.effective.sum(-1)) > ROUNDING).any():
+        layer.by_query["sink"] = kept
+    return layer
+
+
+def first_token_weight(weights: Tensor) -> Tensor:
+    """Mean weight on the first token, of the queries that could look elsewhere.
+
+    weights (..., T, T) -> (...); NaN for a single token.
+    """
+    return weights[..., 1:, 0].mean(-1)
+
+
+def negative_share(weights: Tensor) -> Tensor:
+    """Magnitude of the negative weights over that of all: weights (..., T, T) -> (...)."""
+    negative = weights.clamp_max(0).abs().sum((-2, -1))
+    total = weights.abs().sum((-2, -1))
+    return negative / torch.where(total > 0, total, 1)
+
+
+def mean_entropy(weights: Tensor) -> Tensor:
+    """Entropy in nats of each query's distribution over the keys, mean over queries.
+
+    weights (..., T, T), not negative; what a sink keeps is left out -> (...).
+    """
+    shares = weights / weights.sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1).mean(-1)

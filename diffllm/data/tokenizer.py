@@ -72,11 +72,8 @@ class Tokenizer:
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
-        """One token as the vocabulary spells it: U+2581 for a space, <0xE2> inside a letter."""
-        piece = self._processor.id_to_piece(token)
-        if self._processor.is_byte(token) and (byte := int(piece[3:5], 16)) < 128:
-            return chr(byte)
-        return piece
+        """One token as the vocabulary spells it: U+2581 for a space, <0x0A> for a lone byte."""
+        return self._processor.id_to_piece(token)
 
     @cached_property
     def pieces_hash(self) -> str:

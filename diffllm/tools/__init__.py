@@ -9,8 +9,7 @@ COMMANDS = {
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
     "generate": "continue a prompt with a trained run",
-    "attention-map": "what the heads of a trained run look at, as a figure",
-    "noise-floor": "a signal among noisy logits: standard against differential attention",
+    "attention-map": "what the heads of a trained run attend to, as a figure",
 }
 
 

@@ -1,20 +1,27 @@
-"""diffllm attention-map run=<dir> prompt="...": what the heads of a trained run look at."""
+"""diffllm attention-map run=<dir> prompt="...": what the heads of a trained run attend to."""
 
+import io
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from diffllm.data import Tokenizer
-from diffllm.errors import ConfigError
-from diffllm.maps import LayerMaps, layer_maps
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.maps import LayerMaps, first_token_weight, layer_maps, mean_entropy, negative_share
+from diffllm.model.attention.base import AttentionConfig
+from diffllm.model.attention.diff_v1 import DiffV1Config
+from diffllm.model.attention.diff_v2 import DiffV2Config, Pairing
 from diffllm.run_directory import load_run_config
 from diffllm.tools.arguments import parse
+from diffllm.tools.attention_map_figure import draw
 from diffllm.tools.generate import load_model
+from diffllm.tools.token_labels import visible
 
-LONGEST = 256
-"""Tokens beyond which neither labels nor cells could be told apart."""
+MOST_TOKENS = 256
+"""Beyond this neither labels nor cells could be told apart."""
+FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass
@@ -26,81 +33,113 @@ class Arguments:
     layer: int = field(default=-1, metadata={"help": "from 0; -1 is the last"})
     head: str = field(default="all", metadata={"help": "from 0, or all"})
     step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest"})
-    out: str = field(default="", metadata={"help": "PNG; empty: in the run directory"})
+    out: str = field(
+        default="", metadata={"help": "figure, .png, .pdf or .svg; empty: in the run directory"}
+    )
 
 
 def main(argv: list[str]) -> None:
-    """Draw the figure, print where it is and a line a head."""
-    args = parse(Arguments, argv, 'diffllm attention-map run=<dir> prompt="..."')
+    """Write the figure; print a line a head and where the figure is."""
+    args = parse(Arguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
     run = Path(args.run)
     cfg = load_run_config(run)
-    layer = in_range(
-        "layer",
-        args.layer % cfg.model.n_layers if args.layer == -1 else args.layer,
-        cfg.model.n_layers,
-    )
+    layer = layer_index(args.layer, cfg.model.n_layers)
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
-    tokens = tokenizer.encode(args.prompt)
-    longest = min(LONGEST, cfg.model.seq_len)
-    if not 1 <= len(tokens) <= longest:
-        raise ConfigError(f"the prompt has {len(tokens)} tokens; a figure takes 1 to {longest}")
-    model = load_model(run, args.step).eval()
-    shown = layer_maps(model, torch.tensor(tokens), layer)
-    n_heads = shown.effective.shape[0]
-    heads = list(range(n_heads))
-    if args.head != "all":
-        if not args.head.isdecimal():
-            raise ConfigError(f"head={args.head} is neither a number nor all")
-        heads = [in_range("head", int(args.head), n_heads)]
-    variant = cfg.run.choices["attention"]
-    out = Path(args.out).expanduser() if args.out else run / default_name(layer, args.head)
-    save(
-        shown, heads, [tokenizer.piece(token) for token in tokens], f"{variant}, layer {layer}", out
-    )
-    print(table(shown, heads))
-    print(f"figure: {out}")
-
-
-def in_range(name: str, value: int, count: int) -> int:
-    """`value`, or a ConfigError that says what there is."""
-    if not 0 <= value < count:
-        raise ConfigError(f"{name}={value} does not exist: this run has 0 to {count - 1}")
-    return value
-
-
-def default_name(layer: int, head: str) -> str:
-    """The figure's file name in the run directory."""
-    return f"attention-map-layer{layer:02d}" + (f"-head{head}" if head != "all" else "") + ".png"
-
-
-def save(shown: LayerMaps, heads: list[int], pieces: list[str], title: str, out: Path) -> None:
-    """Write the PNG; raises ConfigError where it cannot be written."""
-    from diffllm.tools.attention_map_figure import figure, visible_piece
-
+    tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
+    out = figure_path(args, run, layer)
+    shown = layer_maps(load_model(run, args.step), torch.tensor([tokens]), layer)
+    if not all(m.isfinite().all() for m in shown.maps.values()):
+        raise CheckpointError(f"layer {layer} of {run} gives weights that are not finite numbers")
+    heads = head_indices(args.head, shown.effective.shape[1])
+    which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
+    title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
+    for name, values in shown.by_query.items():
+        title += f", mean {name} {values[0, heads].mean():.3f}"
+    title += remark(cfg.model.attention)
+    figure = draw(shown, heads, [visible(tokenizer.piece(token)) for token in tokens], title)
+    image = io.BytesIO()
+    figure.savefig(image, format=out.suffix[1:].lower(), dpi=200)
     try:
-        figure(shown, heads, [visible_piece(piece) for piece in pieces], title).savefig(
-            out, dpi=200, format="png"
-        )
+        out.write_bytes(image.getvalue())
     except OSError as error:
-        raise ConfigError(f"out={out}: {error.strerror}") from error
+        raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
+    print(f"{title}\n{table(shown, heads)}\nfigure: {out}")
+
+
+def remark(variant: AttentionConfig) -> str:
+    """A second line of the title where "difference" is not simply what weights the values."""
+    if isinstance(variant, DiffV2Config) and variant.pairing is Pairing.halves:
+        return "\nmap 1 and map 2 weight different values: their difference weights none"
+    if isinstance(variant, DiffV1Config) and variant.clamp:
+        return "\ndifference clamped at 0 and renormalised"
+    return ""
+
+
+def layer_index(layer: int, n_layers: int) -> int:
+    """From 0; raises ConfigError for a layer that the run does not have."""
+    if not -1 <= layer < n_layers:
+        raise ConfigError(f"layer={layer}: this run has layers 0 to {n_layers - 1} (-1: the last)")
+    return layer % n_layers
+
+
+def head_indices(head: str, n_heads: int) -> list[int]:
+    """One or all; raises ConfigError for a head that the variant does not have."""
+    if head == "all":
+        return list(range(n_heads))
+    if not head.isdecimal() or int(head) >= n_heads:
+        raise ConfigError(f"head={head}: this run has heads 0 to {n_heads - 1}, or all")
+    return [int(head)]
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
+    """Token ids; raises ConfigError where there are none, too many, or no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes that the shell handed over undecoded
+        raise ConfigError("prompt= is not valid UTF-8") from None
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise ConfigError("prompt= is empty: there is nothing to attend to")
+    if len(tokens) > seq_len:
+        raise ConfigError(f"the prompt has {len(tokens)} tokens, but the model reads {seq_len}")
+    if len(tokens) > MOST_TOKENS:
+        raise ConfigError(f"the prompt has {len(tokens)} tokens; a figure holds {MOST_TOKENS}")
+    return tokens
+
+
+def figure_path(args: Arguments, run: Path, layer: int) -> Path:
+    """Where the figure goes; raises ConfigError for a format that is none of ours."""
+    head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
+    out = (
+        Path(args.out).expanduser()
+        if args.out
+        else run / f"attention-map-layer{layer:02d}{head}.png"
+    )
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"out={out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    return out
 
 
 def table(shown: LayerMaps, heads: list[int]) -> str:
-    """A line a head: lambda or gate, and where the weight goes."""
-    first = next(iter(shown.maps.values()))
-    entropy = torch.special.entr(first).sum(-1).mean(-1)
-    weight = shown.effective
-    negative = weight.clamp_max(0).abs().sum((-2, -1)) / weight.abs().sum((-2, -1)).clamp_min(1e-30)
-    columns: dict[str, Tensor] = {}
-    if shown.strength is not None:
-        name = shown.strength_name
-        columns[f"{name} mean"] = shown.strength.mean(-1)
-        columns["min"], columns["max"] = shown.strength.amin(-1), shown.strength.amax(-1)
-    columns["on first token"] = weight[:, :, 0].mean(-1)
-    columns["negative share"] = negative
-    columns[f"entropy of {next(iter(shown.maps))}"] = entropy
-    lines = ["head" + "".join(f"{name:>{len(name) + 3}}" for name in columns)]
+    """A line a head: lambda, gate or sink, and where the weight goes."""
+    first = next(iter(shown.maps))
+    columns: dict[str, torch.Tensor] = {}
+    for name, values in shown.by_query.items():
+        columns |= {f"{name} mean": values.mean(-1), "min": values.amin(-1), "max": values.amax(-1)}
+    columns["on first token"] = first_token_weight(shown.effective)
+    columns["negative share"] = negative_share(shown.effective)
+    columns[f"entropy of {first}"] = mean_entropy(shown.maps[first])
+    widths = {name: max(len(name), 6) + 2 for name in columns}
+    lines = ["head" + "".join(f"{name:>{width}}" for name, width in widths.items())]
     for head in heads:
-        cells = (f"{value[head]:>{len(name) + 3}.3f}" for name, value in columns.items())
-        lines.append(f"{head:>4}" + "".join(cells))
+        cells = {name: float(column[0, head]) for name, column in columns.items()}
+        lines.append(
+            f"{head:>4}"
+            + "".join(f"{number(cells[name]):>{width}}" for name, width in widths.items())
+        )
     return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Three decimals, or a dash for what one token cannot have."""
+    return "-" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # no minus zero

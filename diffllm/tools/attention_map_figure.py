@@ -1,161 +1,250 @@
-"""The figure of diffllm attention-map: heads in rows; maps, and lambda or the gate, in columns."""
+"""The figure of diffllm attention-map: a row a head; its maps, and lambda or the gate, in columns.
+
+A weight has the same colour in every map of the figure: red above zero, blue below.
+"""
 
 import math
+from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis, XAxis
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, FuncNorm
+from matplotlib.colors import FuncNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from diffllm.maps import LayerMaps
+from diffllm.tools.token_labels import families
 
-SMALL, NORMAL, LARGE = 6.5, 9.0, 10.5
-LINE = SMALL / 72 * 1.2  # inches that a label needs
-MONO = FontProperties(family="DejaVu Sans Mono", size=SMALL)
-STRIP, GAP, BAR = 0.55, 0.12, 0.10  # inches
+PERCENTILE = 99
+"""Of the magnitudes in the maps shown: where colours end. A few keys, the first token above all,
+have weights that would leave the others pale."""
+SYMBOL = {"lambda": "λ"}
+SIGNED = colormaps["RdBu_r"]
+POSITIVE = ListedColormap(SIGNED(np.linspace(0.5, 1, 256)), "RdBu_r, upper half")
+
+# Inches, but for the fonts' points.
+LARGEST, SMALLEST = {1: 5.0, 2: 3.6, 4: 3.0, 8: 2.4}, 2.0  # side of a map, by heads
+NARROWEST, TALLEST = 4.8, 1.4  # the second is height over width
+SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
+GAP, STRIP, BAR = 0.16, 0.8, 0.09
+TITLE, ROW_TITLE, AXIS_LABEL, FOOT, MARGIN = 0.22, 0.24, 0.2, 0.62, 0.2
+GREY = "#707070"
+
+Box = tuple[float, float, float, float]
+"""Left, top or bottom, width and height."""
 
 
-def figure(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> Figure:
-    """Heat maps of `heads`, tokens on both axes.
+@dataclass
+class Layout:
+    """Where everything is, in inches from the top left corner."""
 
-    Maps that cannot be negative share one colour scale, a signed one has its own, symmetric about
-    white. Both scales are square roots, because a few keys have most of the weight.
+    n_tokens: int
+    n_heads: int
+    n_maps: int
+    n_strips: int
+    label_length: int
+    """Characters of the longest token label."""
+    title_lines: int
+
+    @property
+    def head_room(self) -> float:
+        """Above the first row."""
+        return TITLE * (self.title_lines + 1)
+
+    @property
+    def side(self) -> float:
+        """Of a map: a line of text a token, if that makes a handy figure."""
+        largest = next((side for n, side in LARGEST.items() if self.n_heads <= n), SMALLEST)
+        return min(max(self.n_tokens * SMALL / 72 * 1.3, 1.3), largest)
+
+    @property
+    def font(self) -> float:
+        """Points of token labels: smaller before some are left out."""
+        return min(max(self.side / self.n_tokens * 72 / 1.3, 5.0), SMALL)
+
+    @property
+    def step(self) -> int:
+        """Every which token has a label."""
+        return math.ceil(self.n_tokens * self.font / 72 * 1.1 / self.side)
+
+    @property
+    def labels(self) -> float:
+        """Room for token labels and the name of their axis."""
+        return self.label_length * self.font / 72 * 0.62 + 0.08 + AXIS_LABEL
+
+    @property
+    def block_width(self) -> float:
+        columns = self.n_maps * self.side + self.n_strips * STRIP
+        return self.labels + columns + (self.n_maps + self.n_strips - 1) * GAP + MARGIN
+
+    @property
+    def rows(self) -> int:
+        """Heads below each other: all, or fewer in blocks that stand side by side."""
+        for blocks in range(1, self.n_heads):
+            rows = math.ceil(self.n_heads / blocks)
+            width, height = self.size_with(rows)
+            if height <= TALLEST * width:
+                return rows
+        return 1
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height of the figure."""
+        return self.size_with(self.rows)
+
+    def size_with(self, rows: int) -> tuple[float, float]:
+        """Width and height of a figure with that many rows."""
+        maps = rows * (ROW_TITLE + self.side) + (rows - 1) * GAP
+        width = math.ceil(self.n_heads / rows) * self.block_width + MARGIN
+        return max(width, NARROWEST), self.head_room + maps + self.labels + FOOT
+
+    def place(self, index: int, column: int) -> Box:
+        """Left, top, width and height of a column's axes, for the `index`-th head shown."""
+        block, row = divmod(index, self.rows)
+        left = MARGIN / 2 + block * self.block_width + self.labels + column * (self.side + GAP)
+        if column > self.n_maps:
+            left += (column - self.n_maps) * (STRIP - self.side)
+        top = self.head_room + row * (ROW_TITLE + self.side + GAP) + ROW_TITLE
+        return left, top, self.side if column < self.n_maps else STRIP, self.side
+
+    def fraction(self, box: Box) -> Box:
+        """A box as matplotlib wants it: shares of the figure, from the bottom left corner."""
+        (left, top, width, height), (w, h) = box, self.size
+        return left / w, 1 - (top + height) / h, width / w, height / h
+
+
+def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> Figure:
+    """The maps of `heads` for the first sequence, queries downwards and keys to the right.
 
     Args:
-        labels: what the T tokens are called.
+        labels: T names of tokens, without line breaks.
     """
-    side = map_side(len(labels), len(heads))
-    columns = [*layer.maps, *([layer.strength_name] if layer.strength is not None else [])]
-    widths = [side if name in layer.maps else STRIP for name in columns]
-    margin = 0.25 + SMALL / 72 * 0.65 * max(map(len, labels))  # inches for labels
-    left, top, bottom, right = margin + 0.25, 0.75, margin + 0.75, 0.35
-    width = left + sum(widths) + GAP * (len(columns) - 1) + right
-    height = top + side * len(heads) + GAP * (len(heads) - 1) + bottom
-    width = max(width, 4.0)
-    fig = Figure(figsize=(width, height))
-    fig.text(left / width, 1 - 0.25 / height, title, fontsize=LARGE, va="center")
-    step = max(1, math.ceil(len(labels) * LINE / side))
-    for row, head in enumerate(heads):
-        y = (height - top - side * (row + 1) - GAP * row) / height
-        for column, name in enumerate(columns):
-            x = (left + sum(widths[:column]) + GAP * column) / width
-            axes = fig.add_axes((x, y, widths[column] / width, side / height))
-            if name in layer.maps:
-                draw_map(axes, layer.maps[name][head].numpy(), *scale(layer, name, heads))
-                name_tokens(axes.xaxis, labels if row == len(heads) - 1 else [], step)
+    maps = {name: m[0, heads].double().cpu().numpy() for name, m in layer.maps.items()}
+    strips = {name: v[0, heads].double().cpu().numpy() for name, v in layer.by_query.items()}
+    layout = Layout(
+        n_tokens=len(labels),
+        n_heads=len(heads),
+        n_maps=len(maps),
+        n_strips=len(strips),
+        label_length=max(map(len, labels)),
+        title_lines=len(title.splitlines()),
+    )
+    limit = colour_limit(list(maps.values()))
+    fig = Figure(figsize=layout.size)
+    fig.text(MARGIN / layout.size[0], 1 - 0.12 / layout.size[1], title, size=LARGE, va="top")
+    for index, head in enumerate(heads):
+        lowest = index % layout.rows == layout.rows - 1 or index == len(heads) - 1
+        for column, (name, values) in enumerate((maps | strips).items()):
+            axes = fig.add_axes(layout.fraction(layout.place(index, column)))
+            prefix = f"head {head}: " if column == 0 else ""
+            if name in maps:
+                draw_map(axes, values[index], limit, signed(values))
+                axes.set_title(prefix + name, size=NORMAL, loc="left", pad=4)
+                name_tokens(axes.xaxis, labels if lowest else [], layout)
+                axes.set_xlabel("key" if lowest else "", size=NORMAL, labelpad=2)
             else:
-                assert layer.strength is not None
-                draw_strip(axes, layer.strength[head].numpy(), layer.strength[heads].numpy())
-                axes.xaxis.set_visible(row == len(heads) - 1)
-            name_tokens(axes.yaxis, labels if column == 0 else [], step)
-            if row == 0:
-                axes.set_title(name, fontsize=NORMAL)
-            if column == 0:
-                axes.set_ylabel(f"head {head}: query", fontsize=NORMAL)
-            if row == len(heads) - 1 and name in layer.maps:
-                axes.set_xlabel("key", fontsize=NORMAL)
-    add_bars(fig, layer, heads, left, widths, (width, height))
+                draw_strip(axes, values[index], strip_range(values), lowest)
+                mean = f"{SYMBOL.get(name, name)}, mean {values[index].mean():.2f}"
+                axes.set_title(mean, size=NORMAL, loc="left", pad=4)
+            name_tokens(axes.yaxis, labels if column == 0 else [], layout)
+            axes.set_ylabel("query" if column == 0 else "", size=NORMAL, labelpad=2)
+    add_colour_bars(fig, layout, maps, limit)
     return fig
 
 
-def map_side(tokens: int, heads: int) -> float:
-    """Inches of one map: a line of text a token if that gives a handy figure."""
-    most = 7.0 if heads == 1 else 2.6 if heads <= 8 else 1.8
-    return min(max(tokens * LINE, 1.6), most)
+def signed(weights: np.ndarray) -> bool:
+    """Whether any weight is below zero."""
+    return bool((weights < 0).any())
 
 
-def signed(name: str, layer: LayerMaps) -> bool:
-    """Whether a map has negative weights."""
-    return bool((layer.maps[name] < 0).any())
+def colour_limit(maps: list[np.ndarray]) -> float:
+    """The magnitude at which colours end: a percentile of what the queries of all maps see."""
+    seen = [np.abs(m[..., *np.tril_indices(m.shape[-1])]).ravel() for m in maps]
+    limit = float(np.percentile(np.concatenate(seen), PERCENTILE, method="higher"))
+    return limit or 1.0
 
 
-def scale(layer: LayerMaps, name: str, heads: list[int]) -> tuple[Colormap, FuncNorm]:
-    """Colours of a map, the same in all heads shown and in all maps of its kind."""
-    kind = signed(name, layer)
-    alike = [m[heads] for other, m in layer.maps.items() if signed(other, layer) == kind]
-    most = max(float(m.abs().max()) for m in alike) or 1.0
-    colours = matplotlib.colormaps["RdBu_r" if kind else "Blues"].with_extremes(bad="#f0f0f0")
-    roots = (lambda w: np.sign(w) * np.sqrt(np.abs(w)), lambda r: np.sign(r) * r**2)
-    return colours, FuncNorm(roots, vmin=-most if kind else 0.0, vmax=most)
+def norm_of(limit: float, negative: bool) -> FuncNorm:
+    """Square roots of weights, with their sign, up to `limit`."""
+    root = (lambda w: np.sign(w) * np.sqrt(np.abs(w)), lambda r: np.sign(r) * np.square(r))
+    return FuncNorm(root, vmin=-limit if negative else 0.0, vmax=limit)
 
 
-def draw_map(axes: Axes, weights: np.ndarray, colours: Colormap, norm: FuncNorm) -> None:
-    """weights (T, T); the future is grey."""
+def draw_map(axes: Axes, weights: np.ndarray, limit: float, negative: bool) -> None:
+    """weights (T, T) up to the diagonal; the future stays blank."""
+    n = len(weights)
     future = np.triu(np.ones_like(weights, dtype=bool), 1)
-    axes.imshow(np.ma.masked_array(weights, future), cmap=colours, norm=norm, aspect="auto")
-    frame(axes)
+    axes.imshow(
+        np.ma.masked_array(weights, future),
+        cmap=SIGNED if negative else POSITIVE,
+        norm=norm_of(limit, negative),
+        interpolation="nearest",
+        aspect="auto",
+    )
+    stairs = np.repeat(np.arange(n + 1), 2) - 0.5
+    xs, ys = np.append(stairs[1:], -0.5), np.append(stairs[:-1], n - 0.5)
+    axes.plot([*xs, -0.5], [*ys, -0.5], color=GREY, linewidth=0.5, clip_on=False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=1.5, width=0.4, pad=1.5, color=GREY)
 
 
-def draw_strip(axes: Axes, values: np.ndarray, shown: np.ndarray) -> None:
-    """values (T,), a bar a query, on the scale of all `shown`."""
-    axes.barh(np.arange(len(values)), values, height=0.9, color="#D55E00", linewidth=0)
-    low, high = min(0.0, float(shown.min())), max(1e-6, float(shown.max()))
-    axes.set_xlim(low * 1.05, high * 1.05)
+def strip_range(values: np.ndarray) -> tuple[float, float]:
+    """From 0 to 1 if all values are in between, else as far as they go."""
+    return min(0.0, float(values.min())), max(1.0, float(values.max()))
+
+
+def draw_strip(axes: Axes, values: np.ndarray, within: tuple[float, float], named: bool) -> None:
+    """values (T,): a bar a query, from zero."""
+    axes.barh(np.arange(len(values)), values, height=0.86, color=GREY, linewidth=0)
+    axes.axvline(values.mean(), color="black", linewidth=0.7)
+    axes.set_xlim(within)
     axes.set_ylim(len(values) - 0.5, -0.5)
-    axes.set_xticks([low, high] if low else [0, high])
-    axes.set_xticklabels([f"{tick:.2g}" for tick in axes.get_xticks()], fontsize=SMALL)
-    frame(axes)
+    ticks = sorted({within[0], 0.0, within[1]})
+    axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks] if named else [], size=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set(linewidth=0.4, color=GREY)
+    axes.spines["left"].set_position(("data", 0.0))
+    axes.tick_params(length=1.5, width=0.4, pad=1.5, color=GREY)
 
 
-def frame(axes: Axes) -> None:
-    """Thin grey lines around."""
-    for spine in axes.spines.values():
-        spine.set_linewidth(0.4)
-        spine.set_color("#888888")
-    axes.tick_params(length=1.5, width=0.4, pad=1.5)
-
-
-def name_tokens(axis: object, labels: list[str], step: int) -> None:
-    """Every `step`-th token along an axis; no ticks without labels."""
-    ticks = range(0, len(labels), step)
-    axis.set_ticks(list(ticks))  # type: ignore[attr-defined]
-    vertical = axis.axis_name == "x"  # type: ignore[attr-defined]
-    axis.set_ticklabels(  # type: ignore[attr-defined]
+def name_tokens(axis: Axis, labels: list[str], layout: Layout) -> None:
+    """Labels along an axis, thinned where they would overlap; no ticks without labels."""
+    ticks = range(0, len(labels), layout.step)
+    axis.set_ticks(list(ticks))
+    axis.set_ticklabels(
         [labels[i] for i in ticks],
-        fontproperties=MONO,
-        rotation=90 if vertical else 0,
-        parse_math=False,
+        family=families(),
+        size=layout.font,
+        rotation=90 if isinstance(axis, XAxis) else 0,
+        rotation_mode="anchor",
+        ha="right",
+        va="center_baseline",  # by the line, not by each label's ink
+        parse_math=False,  # a dollar is a token like others
     )
 
 
-def add_bars(
-    fig: Figure,
-    layer: LayerMaps,
-    heads: list[int],
-    left: float,
-    widths: list[float],
-    size: tuple[float, float],
-) -> None:
-    """A colour bar under the columns of each kind of map."""
-    kinds: dict[bool, list[int]] = {}
-    for column, name in enumerate(layer.maps):
-        kinds.setdefault(signed(name, layer), []).append(column)
-    for columns in kinds.values():
-        name = list(layer.maps)[columns[0]]
-        colours, norm = scale(layer, name, heads)
-        start = left + sum(widths[: columns[0]]) + GAP * columns[0]
-        box = (start / size[0], 0.45 / size[1], widths[columns[0]] / size[0], BAR / size[1])
+def add_colour_bars(fig: Figure, layout: Layout, maps: dict[str, np.ndarray], limit: float) -> None:
+    """One bar for the maps that are nowhere negative, one for those that are."""
+    columns = {signed(m): column for column, m in reversed(list(enumerate(maps.values())))}
+    top = layout.size[1] - FOOT + 0.12
+    for negative, column in columns.items():
+        left, _, width, _ = layout.place(0, column)
+        box = (left, top, min(width, 2.6), BAR)
+        beyond = [m for m in maps.values() if signed(m) == negative]
+        over = max(float(m.max()) for m in beyond) > limit
+        under = min(float(m.min()) for m in beyond) < -limit
         bar = fig.colorbar(
-            ScalarMappable(norm, colours), cax=fig.add_axes(box), orientation="horizontal"
+            ScalarMappable(norm_of(limit, negative), SIGNED if negative else POSITIVE),
+            cax=fig.add_axes(layout.fraction(box)),
+            orientation="horizontal",
+            extend={(0, 0): "neither", (1, 0): "max", (0, 1): "min", (1, 1): "both"}[over, under],
         )
-        most = float(norm.vmax or 0)
-        ticks = [-most, -most / 4, 0, most / 4, most] if name and norm.vmin else [0, most / 4, most]
+        ticks = [0, limit / 4, limit]
+        ticks = [-limit, -limit / 4, *ticks] if negative else ticks
         bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
         bar.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1.5)
         bar.outline.set_linewidth(0.4)
-        bar.set_label("weight (square-root colours)", fontsize=SMALL)
-
-
-def visible_piece(piece: str) -> str:
-    """A token's text in one line: marks for white space, escapes for what the font lacks."""
-    marks = {" ": "·", "\n": "⏎", "\t": "⇥", "▁": "·"}
-    known = get_font(findfont(MONO))
-    shown = [
-        marks.get(c, c if known.get_char_index(ord(c)) and c.isprintable() else f"\\u{ord(c):x}")
-        for c in piece
-    ]
-    text = "".join(shown)
-    return text if len(text) <= 14 else text[:13] + "…"
+        clipped = f", cut at the {PERCENTILE}th percentile" if over or under else ""
+        bar.set_label(f"weight, square-root scale{clipped}", size=SMALL, labelpad=1)

@@ -1,0 +1,171 @@
+"""The explicit maps are those that the modules compute with, and their numbers mean what they say.
+
+Shapes: B batch, T tokens, h heads.
+"""
+
+import math
+
+import pytest
+import torch
+
+from diffllm import build_model, load_config
+from diffllm.config import config_directory
+from diffllm.maps import (
+    attention_maps,
+    first_token_weight,
+    layer_maps,
+    mean_entropy,
+    negative_share,
+)
+from diffllm.model.attention.ops import weighted
+
+VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+HEADS, KV_HEADS, LENGTH = 4, 2, 9
+
+
+def float64_model(variant, *overrides):
+    cfg = load_config(
+        [
+            *("model=tiny", f"attention={variant}", "seq_len=16", "model.dim=24"),
+            *(f"model.n_heads={HEADS}", f"model.n_kv_heads={KV_HEADS}", "model.head_dim=8"),
+            *("model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.4", *overrides),
+        ]
+    )
+    model = build_model(cfg.model).double()
+    model.reset_parameters()
+    with torch.no_grad():  # away from zeros and ones, at which a wrong formula could look right
+        for param in model.parameters():
+            if param.ndim == 1:
+                param.add_(0.3 * torch.randn_like(param))
+    return model
+
+
+def tokens(rows=2):
+    return torch.randint(0, 64, (rows, LENGTH))
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request):
+    return request.param
+
+
+@torch.no_grad()
+def test_the_last_map_times_the_values_is_the_context(variant):
+    model = float64_model(variant)
+    attention, rope = model.layers[1].attention, model.rope(0, LENGTH)
+    x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    shown = {}
+    attention(x, rope, show=shown)
+    _, _, v = attention.project(x, rope)
+    layer = attention_maps(attention, x, rope)
+    if variant == "diff_v2_unshared_kv":  # the pair's values differ: head i's and head H + i's
+        each = v.repeat_interleave(2 * HEADS // KV_HEADS, dim=2)
+        second = layer.by_query["lambda"].transpose(1, 2).unsqueeze(-1) * weighted(
+            layer.maps["map 2"], each[:, :, HEADS:]
+        )
+        context = weighted(layer.maps["map 1"], each[:, :, :HEADS]) - second
+    else:
+        context = weighted(layer.effective, v)
+    if variant.startswith("gated"):
+        context = shown["gate"] * context
+    torch.testing.assert_close(context, shown["context"], rtol=0, atol=1e-10)
+
+
+def test_maps_are_causal_distributions(variant):
+    layer = layer_maps(float64_model(variant), tokens(), layer=1)
+    names = ["map 1", "map 2", "difference"] if variant.startswith("diff") else ["map"]
+    assert list(layer.maps) == names
+    heads = {"diff_v1": HEADS // 2, "standard_1p5x": HEADS * 3 // 2}
+    n_heads = next((n for start, n in heads.items() if variant.startswith(start)), HEADS)
+    for name, weights in layer.maps.items():
+        assert weights.shape == (2, n_heads, LENGTH, LENGTH)
+        assert not weights.triu(1).any()
+        sums = weights.sum(-1)
+        if name == "difference":
+            assert (weights < 0).any() != (variant == "diff_v1_clamped")
+            continue
+        assert (weights >= 0).all()
+        if variant in ("standard_sink", "standard_off_by_one"):
+            assert (sums < 1).all()
+        else:
+            torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
+
+
+def test_rows_of_the_clamped_map_sum_to_1_or_to_0():
+    model = float64_model("diff_v1_clamped")
+    whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
+    torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        for name in ("lambda_q1", "lambda_k1"):
+            getattr(model.layers[1].attention, name).fill_(0.4)  # lambda over 1: row 0 is negative
+    sums = layer_maps(model, tokens(), layer=1).effective.sum(-1)
+    assert not sums[..., 0].any()
+    assert ((sums - 1).abs() < 1e-12).any()
+    assert ((sums == 0) | ((sums - 1).abs() < 1e-12)).all()
+
+
+@torch.no_grad()
+def test_the_difference_is_map_1_less_lambda_map_2():
+    for variant in ("diff_v1", "diff_v2", "diff_v2_no_sigmoid", "diff_v2_lambda_fixed"):
+        layer = layer_maps(float64_model(variant), tokens(), layer=0)
+        lam = layer.by_query["lambda"].unsqueeze(-1)
+        expected = layer.maps["map 1"] - lam * layer.maps["map 2"]
+        torch.testing.assert_close(layer.maps["difference"], expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_layer_reads_what_it_reads_in_the_model(variant, index):
+    model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
+    hook = model.layers[index].attention.register_forward_pre_hook(
+        lambda module, args: read.append(args[0])
+    )
+    model(ids)
+    hook.remove()
+    expected = attention_maps(model.layers[index].attention, read[0], model.rope(0, LENGTH))
+    layer = layer_maps(model, ids, index)
+    assert layer.maps.keys() == expected.maps.keys()
+    assert layer.by_query.keys() == expected.by_query.keys()
+    for name, value in (layer.maps | layer.by_query).items():
+        assert torch.equal(value, (expected.maps | expected.by_query)[name]), name
+        assert not value.requires_grad
+
+
+@torch.no_grad()
+def test_what_goes_with_each_query(variant):
+    model = float64_model(variant)
+    attention, rope = model.layers[0].attention, model.rope(0, LENGTH)
+    x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    layer = attention_maps(attention, x, rope)
+    if variant in ("standard", "standard_1p5x_heads"):
+        assert layer.by_query == {}
+        return
+    ((name, values),) = layer.by_query.items()
+    assert values.shape == layer.effective.shape[:3]
+    if variant.startswith("standard"):
+        expected = 1 - layer.effective.sum(-1)
+    elif variant.startswith("gated"):
+        gate = torch.sigmoid(x @ attention.w_gate.weight.T)
+        expected = gate.unflatten(-1, (HEADS, -1)).mean(-1).transpose(1, 2)
+    elif variant.startswith("diff_v1"):
+        expected = attention.lambda_value().expand(2, HEADS // 2, LENGTH)
+    else:
+        expected = attention.lambda_values(x).double().expand(2, LENGTH, HEADS).transpose(1, 2)
+    kinds = {"standard": "sink", "gated": "gate"}
+    assert name == next((kinds[k] for k in kinds if variant.startswith(k)), "lambda")
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
+
+
+def test_numbers_of_a_map():
+    weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
+    assert first_token_weight(weights) == pytest.approx((0.25 - 0.5) / 2)  # not the first query's
+    assert negative_share(weights) == pytest.approx(0.5 / 3)
+    assert negative_share(torch.zeros(3, 3)) == 0
+    uniform = torch.ones(4, 4).tril() / torch.arange(1, 5).unsqueeze(1)
+    expected = sum(math.log(n) for n in range(1, 5)) / 4
+    assert mean_entropy(uniform) == pytest.approx(expected)
+    assert mean_entropy(0.5 * uniform) == pytest.approx(expected)  # half of it on a sink
+    assert first_token_weight(torch.ones(1, 1)).isnan()
+    assert mean_entropy(torch.ones(1, 1)) == 0
+    batch = torch.stack((weights, weights.abs())).view(1, 2, 3, 3)
+    assert negative_share(batch).tolist() == [[pytest.approx(0.5 / 3), 0]]
