@@ -736,11 +736,7 @@ def context_rms(variant, shape, sharpness, **fields):
     """(B, T, heads) of the shown or returned context, before any head norm."""
     attention = layer_of(variant, shape, **fields)
     q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
-    if variant.startswith("diff_v1"):
-        wide = orthogonal_values(shape, shape.kv_heads // 2, 2 * shape.head_dim)
-        v = wide.unflatten(-1, (2, -1)).flatten(2, 3)
-    else:
-        v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
+    v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
     show = {}
     returned = attention.context(x_of(shape), q, k, v, None, show)
     return rms(show.get("context", returned)), show
