@@ -111,3 +111,5 @@ class DiffV2Attention(Attention):
             init.normal_(self.w_lambda.weight, std, truncate=3)
         if self.cfg.lambda_form is Lambda.scalar:
             init.constant_(self.lambda_logit, 0.0)
+        if self.cfg.head_norm:
+            init.constant_(self.head_norm.weight, 1.0)
