@@ -18,7 +18,7 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
     keyword loses it. `--help` prints them and exits.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, a missing key.
+        ConfigError: an unknown key, a value of the wrong type or not UTF-8, a missing key.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
@@ -34,6 +34,10 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
             raise ConfigError(f"unknown argument {word!r}{hint}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes that the shell handed over undecoded
+            raise ConfigError(f"{name}= is not valid UTF-8") from None
         kind = known[name].type
         if kind == list[str]:
             values.setdefault(name, []).append(text)

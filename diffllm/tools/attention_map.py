@@ -92,11 +92,7 @@ def head_indices(head: str, n_heads: int) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
-    """Token ids; raises ConfigError where there are none, too many, or no text."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # bytes that the shell handed over undecoded
-        raise ConfigError("prompt= is not valid UTF-8") from None
+    """Token ids; raises ConfigError where there are none or too many."""
     tokens = tokenizer.encode(prompt)
     if not tokens:
         raise ConfigError("prompt= is empty: there is nothing to attend to")

@@ -22,7 +22,14 @@ from diffllm import build_model, load_config
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import ConfigError
 from diffllm.model.attention import ops
-from diffllm.model.attention.ops import Backend, Packed, attend, causal_blocks, prepare_backend
+from diffllm.model.attention.ops import (
+    Backend,
+    Packed,
+    attend,
+    causal_blocks,
+    document_blocks,
+    prepare_backend,
+)
 from diffllm.model.documents import Documents
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -194,7 +201,7 @@ def test_flex_attends_as_sdpa_does(monkeypatch, shape, wide, masked):
     monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
     q, k, v = heads(shape, wide)
     documents = Documents.of(tokens_with_documents(), END) if masked else None
-    blocks = causal_blocks(documents and documents.ids, 2, 40, torch.device("cpu"))
+    blocks = document_blocks(documents.ids) if documents else causal_blocks(40, q.device)
     out = attend(q, k, v, blocks, Backend.flex)
     expected = attend(q, k, v, documents and documents.mask())
     assert out.shape == expected.shape == (2, 40, shape[0], wide * shape[2])
@@ -393,7 +400,7 @@ def test_a_scale_of_ones_own_reaches_every_stand_in(kernels, monkeypatch):
     expected = attend(q, k, v, documents.mask(), scale=0.9)
     for backend in (Backend.sdpa, Backend.flash):
         assert_close_in_bf16(attend(q, k, v, packed, backend, 0.9), expected)
-    blocks = causal_blocks(documents.ids, 2, 40, torch.device("cpu"))
+    blocks = document_blocks(documents.ids)
     assert_close_in_bf16(attend(q, k, v, blocks, Backend.flex, 0.9), expected)
     whole = attend(q, k, v, scale=0.9)
     assert_close_in_bf16(attend(q, k, v, None, Backend.flash, 0.9), whole)

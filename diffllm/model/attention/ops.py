@@ -241,10 +241,11 @@ def training_mask(
         dtype: of queries and keys.
         explicit: documents as a boolean tensor even where there are kernels for them.
     """
-    batch, length = tokens.shape
+    length = tokens.shape[1]
     if backend is Backend.flex:
-        ids = None if documents is None else documents.ids
-        return causal_blocks(ids, batch, length, tokens.device)
+        if documents is None:
+            return causal_blocks(length, tokens.device)
+        return document_blocks(documents.ids)
     if documents is None:
         return None
     if tokens.is_cuda and dtype in HALF and backend is not Backend.reference and not explicit:
@@ -252,19 +253,24 @@ def training_mask(
     return documents.mask()
 
 
-def causal_blocks(ids: Tensor | None, batch: int, length: int, device: torch.device) -> BlockMask:
-    """Causal, within documents where `ids` (B, T) are given."""
+@functools.lru_cache(maxsize=8)
+def causal_blocks(length: int, device: torch.device) -> BlockMask:
+    """Causal, for every row and head."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
+    return create_block_mask(causal, None, None, length, length, device=device)
+
+
+def document_blocks(ids: Tensor) -> BlockMask:
+    """Causal within documents: ids (B, T), the same for every head."""
+    batch, length = ids.shape
+
     def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert ids is not None
         return (query >= key) & (ids[b, query] == ids[b, key])
 
-    if ids is None:
-        return create_block_mask(causal, None, None, length, length, device=device)
-    return create_block_mask(within, batch, None, length, length, device=device)
+    return create_block_mask(within, batch, None, length, length, device=ids.device)
 
 
 def sdpa_is_flash_4() -> bool:
