@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 import diffllm
 from diffllm import load_config
-from diffllm.config import Precision, TrainConfig, config_directory
+from diffllm.config import Precision, TrainConfig, config_directory, variant_config, variants
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.errors import ConfigError
 from diffllm.metrics import WandbMode
@@ -115,11 +115,18 @@ def test_no_yaml_can_call_code(path: Path):
 
 def test_changing_the_variant_changes_nothing_else():
     base = load_config(["model=tiny", "attention=standard"])
-    for variant in ("gated", "diff_v1", "diff_v2"):
+    for variant in variants():
         other = load_config(["model=tiny", f"attention={variant}"])
         other.model.attention = base.model.attention
         other.run.choices = base.run.choices
         assert other == base
+
+
+@pytest.mark.parametrize("name", variants())
+def test_a_variant_alone_is_the_one_of_the_whole_config(name):
+    alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
+    assert type(alone) is type(composed)
+    assert alone == composed
 
 
 def test_a_field_of_a_variant_can_be_overridden():
@@ -262,6 +269,8 @@ def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
         (["attention=nonsense"], "diff_v2"),
         (["precision=fp8"], "fp32"),
         (["steps=many"], "steps=many"),
+        (["model.match_params_to=diff_v3"], "model.match_params_to=diff_v3"),
+        (["model.match_params_to=[a]"], "model.match_params_to=[a]"),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_it(overrides, named):

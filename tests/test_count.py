@@ -1,23 +1,36 @@
-"""What a model costs: against totals from the shapes, for every size and variant."""
+"""What a model costs: against the equations, for every size and variant."""
 
 import json
+from fractions import Fraction
 
 import pytest
+from equations import (
+    SIZES,
+    VARIANTS,
+    attention,
+    components,
+    flops_per_token,
+    has_shape,
+    sizes,
+    total_params,
+)
 
 from diffllm import build_model, load_config, tools
-from diffllm.config import config_directory
-from diffllm.model.groups import GROUPS, group_of
+from diffllm.errors import ConfigError
+from diffllm.model.groups import GROUPS, component_of, group_of
 from diffllm.tools.count import count
 
-SIZES = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 KEYS = {
     "total_params",
     "active_params",
     "non_embedding_params",
+    "attention_params",
+    "ffn_dim",
     "flops_per_token",
     "kv_cache_bytes_per_token",
     "by_group",
+    "by_component",
+    "matched",
 }
 
 
@@ -25,51 +38,28 @@ def config(size, variant, *extra):
     return load_config([f"model={size}", f"attention={variant}", "data.vocab_size=512", *extra])
 
 
-def attention_shapes(m, variant):
-    """(inputs, outputs) of every matrix of one attention layer, and its vectors' lengths."""
-    width = m.n_heads * m.head_dim
-    matrices = [(m.dim, width), (m.dim, m.n_kv_heads * m.head_dim), (width, m.dim)]
-    matrices.append(matrices[1])
-    vectors = []
-    if variant == "gated":
-        matrices.append((m.dim, width))
-    elif variant == "diff_v1":
-        vectors = [m.head_dim] * 4 + [2 * m.head_dim]
-    elif variant == "diff_v2":
-        matrices[0] = (m.dim, 2 * width)
-        matrices.append((m.dim, m.n_heads))
-    return matrices, vectors
-
-
 def expected_counts(m, variant, seq_len):
-    matrices, vectors = attention_shapes(m, variant)
-    layer_matrices = sum(a * b for a, b in matrices) + 3 * m.dim * m.ffn_dim
-    layer = layer_matrices + sum(vectors) + 2 * m.dim
-    table = m.vocab_size * m.dim
-    tables = table if m.tie_embeddings else 2 * table
-    total = m.n_layers * layer + m.dim + tables
-    # Every matrix is used in 1 forward and 2 backward products of 2 operations; the embedding is
-    # looked up. A query sees as many keys as its position, (T + 1) / 2 on average, in q k and in
-    # weights times v; diff_v1's values are twice as wide, diff_v2 has twice the query heads.
-    keys = sum(range(1, seq_len + 1)) / seq_len
-    qk = av = m.n_heads * m.head_dim
-    if variant == "diff_v1":
-        av *= 2
-    elif variant == "diff_v2":
-        qk, av = 2 * qk, 2 * av
-    flops = 3 * 2 * (m.n_layers * (layer_matrices + keys * (qk + av)) + table)
+    total = total_params(m, variant, m.ffn_dim)
     return {
         "total_params": total,
         "active_params": total,
-        "non_embedding_params": total - table,
-        "flops_per_token": pytest.approx(flops, rel=1e-12),
+        "non_embedding_params": total - m.vocab_size * m.dim,
+        "attention_params": m.n_layers * sum(sizes(attention(m, variant)).values()),
+        "ffn_dim": m.ffn_dim,
+        "flops_per_token": pytest.approx(flops_per_token(m, variant, seq_len), rel=1e-12),
         "kv_cache_bytes_per_token": m.n_layers * 2 * m.n_kv_heads * m.head_dim * 2,
+        "by_component": components(m, variant),
+        "matched": None,
     }
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_counts_equal_those_from_the_shapes(size, variant):
+def test_counts_equal_those_from_the_equations(size, variant):
+    if not has_shape(config(size, "standard").model, variant):
+        with pytest.raises(ConfigError, match="must be"):
+            config(size, variant)
+        return
     cfg = config(size, variant, "seq_len=4096")
     counts = count(cfg)
     groups = counts.pop("by_group")
@@ -80,7 +70,7 @@ def test_counts_equal_those_from_the_shapes(size, variant):
 
 @pytest.mark.parametrize("seq_len", [1, 2, 511, 8192])
 def test_flops_follow_the_sequence_length(seq_len):
-    for variant in VARIANTS:
+    for variant in ("standard", "gated", "diff_v1", "diff_v2"):
         cfg = config("tiny", variant, f"seq_len={seq_len}")
         expected = expected_counts(cfg.model, variant, seq_len)
         assert count(cfg)["flops_per_token"] == expected["flops_per_token"]
@@ -95,13 +85,38 @@ def test_sizes_are_near_their_names(size, params):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_kv_cache_is_the_baselines_to_the_byte(size):
-    cost = {v: count(config(size, v))["kv_cache_bytes_per_token"] for v in VARIANTS}
-    assert len(set(cost.values())) == 1
+def test_diff_v2_costs_the_baselines_kv_cache_to_the_byte(size):
+    standard, diff_v2 = (count(config(size, v)) for v in ("standard", "diff_v2"))
+    assert diff_v2["kv_cache_bytes_per_token"] == standard["kv_cache_bytes_per_token"] > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
+    """H / (4H + 2K): wo has H heads where the plain decoder's has 2H."""
+    cfg = config(size, "diff_v2")
+    h, k = cfg.model.n_heads, cfg.model.n_kv_heads
+    diff_v2 = count(cfg)
+    plain = count(config(size, "standard", "model.attention.query_heads=2.0"))
+    lambdas = diff_v2["by_component"]["lambda/gate"]
+    assert lambdas == cfg.model.n_layers * cfg.model.dim * h
+    saved = plain["attention_params"] - (diff_v2["attention_params"] - lambdas)
+    assert Fraction(saved, plain["attention_params"]) == Fraction(h, 4 * h + 2 * k)
+    assert diff_v2["by_component"]["wq"] == plain["by_component"]["wq"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_and_a_half_times_the_heads_have_diff_v2s_attention_parameters(size):
+    cfg = config(size, "diff_v2")
+    if not has_shape(cfg.model, "standard_1p5x_heads"):
+        pytest.skip("K does not divide 1.5 H")
+    diff_v2, wider = count(cfg), count(config(size, "standard_1p5x_heads"))
+    lambdas = diff_v2["by_component"]["lambda/gate"]
+    assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
 def test_what_variants_add_to_the_baseline_is_what_the_papers_say():
-    totals = {v: count(config("dense_1p3b", v))["total_params"] for v in VARIANTS}
+    variants = ("standard", "gated", "diff_v1", "diff_v2")
+    totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
     assert totals["diff_v1"] - totals["standard"] == layers * (4 * width + 2 * width)
     assert totals["diff_v2"] - totals["standard"] == layers * dim * (heads * width + heads)
@@ -151,6 +166,8 @@ def test_counting_builds_the_same_parameters_as_building(variant):
         ("layers.0.attention.lambda_q1", "lambda"),
         ("layers.0.attention.lambda_k2", "lambda"),
         ("layers.0.attention.w_lambda.weight", "lambda"),
+        ("layers.0.attention.lambda_logit", "lambda"),
+        ("layers.0.attention.sink", "attention"),
         ("layers.0.ffn.w2.weight", "ffn"),
         ("layers.0.ffn.router.weight", "router"),
         ("layers.0.ffn.experts.w1", "ffn"),
@@ -159,6 +176,32 @@ def test_counting_builds_the_same_parameters_as_building(variant):
 )
 def test_groups_of_the_stable_parameter_names(name, group):
     assert group_of(name) == group
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("tok_embeddings.weight", "embeddings/output"),
+        ("output.weight", "embeddings/output"),
+        ("norm.weight", "norms"),
+        ("layers.0.attention_norm.weight", "norms"),
+        ("layers.11.ffn_norm.weight", "norms"),
+        ("layers.0.attention.wq.weight", "wq"),
+        ("layers.0.attention.wo.weight", "wo"),
+        ("layers.0.attention.w_gate.weight", "lambda/gate"),
+        ("layers.0.attention.w_lambda.weight", "lambda/gate"),
+        ("layers.0.attention.lambda_q1", "lambda/gate"),
+        ("layers.0.attention.lambda_logit", "lambda/gate"),
+        ("layers.0.attention.head_norm.weight", "head norms"),
+        ("layers.0.attention.k_norm.weight", "head norms"),
+        ("layers.0.attention.sink", "sink"),
+        ("layers.0.ffn.w2.weight", "ffn"),
+        ("layers.0.ffn.router.weight", "router"),
+        ("layers.0.ffn.experts.w1", "ffn"),
+    ],
+)
+def test_components_of_the_stable_parameter_names(name, component):
+    assert component_of(name) == component
 
 
 def test_the_command_prints_json(capsys):
@@ -184,3 +227,25 @@ def test_a_wrong_choice_is_one_line_and_exit_code_2(capsys):
     assert out == ""
     assert err.startswith("error: model=huge does not exist; choose from ")
     assert len(err.splitlines()) == 1
+
+
+def test_the_command_says_what_was_matched(capsys):
+    words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
+    assert tools.main([*words, "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    target = count(config("tiny", "diff_v2"))
+    assert counts["ffn_dim"] > target["ffn_dim"]
+    difference = 100 * (counts["total_params"] / target["total_params"] - 1)
+    assert counts["matched"] == {
+        "target": "diff_v2",
+        "target_params": target["total_params"],
+        "target_ffn_dim": 384,
+        "params": counts["total_params"],
+        "ffn_dim": counts["ffn_dim"],
+        "difference_percent": pytest.approx(difference),
+    }
+    assert tools.main(words) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("matched"))
+    for part in (counts["total_params"], target["total_params"], counts["ffn_dim"]):
+        assert f"{part:,}" in line
+    assert f"{difference:+.3f}% against diff_v2's" in line

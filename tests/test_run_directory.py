@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
-from diffllm import build_model, load_config
-from diffllm.config import TrainConfig
+from diffllm import build_model, config, load_config
+from diffllm.config import TrainConfig, variants
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.run_directory import RunDirectory, choose_path, load_run_config, resume_checkpoint
 
 STATE_JSON = '{"format": 1, "step": %d, "parameters": {}, "ranks": 1, "loop": {}}'
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+VARIANTS = variants()
 
 
 def tiny(*overrides: str) -> TrainConfig:
@@ -143,6 +143,49 @@ def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_pa
 )
 def test_what_does_not_change_the_result_may_change(begun, override):
     RunDirectory(begun, tiny(override)).check()
+
+
+MATCHED = ("attention=standard", "model.match_params_to=diff_v2")
+
+
+@pytest.fixture
+def matched(tmp_path: Path, tokenizer: Path) -> Path:
+    """The directory of a run whose width was solved."""
+    directory = RunDirectory(tmp_path / "matched", tiny(*MATCHED))
+    directory.begin(tokenizer)
+    (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    directory.lock.release()
+    return directory.path
+
+
+def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch):
+    again = tiny(*MATCHED)
+    RunDirectory(matched, again).check()
+    monkeypatch.setattr(config, "match", None)  # a saved width is not solved again
+    saved = load_run_config(matched)
+    assert saved == again
+    assert (saved.run.matched.target_ffn_dim, saved.run.matched.target) == (384, "diff_v2")
+    params = sum(p.numel() for p in build_model(saved.model).parameters())
+    assert params == saved.run.matched.params
+    assert saved.model.ffn_dim == saved.run.matched.ffn_dim > 384
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["attention=standard"], "model.ffn_dim: 432 there, 384 here"),
+        (["attention=standard"], "model.match_params_to: diff_v2 there, None here"),
+        (
+            ["attention=standard", "model.match_params_to=gated_headwise"],
+            "model.ffn_dim: 432 there",
+        ),
+        ([*MATCHED, "model.ffn_dim=512"], "model.ffn_dim: 432 there"),
+    ],
+)
+def test_a_matched_run_with_another_width_or_target_is_refused(matched, overrides, key):
+    with pytest.raises(ConfigError, match="is a run with another config") as caught:
+        RunDirectory(matched, tiny(*overrides)).check()
+    assert key in str(caught.value)
 
 
 def test_resume_never_refuses_a_directory_that_holds_a_run(begun, tmp_path):
@@ -297,6 +340,8 @@ FOREIGN = {
     "an unknown resolver": b"run: {choices: {attention: standard}}\nseed: ${py:1+1}\n",
     "a bad interpolation": b"run: {choices: {attention: '${'}}\n",
     "a target": b"run: {choices: {attention: standard}}\nmodel: {_target_: os.system}\n",
+    "a match that is a number": b"run: {choices: {attention: standard}, matched: 17}\n",
+    "half a match": b"run: {choices: {attention: standard}, matched: {target: gated}}\n",
     "a model that is a number": b"run: {choices: {attention: standard}}\nmodel: 17\n",
 }
 

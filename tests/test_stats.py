@@ -8,6 +8,7 @@ import torch
 from single_process import gloo_group
 
 from diffllm import build_model, load_config
+from diffllm.config import variants
 from diffllm.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
 from diffllm.errors import ConfigError
 from diffllm.model.attention.ops import attend
@@ -23,9 +24,22 @@ COMMON = {
 LAMBDA = {"lambda_mean", "lambda_min", "lambda_max"}
 EXPECTED = {
     "standard": COMMON,
+    "standard_1p5x_heads": COMMON,
+    "standard_sink": COMMON,
+    "standard_off_by_one": COMMON,
     "gated": COMMON | {"gate_mean"},
+    "gated_headwise": COMMON | {"gate_mean"},
     "diff_v1": COMMON | LAMBDA,
+    "diff_v1_clamped": COMMON | LAMBDA,
+    "diff_v1_lambda_const": COMMON | LAMBDA,
+    "diff_v1_no_head_norm": COMMON | LAMBDA,
     "diff_v2": COMMON | LAMBDA,
+    "diff_v2_head_norm": COMMON | LAMBDA,
+    "diff_v2_lambda_fixed": COMMON | LAMBDA,
+    "diff_v2_lambda_scalar": COMMON | LAMBDA,
+    "diff_v2_no_lambda": COMMON | LAMBDA,
+    "diff_v2_no_sigmoid": COMMON | LAMBDA,
+    "diff_v2_unshared_kv": COMMON | LAMBDA,
 }
 
 
@@ -44,6 +58,10 @@ def tiny(variant, *extra):
 def batch(size=4):
     tokens = torch.randint(0, 64, (size, 17))
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_every_variant_has_its_names():
+    assert EXPECTED.keys() == set(variants())
 
 
 def test_nothing_is_computed_unless_asked_for():

@@ -171,6 +171,7 @@ KEYS = [
     (["attenton=standard"], ["attenton", "attention"]),
     (["+attenton=standard"], ["attenton", "attention"]),
     (["optimiser.lr=1"], ["optimiser.lr", "optim.lr"]),
+    (["run.matched.target=gated"], ["run.matched.target"]),
     (["~stepz"], ["stepz"]),
     (["~model"], ["model"]),
 ]
@@ -187,6 +188,8 @@ CHOICES = [
     (["attention=null"], ["attention", *VARIANTS]),
     (["model=[tiny,mini]"], ["model", "tiny", "mini"]),
     (["attention=3"], ["attention=3", *VARIANTS]),
+    (["model.match_params_to=diff_v3"], ["model.match_params_to=diff_v3", "mean", *VARIANTS]),
+    (["model.match_params_to="], ["model.match_params_to=", *VARIANTS]),
 ]
 TYPES = [
     (["steps=many"], ["steps", "many", "nteger"]),
@@ -249,6 +252,14 @@ RANGES = [
     (
         ["attention=diff_v1", "model.n_heads=4", "model.n_kv_heads=1"],
         ["model.n_kv_heads=1", "diff_v1", "even"],
+    ),
+    (
+        ["attention=gated", "model.match_params_to=diff_v1", "model.n_kv_heads=1"],
+        ["model.match_params_to=diff_v1: model.n_kv_heads=1", "even"],
+    ),
+    (
+        ["model.match_params_to=standard", "attention=diff_v2", "model.ffn_dim=8"],
+        ["model.match_params_to=standard", "closest", "model.ffn_dim"],
     ),
     (["model.rope.theta=0"], ["model.rope.theta=0", "positive"]),
     (["model.init_std=0"], ["model.init_std=0"]),

@@ -1,0 +1,118 @@
+"""Parameters and FLOPs from the variants' equations, in the shapes alone: nothing is built.
+
+D model width, H heads, K kv heads, d head_dim.
+"""
+
+from dataclasses import dataclass, field
+
+from diffllm.config import config_directory
+
+SIZES = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
+VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+
+
+@dataclass
+class Layer:
+    """One attention layer."""
+
+    matrices: dict[str, tuple[int, int]]
+    """Inputs and outputs of every matrix."""
+    vectors: dict[str, int] = field(default_factory=dict)
+    """Lengths."""
+    qk_width: int = 0
+    """Multiplications a query and key in q k, over all heads."""
+    av_width: int = 0
+    """The same in weights times v."""
+
+
+def has_shape(m, variant):
+    """Whether a variant can have this many heads."""
+    if variant == "standard_1p5x_heads":
+        return 3 * m.n_heads % (2 * m.n_kv_heads) == 0
+    if variant.startswith("diff_v1"):
+        return m.n_heads % 2 == m.n_kv_heads % 2 == 0
+    return True
+
+
+def attention(m, variant):
+    """softmax(q k) v with H heads over K; then what each variant changes."""
+    width, kv = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
+    layer = Layer(
+        {"wq": (m.dim, width), "wk": (m.dim, kv), "wv": (m.dim, kv), "wo": (width, m.dim)},
+        qk_width=width,
+        av_width=width,
+    )
+    match variant:
+        case "standard" | "standard_off_by_one":
+            pass
+        case "standard_sink":
+            layer.vectors["sink"] = m.n_heads
+        case "standard_1p5x_heads":
+            layer.qk_width = layer.av_width = 3 * width // 2
+            layer.matrices["wq"] = (m.dim, 3 * width // 2)
+            layer.matrices["wo"] = (3 * width // 2, m.dim)
+        case "gated":
+            layer.matrices["w_gate"] = (m.dim, width)
+        case "gated_headwise":
+            layer.matrices["w_gate"] = (m.dim, m.n_heads)
+        case "diff_v1" | "diff_v1_clamped" | "diff_v1_lambda_const" | "diff_v1_no_head_norm":
+            layer.vectors |= {f"lambda_{name}": m.head_dim for name in ("q1", "k1", "q2", "k2")}
+            if variant != "diff_v1_no_head_norm":
+                layer.vectors["head_norm"] = 2 * m.head_dim
+            layer.av_width = 2 * width  # H maps over values that are 2d wide
+        case _:
+            layer.matrices["wq"] = (m.dim, 2 * width)
+            layer.qk_width = layer.av_width = 2 * width
+            match variant:
+                case "diff_v2" | "diff_v2_no_sigmoid" | "diff_v2_unshared_kv":
+                    layer.matrices["w_lambda"] = (m.dim, m.n_heads)
+                case "diff_v2_head_norm":
+                    layer.matrices["w_lambda"] = (m.dim, m.n_heads)
+                    layer.vectors["head_norm"] = m.head_dim
+                case "diff_v2_lambda_scalar":
+                    layer.vectors["lambda_logit"] = m.n_heads
+                case "diff_v2_lambda_fixed" | "diff_v2_no_lambda":
+                    pass
+                case _:
+                    raise AssertionError(f"no equations for {variant}")
+    if m.qk_norm:
+        layer.vectors |= {"q_norm": m.head_dim, "k_norm": m.head_dim}
+    return layer
+
+
+def sizes(layer):
+    """Parameters by their names."""
+    return {name: a * b for name, (a, b) in layer.matrices.items()} | layer.vectors
+
+
+def components(m, variant):
+    """Parameters of the whole model by component."""
+    parts = sizes(attention(m, variant))
+    lambdas = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_logit", "w_lambda")
+    inside = {name: parts[name] for name in ("wq", "wk", "wv", "wo")}
+    inside["lambda/gate"] = sum(parts.get(name, 0) for name in (*lambdas, "w_gate"))
+    inside["head norms"] = sum(parts.get(name, 0) for name in ("head_norm", "q_norm", "k_norm"))
+    if "sink" in parts:
+        inside["sink"] = parts["sink"]
+    tables = 1 if m.tie_embeddings else 2
+    return {name: m.n_layers * params for name, params in inside.items()} | {
+        "ffn": m.n_layers * 3 * m.dim * m.ffn_dim,
+        "norms": (2 * m.n_layers + 1) * m.dim,
+        "embeddings/output": tables * m.vocab_size * m.dim,
+    }
+
+
+def total_params(m, variant, ffn_dim):
+    """Parameters of the whole model."""
+    layer = sum(sizes(attention(m, variant)).values()) + 3 * m.dim * ffn_dim + 2 * m.dim
+    return m.n_layers * layer + m.dim + (1 if m.tie_embeddings else 2) * m.vocab_size * m.dim
+
+
+def flops_per_token(m, variant, seq_len):
+    """Every matrix is used in 1 forward and 2 backward products of 2 operations; the embedding is
+    looked up. A query sees as many keys as its position, (T + 1) / 2 on average."""
+    layer = attention(m, variant)
+    matrices = sum(a * b for a, b in layer.matrices.values()) + 3 * m.dim * m.ffn_dim
+    keys = sum(range(1, seq_len + 1)) / seq_len
+    maps = keys * (layer.qk_width + layer.av_width)
+    return 3 * 2 * (m.n_layers * (matrices + maps) + m.vocab_size * m.dim)

@@ -1,0 +1,75 @@
+"""A sweep whose variants have equal parameters: what it says, and that its runs can be used."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_helpers import Result, changes, command, snapshot, train_command
+
+from diffllm.tools.generate import load_model
+
+WORDS = [
+    *("-m", "attention=standard,diff_v2", "run.sweep=fair"),
+    *("model.match_params_to=diff_v2", "model.ffn_dim=512"),
+]
+LAYER = 128 * (2 * 128 + 64 + 64 + 128 + 4) + 3 * 128 * 512 + 2 * 128
+V2_PARAMS = 2 * LAYER + 128 + 2 * 512 * 128
+"""Of diff_v2 in the tiny shape: wq, wk, wv, wo, w_lambda, feed-forward, norms; both tables."""
+
+
+@pytest.fixture(scope="module")
+def swept(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny: list[str],
+    environment: dict[str, str],
+    finished_run: Path,
+) -> tuple[Path, Result]:
+    cwd = tmp_path_factory.mktemp("matched")
+    return cwd, command(train_command([*WORDS, *tiny]), cwd, environment)
+
+
+def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Path, Result]) -> None:
+    cwd, result = swept
+    assert result.code == 0, result.err
+    for variant in ("standard", "diff_v2"):
+        run = cwd / "outputs" / "fair" / variant
+        model = load_model(run)
+        params, width = sum(p.numel() for p in model.parameters()), model.cfg.ffn_dim
+        percent = 100 * (params / V2_PARAMS - 1)
+        assert abs(percent) <= 0.5
+        said = (
+            f"ffn_dim {width} gives {params:,} parameters, {percent:+.3f}% against diff_v2's "
+            f"{V2_PARAMS:,} at ffn_dim 512"
+        )
+        starts = [f"matched: {said}", f"matched       {said}"]
+        lines = result.out.splitlines()
+        assert [line for line in lines if line in starts] == starts, result.out
+        expected = {
+            "target": "diff_v2",
+            "target_params": V2_PARAMS,
+            "target_ffn_dim": 512,
+            "params": params,
+            "ffn_dim": width,
+        }
+        saved = yaml.safe_load((run / "config.yaml").read_text())
+        assert saved["model"]["ffn_dim"] == width
+        assert saved["run"]["matched"] == expected
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["matched"] == {**expected, "difference_percent": pytest.approx(percent)}
+    assert load_model(cwd / "outputs" / "fair" / "diff_v2").cfg.ffn_dim == 512
+    assert load_model(cwd / "outputs" / "fair" / "standard").cfg.ffn_dim > 512
+
+
+def test_the_same_sweep_again_finds_its_runs_finished(
+    swept: tuple[Path, Result], tiny: list[str], environment: dict[str, str]
+) -> None:
+    cwd, _ = swept
+    runs = [cwd / "outputs" / "fair" / variant for variant in ("standard", "diff_v2")]
+    before = snapshot(*runs)
+    again = command(train_command([*WORDS, *tiny]), cwd, environment)
+    assert again.code == 0, again
+    for run in runs:
+        assert re.search(rf"^outputs/fair/{run.name} is finished: 4 steps$", again.out, re.M)
+    assert not changes(before, snapshot(*runs))

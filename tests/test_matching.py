@@ -1,0 +1,183 @@
+"""`model.match_params_to`: the totals that the equations give, and a width found by trying all."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from equations import SIZES, VARIANTS, has_shape, total_params
+
+from diffllm import build_model, config, load_config
+from diffllm.config import variant_config
+from diffllm.errors import ConfigError
+from diffllm.matching import MODULI, match
+
+ODD = ["model=tiny", "model.ffn_dim=999"]  # a multiple of no modulus
+cached_variant = cache(variant_config)
+
+
+@cache
+def shape(size):
+    return load_config([f"model={size}", "attention=standard", "data.vocab_size=512"]).model
+
+
+def matched(model, own, target):
+    model = replace(model, attention=cached_variant(own))
+    return match(model, own, target, cached_variant(target))
+
+
+def by_trying(model, own, target):
+    """(modulus, smallest difference) of the largest modulus that comes within 0.5%.
+
+    The modulus is None if the width stays, 0 if no multiple of any is close enough.
+    """
+    wanted = total_params(model, target, model.ffn_dim)
+    if total_params(model, own, model.ffn_dim) == wanted:
+        return None, 0
+    for modulus in (64, 32, 16, 8):
+        widths = range(modulus, 3 * model.ffn_dim + 1000, modulus)
+        closest = min(abs(total_params(model, own, width) - wanted) for width in widths)
+        if closest * 200 <= wanted:
+            return modulus, closest
+    return 0, closest
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("target", ["diff_v2", "standard_1p5x_heads", "gated"])
+def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
+    model = shape(size)
+    if not has_shape(model, target):
+        with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
+            matched(model, "standard", target)
+        return
+    own_variants = [variant for variant in VARIANTS if has_shape(model, variant)]
+    assert len(own_variants) >= 16
+    for own in own_variants:
+        found = matched(model, own, target)
+        wanted = total_params(model, target, model.ffn_dim)
+        assert (found.target, found.target_params) == (target, wanted)
+        assert found.target_ffn_dim == model.ffn_dim
+        assert found.params == total_params(model, own, found.ffn_dim)
+        assert abs(found.params - wanted) <= 0.005 * wanted
+        modulus, closest = by_trying(model, own, target)
+        assert modulus != 0
+        assert abs(found.params - wanted) == closest
+        assert found.ffn_dim > 0
+        if modulus is None:
+            assert found.ffn_dim == model.ffn_dim
+        else:
+            assert found.ffn_dim % modulus == 0
+
+
+def test_smaller_moduli_serve_where_larger_ones_are_too_coarse():
+    small = replace(shape("tiny"), dim=32, n_layers=4, vocab_size=64)
+    met = {}
+    for width in range(8, 1200, 23):
+        model = replace(small, ffn_dim=width)
+        for own in ("standard", "gated"):
+            modulus, closest = by_trying(model, own, "diff_v2")
+            met[modulus] = met.get(modulus, 0) + 1
+            if modulus == 0:
+                with pytest.raises(ConfigError, match="cannot come within"):
+                    matched(model, own, "diff_v2")
+                continue
+            found = matched(model, own, "diff_v2")
+            assert abs(found.params - found.target_params) == closest
+            assert found.ffn_dim % modulus == 0
+    assert met.keys() == {0, *MODULI}, met
+
+
+@pytest.mark.parametrize("own", ["diff_v2", "diff_v2_no_sigmoid", "diff_v2_unshared_kv"])
+def test_a_width_that_gives_the_targets_total_stays(own):
+    cfg = load_config([*ODD, f"attention={own}", "model.match_params_to=diff_v2"])
+    assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim == 999
+    assert cfg.run.matched.difference_percent == 0
+
+
+def test_the_loaded_config_holds_the_solved_width_and_what_was_matched():
+    target = build_model(load_config(["model=tiny", "attention=diff_v2"]).model)
+    wanted = sum(p.numel() for p in target.parameters())
+    plain = load_config(["model=tiny", "attention=standard"])
+    cfg = load_config(["model=tiny", "attention=standard", "model.match_params_to=diff_v2"])
+    total = sum(p.numel() for p in build_model(cfg.model).parameters())
+    assert total == pytest.approx(wanted, rel=0.005)
+    found = cfg.run.matched
+    assert (found.target, found.target_params, found.target_ffn_dim) == ("diff_v2", wanted, 384)
+    assert (found.params, found.ffn_dim) == (total, cfg.model.ffn_dim)
+    assert found.difference_percent == pytest.approx(100 * (total / wanted - 1))
+    cfg.model.ffn_dim, cfg.model.match_params_to, cfg.run.matched = 384, None, None
+    assert cfg == plain, "something else was changed"
+
+
+def test_without_a_target_nothing_is_solved(monkeypatch):
+    monkeypatch.setattr(config, "match", None)
+    for words in ([], ["model.match_params_to=null"]):
+        cfg = load_config([*ODD, *words])
+        assert (cfg.model.ffn_dim, cfg.run.matched) == (999, None)
+
+
+def test_fields_of_the_own_variant_are_not_the_targets():
+    """gated matched to gated's YAML: the headwise gate is made up for."""
+    words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
+    cfg = load_config([*words, "model.attention.gate=headwise"])
+    yaml = load_config(["model=mini", "attention=gated"]).model
+    assert cfg.run.matched.target_params == total_params(yaml, "gated", yaml.ffn_dim)
+    assert cfg.run.matched.params == total_params(yaml, "gated_headwise", cfg.model.ffn_dim)
+    assert cfg.model.ffn_dim > yaml.ffn_dim
+
+
+def test_everything_else_of_the_config_is_the_targets_too():
+    words = ["model=mini", "model.tie_embeddings=true", "model.qk_norm=true", "model.n_layers=3"]
+    cfg = load_config([*words, "attention=standard", "model.match_params_to=diff_v2"])
+    assert cfg.run.matched.target_params == total_params(cfg.model, "diff_v2", 768)
+    assert cfg.run.matched.params == total_params(cfg.model, "standard", cfg.model.ffn_dim)
+
+
+def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
+    words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*words, "model.ffn_dim=8"])
+    model = load_config(["model=tiny"]).model
+    closest = total_params(model, "diff_v2", 8)
+    message = str(caught.value)
+    assert message.startswith("model.match_params_to=standard: attention=diff_v2 cannot come")
+    assert f"the {total_params(model, 'standard', 8):,} parameters" in message
+    assert f"closest total is {closest:,}, at model.ffn_dim=8:" in message
+    assert message.endswith("start from a larger model.ffn_dim")
+    load_config([*words, "model.ffn_dim=256"])
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("diff_v3", "did you mean diff_v2? "),
+        ("gatd", "did you mean gated? "),
+        ("none", ""),
+        ("", ""),
+        ("../data/stdlib", ""),
+    ],
+)
+def test_an_unknown_target_is_answered_with_the_choices_and_nothing_is_built(
+    monkeypatch, value, hint
+):
+    monkeypatch.setattr(config, "match", None)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model=tiny", f"model.match_params_to={value}"])
+    choices = ", ".join(VARIANTS)
+    assert str(caught.value) == (
+        f"model.match_params_to={value} does not exist; {hint}choose from {choices}"
+    )
+
+
+def test_a_target_that_cannot_have_the_shape_is_named_as_the_target():
+    words = ["model=tiny", "attention=standard", "model.n_heads=3", "model.n_kv_heads=3"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*words, "model.match_params_to=diff_v1"])
+    assert str(caught.value).startswith(
+        "model.match_params_to=diff_v1: model.n_heads=3 must be even for attention=diff_v1"
+    )
+
+
+@pytest.mark.parametrize("word", ["run.matched=x", "+run.matched.target=x", "run.choices.model=x"])
+def test_the_record_cannot_be_made_up(word):
+    with pytest.raises(ConfigError, match="fills this in"):
+        load_config(["model=tiny", word])
