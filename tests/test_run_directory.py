@@ -295,7 +295,8 @@ def test_fields_of_a_variant_come_back(tmp_path, tokenizer):
     RunDirectory(tmp_path / "run", cfg).begin(tokenizer)
     assert load_run_config(tmp_path / "run") == cfg
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["attention"] == {
-        "gate": "headwise"
+        "backend": "sdpa",
+        "gate": "headwise",
     }
 
 
