@@ -10,9 +10,6 @@ import torch
 from diffllm.data import Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.maps import LayerMaps, first_token_weight, layer_maps, mean_entropy, negative_share
-from diffllm.model.attention.base import AttentionConfig
-from diffllm.model.attention.diff_v1 import DiffV1Config
-from diffllm.model.attention.diff_v2 import DiffV2Config, Pairing
 from diffllm.run_directory import load_run_config
 from diffllm.tools.arguments import parse
 from diffllm.tools.attention_map_figure import draw
@@ -47,7 +44,8 @@ def main(argv: list[str]) -> None:
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
     out = figure_path(args, run, layer)
-    shown = layer_maps(load_model(run, args.step), torch.tensor([tokens]), layer)
+    model = load_model(run, args.step)
+    shown = layer_maps(model, torch.tensor([tokens]), layer)
     if not all(m.isfinite().all() for m in shown.maps.values()):
         raise CheckpointError(f"layer {layer} of {run} gives weights that are not finite numbers")
     heads = head_indices(args.head, shown.effective.shape[1])
@@ -55,7 +53,8 @@ def main(argv: list[str]) -> None:
     title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
     for name, values in shown.by_query.items():
         title += f", mean {name} {values[0, heads].mean():.3f}"
-    title += remark(cfg.model.attention)
+    note = model.layers[layer].attention.maps_note
+    title += f"\n{note}" if note else ""
     figure = draw(shown, heads, [visible(tokenizer.piece(token)) for token in tokens], title)
     image = io.BytesIO()
     figure.savefig(image, format=out.suffix[1:].lower(), dpi=200)
@@ -64,15 +63,6 @@ def main(argv: list[str]) -> None:
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
     print(f"{title}\n{table(shown, heads)}\nfigure: {out}")
-
-
-def remark(variant: AttentionConfig) -> str:
-    """A second line of the title where "difference" is not simply what weights the values."""
-    if isinstance(variant, DiffV2Config) and variant.pairing is Pairing.halves:
-        return "\nmap 1 and map 2 weight different values: their difference weights none"
-    if isinstance(variant, DiffV1Config) and variant.clamp:
-        return "\ndifference clamped at 0 and renormalised"
-    return ""
 
 
 def layer_index(layer: int, n_layers: int) -> int:

@@ -115,6 +115,8 @@ class Attention(nn.Module):
 
     fp32_parameters: tuple[str, ...] = ()
     """Names of own parameters that mixed precision must leave in float32."""
+    maps_note: str = ""
+    """What a reader of `maps` has to know besides their names."""
     explicit_mask: bool = False
     """Whether documents are masked by a boolean tensor, because no kernel knows this map."""
 

@@ -63,6 +63,10 @@ class DiffV2Attention(Attention):
             context_dim=model.n_heads * model.head_dim,
         )
         self.cfg = cfg
+        if cfg.pairing is Pairing.halves:
+            self.maps_note = (
+                "map 1 and map 2 weight different values: their difference weights none"
+            )
         if cfg.lambda_form in (Lambda.sigmoid, Lambda.raw):
             self.w_lambda = nn.Linear(model.dim, model.n_heads, bias=False)
         if cfg.lambda_form is Lambda.scalar:
@@ -82,7 +86,6 @@ class DiffV2Attention(Attention):
         return self.head_norm(context) if self.cfg.head_norm else context
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """With pairing=halves the two maps of a pair weight different values."""
         map1, map2 = self.pair(attention_weights(q, k, mask), dim=1)
         lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)
         return {"map 1": map1, "map 2": map2, "difference": map1 - lam * map2}
