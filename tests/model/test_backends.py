@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import restore_flash_attention_impl
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from variants import SHAPES, VARIANTS, small_config
@@ -98,7 +99,8 @@ def gpu(monkeypatch):
             importlib.util, "find_spec", lambda name: object() if name in packages else None
         )
         activated = []
-        monkeypatch.setattr(ops, "activate_flash_attention_impl", activated.append)
+        monkeypatch.setattr(ops, "activate_flash_4", lambda: activated.append("FA4"))
+        monkeypatch.setattr(ops, "try_flash", lambda device: activated.append("tried"))
         return activated
 
     return make
@@ -122,7 +124,42 @@ V4 = ("flash_attn", "flash_attn.cute")
 def test_flash_takes_the_newest_version_that_the_gpu_runs(gpu, packages, capability, activated):
     calls = gpu(*packages, capability=capability)
     prepare_backend(Backend.flash, CUDA, torch.bfloat16)
-    assert calls == activated
+    assert calls == [*activated, "tried"]
+
+
+def test_a_flash_package_that_fails_is_refused_with_its_reason(gpu, monkeypatch):
+    def fail(device):
+        raise ValueError("too many values to unpack")
+
+    gpu(*V2)
+    monkeypatch.setattr(ops, "try_flash", fail)
+    with pytest.raises(ConfigError, match=r"flash-attn fails with torch .*too many values"):
+        prepare_backend(Backend.flash, CUDA, torch.bfloat16)
+
+
+@pytest.fixture
+def flash_4_stand_in(monkeypatch):
+    """The private functions of flash-attn-4 that torch's dispatcher asks for."""
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    interface = ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd = lambda *args, **kwargs: ("out", "lse", None, None, None)
+    interface._flash_attn_bwd = lambda *args, **kwargs: "gradients"
+    package.cute, cute.interface = cute, interface
+    for module in (package, cute, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, ops.FLASH_4, raising=False)
+    yield
+    sys.modules.pop(ops.FLASH_4, None)
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+def test_flash_4_takes_the_place_of_torchs_kernels_with_the_results_torch_expects(flash_4_stand_in):
+    assert not ops.sdpa_is_flash_4()
+    ops.activate_flash_4()
+    assert ops.sdpa_is_flash_4()
+    adapted = importlib.import_module(ops.FLASH_4)
+    assert adapted._flash_attn_fwd() == ("out", "lse")
+    assert adapted._flash_attn_bwd() == "gradients"
 
 
 @pytest.mark.parametrize(("packages", "capability"), [((), (9, 0)), (V4, (8, 0))])

@@ -318,11 +318,14 @@ def prepare_backend(
             f"{name} needs the flash-attn package, which is not installed: version 2, or "
             "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
         )
-    q = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     try:
-        flash(q, q, q, 1.0).sum().backward()
+        try_flash(device)
     except Exception as error:
-        torch_version = torch.__version__
-        raise ConfigError(
-            f"{name}: flash-attn fails with torch {torch_version}: {error}"
-        ) from error
+        version = torch.__version__
+        raise ConfigError(f"{name}: flash-attn fails with torch {version}: {error}") from error
+
+
+def try_flash(device: torch.device) -> None:
+    """One small call of the flash-attn package, forward and backward."""
+    q = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    flash(q, q, q, 1.0).sum().backward()
