@@ -275,7 +275,8 @@ def explain(error: Exception, overrides: list[str]) -> str:
         key = override.partition("=")[0].lstrip("+~")
         unknown = re.search(r"Key '(\S+)' is not in struct|Key '(\S+)' not in", text)
         if unknown and (unknown[1] or unknown[2]) in key.split("."):
-            defaults = compose("train")
+            chosen = [word for word in overrides if word.partition("=")[0] in GROUPS]
+            defaults = compose("train", overrides=chosen)
             return f"unknown key {key}{suggest(key, known_keys(defaults))}"
         if f"'{key}'" in text or re.search(rf"full_key: {re.escape(key)}$", str(cause), re.M):
             return f"{override}: {text}"

@@ -32,7 +32,7 @@ def generate(
             it: what it would get alone from the next seed.
         max_new_tokens: for each; fewer where `model.cfg.seq_len` leaves no room.
         temperature: 0 (below 1e-6) takes the most likely token.
-        top_p: sample among the fewest tokens whose probabilities sum to at least this
+        top_p: above 0; sample among the fewest tokens whose probabilities sum to at least this
             (Holtzman et al., arXiv 1904.09751).
         seed: of the sampling; the same on every rank of a sharded model.
         vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
@@ -86,10 +86,11 @@ def read_prompts(
     """
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-    logits = model(torch.tensor(padded, device=device), caches=caches)
+    last = torch.tensor(lengths, device=device) - 1
+    logits = model(torch.tensor(padded, device=device), caches=caches, last=last)
     for cache in caches:
         cache.truncate(lengths)
-    return logits[torch.arange(len(prompts)), [length - 1 for length in lengths]]
+    return logits
 
 
 def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diffllm.model import Transformer
 from diffllm.model.attention.base import Attention, Maps, Shown
-from diffllm.model.attention.ops import Mask
 from diffllm.model.rope import Rope
 
 ROUNDING = 1e-4
@@ -37,19 +36,21 @@ class LayerMaps:
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
     """The maps of `layer` (from 0) over tokens (B, T) int64, a document a row."""
     x = model.tok_embeddings(tokens)
-    rope, mask = model.whole_sequences(tokens, None, x.dtype)
+    rope = model.rope(0, tokens.shape[1])
     for block in model.layers[:layer]:
-        x, _ = block(x, rope, mask)
+        x, _ = block(x, rope)
     block = model.layers[layer]
-    return attention_maps(block.attention, block.attention_norm(x), rope, mask)
+    return attention_maps(block.attention, block.attention_norm(x), rope)
 
 
-def attention_maps(attention: Attention, x: Tensor, rope: Rope, mask: Mask = None) -> LayerMaps:
+def attention_maps(
+    attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
+) -> LayerMaps:
     """The causal maps of an attention module that reads x (B, T, D), normalised."""
     q, k, _ = attention.project(x, rope)
     shown: Shown = {}
     attention(x, rope, mask, show=shown)
-    layer = LayerMaps(attention.maps(x, q, k), {})
+    layer = LayerMaps(attention.maps(x, q, k, mask), {})
     batch, heads, length = layer.effective.shape[:3]
     if "lambda" in shown:
         by_head = shown["lambda"].expand(batch, length, heads)

@@ -64,7 +64,9 @@ def prepare_and_execute(
         display.say(f"{claimed['path']} is finished: {cfg.steps} steps")
         return
     device = world.device()
-    prepare_backend(cfg.model.attention.backend, device, compute_dtype(cfg.precision, device))
+    attention = cfg.model.attention
+    dtype = compute_dtype(cfg.precision, device)
+    prepare_backend(attention.backend, device, attention.kernel_width(cfg.model), dtype)
     data = prepare(cfg.data)
     check_fit(cfg, data)
     if directory:

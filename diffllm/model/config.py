@@ -52,7 +52,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        self.rope.validate(self.seq_len)
+        self.rope.validate()
         for name in ("init_std", "norm_eps"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be positive")

@@ -50,25 +50,26 @@ class RopeConfig:
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; null: 0.1 ln(factor) + 1."""
 
-    def validate(self, seq_len: int) -> None:
+    def validate(self) -> None:
         """Raise ConfigError for values that no frequencies follow from."""
         if self.theta <= 0:
             raise ConfigError(f"model.rope.theta={self.theta} must be positive")
         if self.factor < 1:
             raise ConfigError(f"model.rope.factor={self.factor} must be at least 1")
-        if self.scaling is RopeScaling.none:
-            if self.factor != 1:
+        for name, scalings in USED_BY.items():
+            if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
+                needed = " or ".join(scaling.name for scaling in scalings)
                 raise ConfigError(
-                    f"model.rope.factor={self.factor} needs model.rope.scaling="
-                    "linear, llama3 or yarn"
+                    f"model.rope.{name}={getattr(self, name)} needs model.rope.scaling={needed}, "
+                    f"not {self.scaling.name}"
                 )
+        if self.scaling is RopeScaling.none:
             return
         if self.scaling is not RopeScaling.linear:
-            if self.original_seq_len is None or not 1 <= self.original_seq_len <= seq_len:
+            if self.original_seq_len is None or self.original_seq_len < 1:
                 raise ConfigError(
                     f"model.rope.scaling={self.scaling.name} needs model.rope.original_seq_len, "
-                    f"the context of the earlier training: 1 to seq_len={seq_len}, "
-                    f"not {self.original_seq_len}"
+                    f"the context of the earlier training, not {self.original_seq_len}"
                 )
             if self.theta <= 1:
                 raise ConfigError(
@@ -84,6 +85,18 @@ class RopeConfig:
             raise ConfigError(
                 f"model.rope.attention_factor={self.attention_factor} must be positive"
             )
+
+
+LONGER = (RopeScaling.linear, RopeScaling.llama3, RopeScaling.yarn)
+USED_BY = {
+    "factor": LONGER,
+    "original_seq_len": LONGER[1:],
+    "low_freq_factor": (RopeScaling.llama3,),
+    "high_freq_factor": (RopeScaling.llama3,),
+    "beta_slow": (RopeScaling.yarn,),
+    "beta_fast": (RopeScaling.yarn,),
+    "attention_factor": (RopeScaling.yarn,),
+}
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
@@ -124,7 +137,9 @@ def attention_factor(cfg: RopeConfig) -> float:
     """What cos and sin are multiplied by: sqrt(1/t) of YaRN, section 3.4; 1 without it."""
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0
-    return cfg.attention_factor or 0.1 * math.log(cfg.factor) + 1
+    if cfg.attention_factor is not None:
+        return cfg.attention_factor
+    return 0.1 * math.log(cfg.factor) + 1
 
 
 class RotaryEmbedding(nn.Module):

@@ -80,6 +80,7 @@ class Transformer(nn.Module):
         caches: list[KVCache] | None = None,
         diagnose: bool = False,
         documents: Documents | None = None,
+        last: Tensor | None = None,
     ) -> Any:
         """tokens (B, T) int64 -> logits (B, T, V), or a TrainOutput when targets are given.
 
@@ -88,6 +89,7 @@ class Transformer(nn.Module):
             caches: one a layer, for decoding; tokens then follow what the caches hold.
             diagnose: also return each layer's statistics (with targets).
             documents: of the tokens; attention stays inside them and their positions start at 0.
+            last: (B,) int64, the one position of each row whose logits are wanted: (B, V).
         """
         x = self.tok_embeddings(tokens)
         if caches:
@@ -98,6 +100,8 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             x, layer_stats = layer(x, rope, mask, caches[i] if caches else None, diagnose)
             stats.append(layer_stats)
+        if last is not None:
+            x = x[torch.arange(len(x), device=x.device), last]
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
@@ -191,7 +195,7 @@ def build_model(cfg: ModelConfig) -> Transformer:
     """
     device = torch.get_default_device()
     if device.type != "meta":
-        prepare_backend(cfg.attention.backend, device)
+        prepare_backend(cfg.attention.backend, device, cfg.attention.kernel_width(cfg))
     model = Transformer(cfg)
     if model.tok_embeddings.weight.device.type != "meta":
         model.reset_parameters()

@@ -115,7 +115,7 @@ def split_compare(words: list[str]) -> tuple[list[str], list[str]]:
         check_variant("--compare: ", name)
     if len(set(names)) < len(names):
         raise ConfigError(f"--compare={text} names a variant twice")
-    chosen = [word for word in overrides if word.startswith("attention=")]
+    chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
     if chosen:
         raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
     return overrides, names

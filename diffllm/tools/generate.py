@@ -54,7 +54,7 @@ def load_model(run: Path, step: int = 0) -> Transformer:
 def main(argv: list[str]) -> None:
     """Print the prompt and its continuation."""
     args = parse(Arguments, argv, 'diffllm generate run=<dir> prompt="def "')
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
+    if not args.temperature >= 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise ConfigError("temperature must be >= 0, top_p in (0, 1], max_new_tokens >= 1")
     if not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"seed={args.seed} must fit into 64 bits")

@@ -61,7 +61,7 @@ def test_backends_of_gpus_are_refused_on_the_cpu_when_building(backend):
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_the_others_are_not(backend):
-    prepare_backend(Backend[backend], torch.device("cpu"), torch.float32)
+    prepare_backend(Backend[backend], torch.device("cpu"), 32, torch.float32)
     build_model(small_config("diff_v2", extra=on(backend)).model)
 
 
@@ -100,7 +100,7 @@ def gpu(monkeypatch):
         )
         activated = []
         monkeypatch.setattr(ops, "activate_flash_4", lambda: activated.append("FA4"))
-        monkeypatch.setattr(ops, "try_flash", lambda device: activated.append("tried"))
+        monkeypatch.setattr(ops, "try_flash", lambda device, width: activated.append("tried"))
         return activated
 
     return make
@@ -123,18 +123,76 @@ V4 = ("flash_attn", "flash_attn.cute")
 )
 def test_flash_takes_the_newest_version_that_the_gpu_runs(gpu, packages, capability, activated):
     calls = gpu(*packages, capability=capability)
-    prepare_backend(Backend.flash, CUDA, torch.bfloat16)
+    prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
     assert calls == [*activated, "tried"]
 
 
 def test_a_flash_package_that_fails_is_refused_with_its_reason(gpu, monkeypatch):
-    def fail(device):
+    def fail(device, width):
         raise ValueError("too many values to unpack")
 
     gpu(*V2)
     monkeypatch.setattr(ops, "try_flash", fail)
     with pytest.raises(ConfigError, match=r"flash-attn fails with torch .*too many values"):
-        prepare_backend(Backend.flash, CUDA, torch.bfloat16)
+        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+
+
+def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monkeypatch, tmp_path):
+    """As one built for another torch."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        with pytest.raises(ConfigError, match=r"flash-attn fails with torch .* undefined symbol"):
+            prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+
+
+def test_heads_wider_than_flash_takes_are_refused(gpu):
+    gpu(*V2)
+    with pytest.raises(ConfigError, match="heads up to 256 wide, this variant needs 288"):
+        prepare_backend(Backend.flash, CUDA, 288, torch.bfloat16)
+
+
+def test_the_width_that_a_kernel_gets_is_the_variants():
+    def width(variant, *extra):
+        cfg = small_config(variant, extra=extra)
+        return cfg.model.attention.kernel_width(cfg.model) - cfg.model.head_dim
+
+    d = small_config("standard").model.head_dim
+    assert width("standard") == width("diff_v2") == width("gated") == 0
+    assert width("diff_v1") == d
+    assert width("diff_v1", "model.attention.values=split") == 0
+    assert width("standard_sink") == 8
+
+
+class Cuda(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
+def test_sdpa_on_a_gpu_gets_what_a_fused_kernel_takes(monkeypatch, masked, half, d):
+    """FlashAttention: one width, no mask, half precision. Else equally many heads."""
+    seen = {}
+
+    def record(q, k, v, attn_mask, enable_gqa, **rest):
+        seen.update(q=q, k=k, v=v, mask=attn_mask, gqa=enable_gqa)
+        return torch.zeros(*q.shape[:3], v.shape[-1])
+
+    monkeypatch.setattr(ops.F, "scaled_dot_product_attention", record)
+    dtype = torch.bfloat16 if half else torch.float32
+    q, k, v = (t.as_subclass(Cuda) for t in heads((8, 4, d), wide=2, dtype=dtype))
+    mask = torch.ones(40, 40, dtype=torch.bool).tril() if masked else None
+    out = ops.sdpa(q, k, ops.repeated(v, k), mask, 0.1)
+    assert out.shape == (2, 40, 8, 2 * d)
+    if half and not masked and d == 8:
+        assert seen["q"].shape[-1] == seen["k"].shape[-1] == seen["v"].shape[-1]
+        assert seen["gqa"]
+    else:
+        assert seen["q"].shape[1] == seen["k"].shape[1] == seen["v"].shape[1]
+        assert not seen["gqa"]
 
 
 @pytest.fixture
@@ -166,16 +224,16 @@ def test_flash_4_takes_the_place_of_torchs_kernels_with_the_results_torch_expect
 def test_flash_without_its_package_is_refused(gpu, packages, capability):
     gpu(*packages, capability=capability)
     with pytest.raises(ConfigError, match="needs the flash-attn package, which is not installed"):
-        prepare_backend(Backend.flash, CUDA, torch.bfloat16)
+        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
 
 
 def test_flash_in_float32_is_refused(gpu):
     gpu(*V2)
     with pytest.raises(ConfigError, match="backend=flash needs precision=bf16"):
-        prepare_backend(Backend.flash, CUDA, torch.float32)
-    prepare_backend(Backend.flash, CUDA, torch.float16)
+        prepare_backend(Backend.flash, CUDA, 64, torch.float32)
+    prepare_backend(Backend.flash, CUDA, 64, torch.float16)
     for backend in (Backend.sdpa, Backend.flex, Backend.reference):
-        prepare_backend(backend, CUDA, torch.float32)
+        prepare_backend(backend, CUDA, 512, torch.float32)
 
 
 # Which mask a batch gets
@@ -204,14 +262,14 @@ def test_documents_come_in_the_form_the_kernel_reads(backend, cuda, dtype, expli
     tokens = tokens_with_documents()
     documents = Documents.of(tokens, END)
     batch = SimpleNamespace(shape=tokens.shape, is_cuda=cuda)  # all that is asked of tokens
-    mask = ops.training_mask(documents, batch, Backend[backend], dtype, explicit)
+    mask = ops.training_mask(documents, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(mask, kind)
     if kind is Packed:
         assert torch.equal(mask.boundaries, documents.boundaries)
         assert mask.longest >= documents.boundaries.diff().max()
     else:
         assert torch.equal(mask, documents.mask())
-    assert ops.training_mask(None, batch, Backend[backend], dtype, explicit) is None
+    assert ops.training_mask(None, batch, Backend[backend], dtype, 64, explicit) is None
 
 
 # Adapters
@@ -461,7 +519,7 @@ def available(backend):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     try:
-        prepare_backend(Backend[backend], CUDA, torch.bfloat16)
+        prepare_backend(Backend[backend], CUDA, 64, torch.bfloat16)
     except ConfigError as error:
         pytest.skip(str(error))
 

@@ -98,7 +98,7 @@ def test_an_end_does_not_reach_into_the_next_row():
 
 
 def test_documents_move_to_another_device_whole():
-    moved = Documents.of(TOKENS, END).to("meta")
+    moved = Documents.of(TOKENS, END).to(torch.device("meta"))
     assert isinstance(moved, Documents)
     assert all(part.is_meta for part in moved)
 

@@ -91,11 +91,12 @@ def test_tables_of_given_positions_are_rows_of_the_table():
 
 def test_a_scaled_model_computes_something_else():
     base = ["model=tiny", "model.vocab_size=64", "data.vocab_size=64", "seq_len=64"]
-    scaled = ["model.rope.factor=4", "model.rope.original_seq_len=16"]
+    original = ["model.rope.original_seq_len=16"]
     tokens = torch.randint(0, 64, (1, 60))
     logits = [build_model(load_config(base).model)(tokens)]
     for name in ("linear", "llama3", "yarn"):
-        cfg = load_config([*base, *scaled, f"model.rope.scaling={name}"])
+        scaled = [f"model.rope.scaling={name}", "model.rope.factor=4"]
+        cfg = load_config([*base, *scaled, *(original if name != "linear" else [])])
         logits.append(build_model(cfg.model)(tokens))
     for i, one in enumerate(logits):
         for other in logits[:i]:
@@ -109,7 +110,10 @@ def test_a_scaled_model_computes_something_else():
         (["factor=2"], "needs model.rope.scaling"),
         (["scaling=linear", "factor=0.5"], "factor=0.5 must be at least 1"),
         (["scaling=llama3", "factor=2"], "needs model.rope.original_seq_len"),
-        (["scaling=yarn", "factor=2", "original_seq_len=100000"], "1 to seq_len=256, not 100000"),
+        (["scaling=yarn", "factor=2", "original_seq_len=0"], "needs model.rope.original_seq_len"),
+        (["scaling=linear", "original_seq_len=64"], "needs model.rope.scaling=llama3 or yarn, not"),
+        (["scaling=llama3", "original_seq_len=64", "beta_fast=40"], "needs .*scaling=yarn, not"),
+        (["low_freq_factor=2"], "needs .*scaling=llama3, not none"),
         (["scaling=yarn", "original_seq_len=64", "beta_slow=40"], "less than model.rope.beta_fast"),
         (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be positive"),
     ],

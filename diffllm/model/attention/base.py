@@ -27,6 +27,7 @@ Shown = dict[str, Tensor]
 """What a layer lays open for diagnostics: "context" (B, T, heads, width), "lambda", "gate"."""
 
 Maps = dict[str, Tensor]
+"""Explicit maps by name, (B, heads, T, S) each; the last one weights the values."""
 
 
 @dataclass
@@ -34,7 +35,7 @@ class AttentionConfig:
     """Base of every variant's config; composing it without a variant is an error."""
 
     backend: Backend = Backend.sdpa
-    """Which kernel attends in training; decoding goes through SDPA."""
+    """Which kernel attends; decoding steps go through SDPA, or explicit maps with `reference`."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """The module of layer `layer_idx` (from 0)."""
@@ -42,6 +43,10 @@ class AttentionConfig:
 
     def validate(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model shape that this variant cannot take."""
+
+    def kernel_width(self, model: ModelConfig) -> int:
+        """Width of the widest of the queries, keys and values that a kernel gets."""
+        return model.head_dim
 
 
 class KVCache:
@@ -131,6 +136,7 @@ class Attention(nn.Module):
         )
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
+        self.kernel_width = model.attention.kernel_width(model)
         context_dim = context_dim or self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
         self.wq = nn.Linear(model.dim, self.n_query_heads * self.head_dim, bias=False)
@@ -196,16 +202,15 @@ class Attention(nn.Module):
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
         """What `forward` wants as mask for a batch of tokens (B, T); the same for all layers."""
-        return training_mask(documents, tokens, self.backend, dtype, self.explicit_mask)
+        return training_mask(
+            documents, tokens, self.backend, dtype, self.kernel_width, self.explicit_mask
+        )
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Truncated normal; the output projection at `out_std`."""
+        """Truncated normal; the output projection at `out_std`. Norms are the decoder's to fill."""
         for linear in (self.wq, self.wk, self.wv):
             init.normal_(linear.weight, std, truncate=3)
         init.normal_(self.wo.weight, out_std, truncate=3)
-        if self.qk_norm:
-            init.constant_(self.q_norm.weight, 1.0)
-            init.constant_(self.k_norm.weight, 1.0)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs a token: projections and causal maps, forward and backward."""

@@ -58,6 +58,19 @@ class DiffV1Config(AttentionConfig):
                 f"model.attention.backend={self.backend.name} has no clamped map; "
                 "choose sdpa or reference"
             )
+        if self.clamp and self.values is Values.split:
+            raise ConfigError("model.attention.values=split has no effect on a clamped map")
+        if self.head_norm_eps <= 0:
+            raise ConfigError(
+                f"model.attention.head_norm_eps={self.head_norm_eps} must be positive"
+            )
+        if self.lambda_init == 1:
+            raise ConfigError(
+                "model.attention.lambda_init=1 leaves no context: 1 - lambda_init is a factor of it"
+            )
+
+    def kernel_width(self, model: ModelConfig) -> int:
+        return (2 if self.values is Values.wide else 1) * model.head_dim
 
 
 def lambda_init_at(layer_idx: int) -> float:
@@ -134,16 +147,14 @@ class DiffV1Attention(Attention):
 
     def lambda_value(self) -> Tensor:
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""
-        first = torch.exp((self.lambda_q1 * self.lambda_k1).sum())
-        second = torch.exp((self.lambda_q2 * self.lambda_k2).sum())
-        return first - second + self.lambda_init
+        dtype = torch.promote_types(self.lambda_q1.dtype, torch.float32)
+        q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
+        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         super().reset_parameters(init, std, out_std)
         for name in self.fp32_parameters:
             init.normal_(getattr(self, name), 0.1)
-        if self.cfg.head_norm:
-            init.constant_(self.head_norm.weight, 1.0)
         constant = self.cfg.lambda_init
         self.lambda_init.fill_(lambda_init_at(self.layer_idx) if constant is None else constant)
 

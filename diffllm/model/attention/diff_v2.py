@@ -6,12 +6,15 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
 from diffllm.model.attention.ops import Mask, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
 from diffllm.registry import schema
+
+FIXED = 0.5
 
 
 class Pairing(Enum):
@@ -40,13 +43,20 @@ class Lambda(Enum):
 class DiffV2Config(AttentionConfig):
     pairing: Pairing = Pairing.adjacent
     lambda_form: Lambda = Lambda.sigmoid
-    lambda_value: float = 0.5
+    lambda_value: float = FIXED
     """Of lambda_form=fixed."""
     head_norm: bool = False
     """V1's RMSNorm a head, over head_dim, without its factor."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV2Attention":
         return DiffV2Attention(model, self)
+
+    def validate(self, model: ModelConfig) -> None:
+        if self.lambda_value != FIXED and self.lambda_form is not Lambda.fixed:
+            raise ConfigError(
+                f"model.attention.lambda_value={self.lambda_value} needs lambda_form=fixed, not "
+                f"{self.lambda_form.name}"
+            )
 
 
 class DiffV2Attention(Attention):
@@ -103,7 +113,8 @@ class DiffV2Attention(Attention):
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:
             value = 1.0 if form is Lambda.none else self.cfg.lambda_value
-            return torch.full((1, 1, 1), value, device=x.device)
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            return torch.full((1, 1, 1), value, dtype=dtype, device=x.device)
         logits = self.lambda_logit.view(1, 1, -1) if form is Lambda.scalar else self.w_lambda(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if form is Lambda.raw else torch.sigmoid(logits)
@@ -114,5 +125,3 @@ class DiffV2Attention(Attention):
             init.normal_(self.w_lambda.weight, std, truncate=3)
         if self.cfg.lambda_form is Lambda.scalar:
             init.constant_(self.lambda_logit, 0.0)
-        if self.cfg.head_norm:
-            init.constant_(self.head_norm.weight, 1.0)

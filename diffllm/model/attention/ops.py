@@ -27,12 +27,12 @@ NARROW = 32
 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 
 HALF = (torch.bfloat16, torch.float16)
+WIDEST = 256
+"""Width of heads that FlashAttention kernels take at most."""
 FLASH_4 = "diffllm.model.flash_attention_4"
-VARLEN_GQA: dict[
-    str, Any
-] = (  # an argument since torch 2.12; before, the kernel took grouped heads as they came
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+# An argument since torch 2.12; before, the kernel took grouped heads as they came.
+HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
 
 
 class Backend(Enum):
@@ -78,7 +78,8 @@ def attend(
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j goes
             with value head j % Kv.
         mask: see `Mask`. Without one the last query is aligned with the last key.
-        backend: for T > 1; a tensor mask always goes through SDPA or explicit maps.
+        backend: for T > 1, unless it is `reference`; a tensor mask goes through SDPA or explicit
+            maps.
         scale: of q k; d^-0.5 by default.
 
     Returns:
@@ -88,7 +89,7 @@ def attend(
     if backend is Backend.reference:
         assert not isinstance(mask, (Packed, BlockMask))
         return weighted(attention_weights(q, k, mask, scale), repeated(v, k)).to(q.dtype)
-    if q.shape[1] == 1 and not isinstance(mask, (Packed, BlockMask)):
+    if q.shape[1] == 1 and (mask is None or (isinstance(mask, Tensor) and for_all_heads(mask))):
         return one_query(q, k, v, mask, scale)
     v = repeated(v, k)
     if isinstance(mask, BlockMask):
@@ -106,9 +107,14 @@ def repeated(v: Tensor, k: Tensor) -> Tensor:
     return v if times == 1 else v.repeat(1, 1, times, 1)
 
 
-def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def for_all_heads(mask: Tensor) -> bool:
+    """Whether a boolean mask is the same for every head."""
+    return mask.ndim < 3 or mask.shape[-3] == 1
+
+
+def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Zeros up to one width, for kernels that know only one; they add nothing to q k."""
-    width = max(q.shape[-1], v.shape[-1])
+    width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     return q, k, v
 
@@ -120,6 +126,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
         q, k, v = same_width(q, k, v)  # else the unfused path, three times as slow
         if v.shape[-1] <= NARROW and dtype == torch.bfloat16:
             q, k, v = q.float(), k.float(), v.float()
+    elif mask is None and dtype in HALF and max(q.shape[-1], dv) <= WIDEST:
+        q, k, v = same_width(q, k, v)  # FlashAttention, which groups heads itself
+    elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel, which does not
+        k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
     causal = mask is None and n_queries == n_keys
     if mask is None and n_queries < n_keys:
         mask = causal_lower_right(n_queries, n_keys)
@@ -153,7 +163,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal, through the flash-attn package."""
     dv = v.shape[-1]
-    q, k, v = same_width(q, k, v)
+    q, k, v = same_width(q, k, v, multiple=8)
     if sdpa_is_flash_4():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return sdpa(q, k, v, None, scale)[..., :dv]
@@ -167,7 +177,7 @@ def varlen(
 ) -> Tensor:
     """Causal within documents, through a variable-length kernel."""
     dv, shape = v.shape[-1], q.shape[:3]
-    q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v))
+    q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v, multiple=8))
     ends, longest = documents
     if backend is Backend.flash and not sdpa_is_flash_4():
         from flash_attn import flash_attn_varlen_func
@@ -231,6 +241,7 @@ def training_mask(
     tokens: Tensor,
     backend: Backend,
     dtype: torch.dtype,
+    width: int,
     explicit: bool = False,
 ) -> Mask:
     """What `attend` wants for a batch: made once, used by every layer.
@@ -239,6 +250,7 @@ def training_mask(
         documents: None where a row is one document.
         tokens: (B, T), of which shape and device count.
         dtype: of queries and keys.
+        width: of the widest of queries, keys and values.
         explicit: documents as a boolean tensor even where there are kernels for them.
     """
     length = tokens.shape[1]
@@ -248,7 +260,8 @@ def training_mask(
         return document_blocks(documents.ids)
     if documents is None:
         return None
-    if tokens.is_cuda and dtype in HALF and backend is not Backend.reference and not explicit:
+    kernels = tokens.is_cuda and dtype in HALF and width <= WIDEST
+    if kernels and backend is not Backend.reference and not explicit:
         return Packed(documents.boundaries, length)
     return documents.mask()
 
@@ -260,7 +273,7 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    return create_block_mask(causal, None, None, length, length, device=device)
+    return block_mask_maker(device)(causal, None, None, length, length, device=device)
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
@@ -270,7 +283,13 @@ def document_blocks(ids: Tensor) -> BlockMask:
     def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[b, query] == ids[b, key])
 
-    return create_block_mask(within, batch, None, length, length, device=ids.device)
+    return block_mask_maker(ids.device)(within, batch, None, length, length, device=ids.device)
+
+
+@functools.lru_cache(maxsize=8)
+def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
+    """Compiled on GPUs: it would otherwise make several masks of T * T on the way."""
+    return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
 
 def sdpa_is_flash_4() -> bool:
@@ -289,7 +308,7 @@ def activate_flash_4() -> None:
 
 
 def prepare_backend(
-    backend: Backend, device: torch.device, dtype: torch.dtype | None = None
+    backend: Backend, device: torch.device, width: int, dtype: torch.dtype | None = None
 ) -> None:
     """Make `backend` ready on `device`, before anything is built.
 
@@ -297,6 +316,7 @@ def prepare_backend(
     package's functions are called.
 
     Args:
+        width: of the widest of queries, keys and values.
         dtype: of queries and keys, where it is known already.
 
     Raises:
@@ -309,23 +329,36 @@ def prepare_backend(
         return
     if dtype is not None and dtype not in HALF:
         raise ConfigError(f"{name} needs precision=bf16; in float32 choose sdpa, flex or reference")
-    installed = importlib.util.find_spec("flash_attn") is not None
-    hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    if installed and hopper_or_blackwell and importlib.util.find_spec("flash_attn.cute"):
-        activate_flash_4()
-    elif not installed or not importlib.util.find_spec("flash_attn.flash_attn_interface"):
-        raise ConfigError(
-            f"{name} needs the flash-attn package, which is not installed: version 2, or "
-            "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
-        )
+    if width > WIDEST:
+        raise ConfigError(f"{name} takes heads up to {WIDEST} wide, this variant needs {width}")
     try:
-        try_flash(device)
-    except Exception as error:
+        if not find_flash(device):
+            raise ConfigError(
+                f"{name} needs the flash-attn package, which is not installed: version 2, or "
+                "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
+            )
+        try_flash(device, width)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a package built for something else raises
         version = torch.__version__
-        raise ConfigError(f"{name}: flash-attn fails with torch {version}: {error}") from error
+        raise ConfigError(
+            f"{name}: flash-attn fails with torch {version} at width {width}: {error}"
+        ) from error
 
 
-def try_flash(device: torch.device) -> None:
+def find_flash(device: torch.device) -> bool:
+    """Whether a version of flash-attn is installed that runs on `device`; activates version 4."""
+    if not importlib.util.find_spec("flash_attn"):
+        return False
+    hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if hopper_or_blackwell and importlib.util.find_spec("flash_attn.cute"):
+        activate_flash_4()
+        return True
+    return importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+
+
+def try_flash(device: torch.device, width: int) -> None:
     """One small call of the flash-attn package, forward and backward."""
-    q = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     flash(q, q, q, 1.0).sum().backward()

@@ -15,6 +15,9 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.registry import schema
 
+SINK_CHANNELS = 8
+"""What q and k gain for a learned sink; kernels want widths in multiples of 8."""
+
 
 class Sink(Enum):
     """What the softmax denominator holds besides the keys.
@@ -37,6 +40,9 @@ class StandardConfig(AttentionConfig):
 
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
         return StandardAttention(model, self)
+
+    def kernel_width(self, model: ModelConfig) -> int:
+        return model.head_dim + (SINK_CHANNELS if self.sink is Sink.learned else 0)
 
     def validate(self, model: ModelConfig) -> None:
         heads = self.query_heads * model.n_heads
@@ -112,11 +118,10 @@ def with_sink(
     if mask is not None:
         mask = F.pad(mask, (1, 0, 1, 0), value=True)
     if logit is not None:
-        channels = 8  # kernels want widths in multiples of 8
         scaled = (logit * math.sqrt(d)).to(q.dtype).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
-        rest = q.new_zeros(*q.shape[:3], channels - 1)
+        rest = q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)
         q = torch.cat((q, scaled, rest), dim=-1)
-        marks = k.new_zeros(*k.shape[:3], channels)
+        marks = k.new_zeros(*k.shape[:3], SINK_CHANNELS)
         marks[:, 0, :, 0] = 1
         k = torch.cat((k, marks), dim=-1)
     return q, k, v, mask, d**-0.5
