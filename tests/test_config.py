@@ -285,3 +285,11 @@ def test_a_misspelt_key_is_answered_with_the_right_one():
         load_config(["optim.lrr=1"])
     with pytest.raises(ConfigError, match="did you mean global_batch_size"):
         load_config(["global_batchsize=1"])
+
+
+def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
+    with pytest.raises(ConfigError, match=r"unknown key model\.attention\.pairing") as caught:
+        load_config(["attention=diff_v1", "model.attention.pairing=halves"])
+    assert "did you mean model.attention.pairing" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"did you mean model\.attention\.lambda_init\?"):
+        load_config(["attention=diff_v1", "model.attention.lambda_ini=0.5"])

@@ -205,3 +205,18 @@ def test_attend_equals_explicit_maps_with_grouped_heads_and_wide_values(kv_heads
     v = torch.randn(2, 5, kv_heads, 8 * wide, dtype=torch.float64)
     halves = [standard(q, k, part) for part in v.split(8, dim=-1)]
     torch.testing.assert_close(attend(q, k, v), torch.cat(halves, -1), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "message"),
+    [
+        ("diff_v2", ["lambda_value=0.3"], "lambda_value=0.3 needs lambda_form=fixed, not sigmoid"),
+        ("diff_v1_clamped", ["values=split"], "values=split has no effect on a clamped map"),
+        ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be positive"),
+        ("diff_v1", ["lambda_init=1"], "lambda_init=1 leaves no context"),
+        ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* must be a multiple"),
+    ],
+)
+def test_fields_that_cannot_or_would_not_matter_are_refused(variant, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(variant, extra=[f"model.attention.{field}" for field in fields])
