@@ -219,4 +219,4 @@ def test_attend_equals_explicit_maps_with_grouped_heads_and_wide_values(kv_heads
 )
 def test_fields_that_cannot_or_would_not_matter_are_refused(variant, fields, message):
     with pytest.raises(ConfigError, match=message):
-        small_config(variant, extra=[f"model.attention.{field}" for field in fields])
+        small_config(variant, extra=tuple(f"model.attention.{field}" for field in fields))
