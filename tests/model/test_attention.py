@@ -22,8 +22,8 @@ from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
 from diffllm.model.attention.ops import attend, attention_weights
 
 
-def layer_of(variant, heads, kv_heads, head_dim, index=1):
-    cfg = small_config(variant, heads, kv_heads, head_dim)
+def layer_of(variant, heads, kv_heads, head_dim, index=1, extra=()):
+    cfg = small_config(variant, heads, kv_heads, head_dim, extra)
     model = build_model(cfg.model).double()
     model.reset_parameters()  # tables and constants in float64
     return model.layers[index].attention, model.rope, cfg.model.rope.theta
@@ -68,16 +68,33 @@ def test_forward_and_every_gradient_equal_the_reference(variant, shape):
         with pytest.raises(ConfigError, match=r"must be (even|a multiple)"):
             small_config(variant, *shape)
         return
-    attention, tables, theta = layer_of(variant, *shape)
+    assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_length_equals_the_reference(variant, length):
+    assert_equals_the_reference(variant, *layer_of(variant, 4, 2, 8), length)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
+@pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
+def test_diff_v1_over_split_values_equals_the_same_reference(variant, shape):
+    layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
+    assert_equals_the_reference(variant, *layer, length=7)
+
+
+def assert_equals_the_reference(variant, attention, tables, theta, length):
+    """Output and the gradients of the input and of every parameter."""
     with torch.no_grad():  # away from values at which a wrong formula could look right
         for name, param in attention.named_parameters():
             if param.ndim == 1:
                 param.add_(0.3 * torch.randn_like(param))
             assert param.dtype == torch.float64, name
-    x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, length, 24, dtype=torch.float64, requires_grad=True)
     leaves = [x, *attention.parameters()]
-    weights = torch.randn(2, 7, 24, dtype=torch.float64)
-    ours = attention(x, tables(0, 7))
+    weights = torch.randn(2, length, 24, dtype=torch.float64)
+    ours = attention(x, tables(0, length))
     theirs = reference(variant, attention, x, theta, layer_idx=1)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     ours_grads = torch.autograd.grad((ours * weights).sum(), leaves)
