@@ -166,6 +166,16 @@ def test_the_width_that_a_kernel_gets_is_the_variants():
     assert width("standard_sink") == 8
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_documents_come_explicit_to_maps_that_no_kernel_knows(variant):
+    documents = Documents.of(tokens_with_documents(), END)
+    batch = SimpleNamespace(shape=(2, 40), is_cuda=True)
+    attention = build_model(small_config(variant).model).layers[0].attention
+    mask = attention.training_mask(documents, batch, torch.bfloat16)
+    explicit = variant in ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
+    assert isinstance(mask, torch.Tensor if explicit else Packed)
+
+
 class Cuda(torch.Tensor):
     """A CPU tensor that says it is on a GPU."""
 

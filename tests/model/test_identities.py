@@ -320,15 +320,21 @@ def test_lambda_grows_with_the_first_product_and_falls_with_the_second(shape, st
         q.copy_(old)
 
 
-@given(shape=shapes("diff_v1"))
-@many
-def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
-    attention, x = layer_of("diff_v1", shape), x_of(shape)
+def equal_pairs(variant, shape):
+    """(what a V1 layer of equal pairs shows, standard attention over either half of the values)."""
+    attention, x = layer_of(variant, shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     make_pairs_equal(attention.wk, shape.head_dim)
     show = run(attention, x, shape)[1]
     q, k, v = projected(attention, x)
     halves = [standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2]) for i in (0, 1)]
+    return show, halves
+
+
+@given(shape=shapes("diff_v1"))
+@many
+def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+    show, halves = equal_pairs("diff_v1", shape)
     close(show["context"], (1 - show["lambda"]) * torch.cat(halves, -1))
 
 
@@ -336,13 +342,8 @@ def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
 @many
 def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
     """(1 - lambda) times a map has one sign: renormalised it is the map, or a row of zeros."""
-    attention, x = layer_of("diff_v1_clamped", shape), x_of(shape)
-    make_pairs_equal(attention.wq, shape.head_dim)
-    make_pairs_equal(attention.wk, shape.head_dim)
-    show = run(attention, x, shape)[1]
+    show, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(show["lambda"].item() - 1) > 1e-3)
-    q, k, v = projected(attention, x)
-    halves = [standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2]) for i in (0, 1)]
     close(show["context"], (show["lambda"] < 1) * torch.cat(halves, -1))
 
 

@@ -99,6 +99,7 @@ class DiffV1Attention(Attention):
         if cfg.head_norm:
             self.head_norm = RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
+        self.explicit_mask = cfg.clamp
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, not a float: layers with different constants share one compiled graph.
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
