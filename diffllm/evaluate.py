@@ -46,7 +46,7 @@ def heldout_loss(
         shape: (B, T) that every forward pass has; short batches are padded with ignored targets,
             because sharded ranks must run equally many passes of one shape.
         rounds: forward passes of every rank; at least the number of `batches`.
-        documents: of inputs (B, T) on the CPU, where the model masks them.
+        documents: of inputs (B, T) on the CPU, on `device`; None where the model masks none.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -57,7 +57,6 @@ def heldout_loss(
         inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
         masked = documents(inputs)
-        masked = masked and masked.to(device)
         sums[0] += model(inputs.to(device), targets, documents=masked).loss.nll
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)

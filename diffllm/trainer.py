@@ -44,8 +44,10 @@ class Training:
     """The token that ends a document, where documents are masked."""
 
     def documents(self, inputs: Tensor) -> Documents | None:
-        """Of a batch (b, T) on the CPU; None where a row is read as one document."""
-        return None if self.document_end is None else Documents.of(inputs, self.document_end)
+        """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
+        if self.document_end is None:
+            return None
+        return Documents.of(inputs, self.document_end).to(self.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds as tensors, by flat name."""
@@ -118,7 +120,6 @@ def train_step(
         batch = next(batches)
         documents = t.documents(batch[0])
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
-        documents = documents and documents.to(t.device)
         t.model.set_requires_all_reduce(i == count - 1)  # HSDP: once a step
         out = t.model(inputs, targets, diagnose=diagnose, documents=documents)
         (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
