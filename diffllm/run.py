@@ -18,7 +18,7 @@ from diffllm.metrics import MetricsFile, WandbRun
 from diffllm.model.attention.ops import prepare_backend
 from diffllm.recorder import Outputs, Recorder
 from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
-from diffllm.summary import headline, summarise, summary_text
+from diffllm.summary import describe, headline, summarise, summary_text
 from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
 
 
@@ -120,11 +120,14 @@ def execute(
         restore(t, state, checkpoint)
         if path not in checkpoint.parents:
             state.wandb_id = None  # another run's
-    display.say(headline(cfg, t, data, path, state.step))
+    facts = describe(cfg, t, data)
+    display.say(headline(cfg, facts, data, path, state.step))
     outputs = None
     if directory:
+        directory.describe(facts)
         variant = cfg.run.choices["attention"]
-        wandb = WandbRun(cfg.wandb, path, path.name, variant, yaml_dict(cfg), state.wandb_id)
+        config = {**yaml_dict(cfg), **facts}
+        wandb = WandbRun(cfg.wandb, path, path.name, variant, config, state.wandb_id)
         state.wandb_id = wandb.id
         outputs = Outputs(MetricsFile(path / "metrics.jsonl", state.step), wandb)
     recorder = Recorder(

@@ -110,6 +110,10 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # others use it by now
                     parent.rmdir()
 
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Write run.json: parameters, corpus, device and the like of the latest start."""
+        write_atomic(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as finished."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -15,21 +15,39 @@ from diffllm.recorder import Recorder
 from diffllm.trainer import LoopState, Training
 
 
-def headline(cfg: TrainConfig, t: Training, data: TokenData, path: Path, step: int) -> str:
-    """What is about to run."""
-    params = sum(p.numel() for p in t.params.values())
-    device = torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU"
+def headline(
+    cfg: TrainConfig, facts: dict[str, Any], data: TokenData, path: Path, step: int
+) -> str:
+    """What is about to run; `facts` are those of `describe`."""
     choices, splits = cfg.run.choices, data.manifest.splits
+    millions = facts["parameters"] / 1e6
     lines = [
         f"{path}" + (f" continues after step {step}" if step else ""),
-        f"{choices['attention']} / {choices['model']}: {params / 1e6:.2f}M parameters, "
-        f"{dist.get_world_size()} x {device}, {str(t.compute_dtype).removeprefix('torch.')}",
+        f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
+        f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
         *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
         f"{splits['heldout'].tokens:,} held out; "
         f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
     ]
     return "\n".join(lines)
+
+
+def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
+    """What a run is, beyond its config: run.json, and part of wandb's config."""
+    params = sum(p.numel() for p in t.params.values())
+    return {
+        "parameters": params,
+        "active_parameters": params,
+        "flops_per_token": t.model.flops_per_token(),
+        "corpus": data.manifest.corpus,
+        "tokenizer": data.manifest.pieces_hash,
+        "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
+        "device": torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU",
+        "ranks": dist.get_world_size(),
+        "compute_dtype": str(t.compute_dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
 
 
 def summarise(

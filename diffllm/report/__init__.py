@@ -1,0 +1,1 @@
+"""Runs on disk side by side: one self-contained page and a table."""
