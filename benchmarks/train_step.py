@@ -53,7 +53,7 @@ def ours(attention: str, compile: bool, overrides: tuple[str, ...] = ()) -> Step
 
     def step() -> None:
         tokens = batch(training.device)
-        train_step(training, iter([(tokens[:, :-1], tokens[:, 1:])]), 0, diagnose=False)
+        train_step(training, iter([(tokens[:, :-1], tokens[:, 1:])]), 0)
 
     return step
 

@@ -31,6 +31,7 @@ from diffllm.metrics import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import OptimConfig
+from diffllm.protection import ProtectionConfig
 
 
 class Precision(Enum):
@@ -71,6 +72,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
+    train: ProtectionConfig = field(default_factory=ProtectionConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
@@ -111,6 +113,7 @@ class TrainConfig:
         self.checkpoint.validate()
         self.eval.validate()
         self.diagnostics.validate()
+        self.train.validate()
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""

@@ -1,12 +1,15 @@
-"""Per-layer statistics of a step: combined over micro-batches and ranks, named for logging."""
+"""What a step measures besides training: when, and combined over micro-batches and ranks."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from diffllm.errors import ConfigError
+from diffllm.model.probes import PROBED
 from diffllm.model.stats import Stats, combine_by
 
 REDUCE = {"mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -18,11 +21,55 @@ class DiagnosticsConfig:
 
     interval: int = 10
     """Steps between in-block statistics; 0 turns them off."""
+    probe_interval: int = 100
+    """Steps between looks at explicit maps; 0 turns them off."""
+    probe_queries: int = 8
+    """Query positions that a probe looks at, spread over the sequence and drawn anew each time."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a negative interval."""
-        if self.interval < 0:
-            raise ConfigError(f"diagnostics.interval={self.interval} must not be negative")
+        """Raise ConfigError for values outside their range."""
+        for name in ("interval", "probe_interval"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"diagnostics.{name}={getattr(self, name)} must not be negative")
+        if self.probe_queries < 1:
+            raise ConfigError(f"diagnostics.probe_queries={self.probe_queries} must be at least 1")
+
+
+class Due(NamedTuple):
+    """What one step has to measure."""
+
+    statistics: bool = False
+    """In-block statistics."""
+    probes: bool = False
+    """Numbers from explicit maps."""
+    update: bool = False
+    """The norm of the parameters' change."""
+
+    @property
+    def diagnose(self) -> bool:
+        """Whether the blocks measure anything."""
+        return self.statistics or self.probes
+
+    def chosen(self, stats: Stats) -> Stats:
+        """Those of the statistics that are due."""
+        return {
+            name: value
+            for name, value in stats.items()
+            if (self.probes if name in PROBED else self.statistics)
+        }
+
+
+def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
+    """Query positions to probe at a step, (N,) int64 on the CPU; None where probes are off.
+
+    One from each of N equal parts of a sequence, the same on every rank; never the first token,
+    which sees nothing but itself.
+    """
+    if not cfg.probe_interval:
+        return None
+    edges = np.linspace(min(1, seq_len - 1), seq_len, min(cfg.probe_queries, seq_len) + 1)
+    rng = np.random.default_rng((seed % 2**64, step))
+    return torch.from_numpy(np.floor(rng.uniform(edges[:-1], edges[1:])).astype(np.int64))
 
 
 def merge(into: Stats, new: Stats) -> Stats:
@@ -34,27 +81,33 @@ def merge(into: Stats, new: Stats) -> Stats:
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine over ranks, one packed collective a kind; each (L,) float32, equal on all ranks."""
+    """Combine over ranks, one packed collective a kind; float32, equal on all ranks."""
     reduced: Stats = {}
     for kind, op in REDUCE.items():
         names = [name for name in stats if combine_by(name) == kind]
         if not names:
             continue
-        packed = torch.stack([stats[name] for name in names])
+        packed = torch.cat([stats[name].flatten() for name in names])
         dist.all_reduce(packed, op)
         if kind == "mean":
             packed = packed / (micro_batches * dist.get_world_size())
-        reduced.update(zip(names, packed, strict=True))
+        parts = packed.split([stats[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            reduced[name] = part.view_as(stats[name])
     return reduced
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """`<quantity>/layer_<i>` for every layer, moved to the host in one copy."""
+    """`<quantity>/layer_<i>` for every layer, moved to the host in one copy.
+
+    A statistic of heads, (L, heads), becomes `<quantity>_<head>/layer_<i>`.
+    """
     if not stats:
         return {}
-    rows = torch.stack(list(stats.values())).tolist()
+    values = iter(torch.cat([value.flatten() for value in stats.values()]).tolist())
     return {
-        f"{name}/layer_{layer:02d}": value
-        for name, row in zip(stats, rows, strict=True)
-        for layer, value in enumerate(row)
+        f"{name}{head}/layer_{layer:02d}": next(values)
+        for name, value in stats.items()
+        for layer in range(len(value))
+        for head in ([f"_{i:02d}" for i in range(value.shape[1])] if value.ndim == 2 else [""])
     }

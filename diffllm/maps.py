@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffllm.model import Transformer
 from diffllm.model.attention.base import Attention, Maps, Shown
+from diffllm.model.probes import entropy, negative_share
 from diffllm.model.rope import Rope
 
 ROUNDING = 1e-4
@@ -70,17 +71,11 @@ def first_token_weight(weights: Tensor) -> Tensor:
     return weights[..., 1:, 0].mean(-1)
 
 
-def negative_share(weights: Tensor) -> Tensor:
-    """Magnitude of the negative weights over that of all: weights (..., T, T) -> (...)."""
-    negative = weights.clamp_max(0).abs().sum((-2, -1))
-    total = weights.abs().sum((-2, -1))
-    return negative / torch.where(total > 0, total, 1)
-
-
 def mean_entropy(weights: Tensor) -> Tensor:
-    """Entropy in nats of each query's distribution over the keys, mean over queries.
+    """Entropy in nats of each query's distribution, mean over queries: (..., T, T) -> (...)."""
+    return entropy(weights).mean(-1)
 
-    weights (..., T, T), not negative; what a sink keeps is left out -> (...).
-    """
-    shares = weights / weights.sum(-1, keepdim=True)
-    return torch.special.entr(shares).sum(-1).mean(-1)
+
+def mean_negative_share(weights: Tensor) -> Tensor:
+    """Share of a query's weight that is negative, mean over queries: (..., T, T) -> (...)."""
+    return negative_share(weights).mean(-1)

@@ -108,6 +108,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
+    """A step, unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
+
+    The decision stays on the device: `found_inf` is how the fused kernels take it.
+
+    Args:
+        skip: float32 scalar on the parameters' device, equal on all ranks.
+    """
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()
+
+
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ list goes through one collective and one copy when it is logged or saved.
 """
 
 import contextlib
+import math
 import resource
 import time
 from collections.abc import Iterator
@@ -16,12 +17,31 @@ from torch import Tensor
 
 from diffllm.diagnostics import named_values
 from diffllm.display import Display
+from diffllm.distributed.gradients import Norms
 from diffllm.metrics import MetricsFile, WandbRun
 from diffllm.mfu import mfu, peak_flops
+from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
 from diffllm.spikes import SpikeMonitor
 
 T = TypeVar("T")
+
+
+class StepOutput(NamedTuple):
+    """Device tensors of one optimizer step, equal on all ranks; nothing has waited for them."""
+
+    nll: Tensor
+    """Mean cross-entropy of the global batch, nats a token."""
+    z: Tensor
+    """The same for logsumexp^2."""
+    skipped: Tensor
+    """1.0 where the update was left out, else 0.0."""
+    grad_norms: Norms
+    """Of every parameter, before clipping."""
+    update_norm: Tensor | None
+    """Of the change of all parameters, where it was asked for."""
+    stats: Stats
+    """Each (L,) or (L, heads), over the global batch; what was due of them."""
 
 
 class Outputs(NamedTuple):
@@ -58,6 +78,8 @@ class Recorder:
         self.z_weight, self.spikes = z_weight, spikes
         self.display, self.outputs = display, outputs
         self.pending: list[tuple[int, Tensor, Stats]] = []
+        self.grad_norms: Norms | None = None
+        self.update_norm: Tensor | None = None
         self.line: dict[str, Any] = {}
         self.speeds: list[float] = []
 
@@ -89,9 +111,11 @@ class Recorder:
         yield
         self.paused_s += time.perf_counter() - start
 
-    def add(self, step: int, nll: Tensor, z: Tensor, grad_norm: Tensor, stats: Stats) -> None:
-        """Keep one step's device scalars: this rank's share of nll and z, the global norm."""
-        self.pending.append((step, torch.stack((nll, z, grad_norm)), stats))
+    def add(self, step: int, out: StepOutput) -> None:
+        """Keep one step's device tensors."""
+        row = torch.stack((out.nll, out.z, out.grad_norms.total, out.skipped))
+        self.pending.append((step, row, out.stats))
+        self.grad_norms, self.update_norm = out.grad_norms, out.update_norm
         self.display.advance(step)
 
     def note(self, name: str, value: float) -> None:
@@ -102,17 +126,16 @@ class Recorder:
         """Read all pending steps: count spikes, write the lines that are due before `step`."""
         if not self.pending:
             return
-        rows = torch.stack([row for _, row, _ in self.pending])
-        shared = rows[:, :2].contiguous()
-        dist.all_reduce(shared)
-        values = torch.cat((shared, rows[:, 2:]), dim=1).tolist()
-        for (at, _, stats), (nll, _, norm) in zip(self.pending, values, strict=True):
-            self.spikes.update(nll, norm)
+        values = torch.stack([row for _, row, _ in self.pending]).tolist()
+        for (at, _, stats), (nll, _, norm, skipped) in zip(self.pending, values, strict=True):
+            self.spikes.update(nll, norm, bool(skipped))
+            if skipped:
+                self.display.say(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
             if at == step:
                 self.line |= named_values(stats)
             elif stats:
                 self.write(at, named_values(stats))
-        nll, z, norm = values[-1]
+        nll, z, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         if self.z_weight:
             self.latest["train/z_loss"] = self.z_weight * z
@@ -132,10 +155,14 @@ class Recorder:
         elapsed = time.perf_counter() - self.since - self.paused_s
         speed = count * self.tokens_per_step / elapsed
         self.speeds.append(speed)
+        assert self.grad_norms is not None
+        assert self.update_norm is not None
         self.line |= {
             **self.latest,
             "train/lr": lr,
             "train/param_norm": param_norm.item(),
+            "train/update_norm": self.update_norm.item(),
+            **grad_norm_by_group(self.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
             "perf/data_ms": 1e3 * self.data_s / count,
@@ -148,12 +175,26 @@ class Recorder:
         self.display.show(step, self.line, (self.steps - step) * elapsed / count)
         self.restart_clock(step)
 
+    def last_values(self) -> str:
+        """Loss and gradient norm of the last step that was read."""
+        loss, norm = self.latest["train/loss"], self.latest["train/grad_norm"]
+        return f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
+
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One line: step, tokens, values."""
         if self.outputs is not None:
             line = {"step": step, "tokens": step * self.tokens_per_step, **values}
             self.outputs.file.write(line)
             self.outputs.wandb.log(line)
+
+
+def grad_norm_by_group(norms: Norms) -> dict[str, float]:
+    """`grad_norm/<group>` of the groups that there are."""
+    squares: dict[str, float] = {}
+    for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
+        group = group_of(name)
+        squares[group] = squares.get(group, 0.0) + square
+    return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -16,6 +16,7 @@ from diffllm.errors import DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile, WandbRun
 from diffllm.model.attention.ops import prepare_backend
+from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
 from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
 from diffllm.summary import describe, headline, summarise, summary_text
@@ -140,8 +141,16 @@ def execute(
         display,
         outputs,
     )
-    stopped = train(t, state, data, recorder, Checkpointer(path / "checkpoints", cfg.checkpoint))
-    display.stop()
+    checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint)
+    try:
+        stopped = train(t, state, data, recorder, checkpointer)
+    except SkippedTooOften:
+        if outputs:
+            outputs.file.close()
+            outputs.wandb.finish()
+        raise
+    finally:
+        display.stop()
     summary: dict[str, Any] = {}
     if stopped:
         display.say(

@@ -22,6 +22,7 @@ from diffllm.errors import CheckpointError, ConfigError
 FREE = (
     "run.name", "run.dir", "run.sweep", "run.swept", "run.matched", "wandb", "resume",
     "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
+    "train.max_consecutive_skips",
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
     "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
     "data.sample_prompt",

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+WINDOW128_SIGMAS = 6.0
+
 
 class SpikeCounter:
     """Counts spikes of one series.
@@ -23,7 +25,9 @@ class SpikeCounter:
     """
 
     def __init__(self, window: int, least: int, sigmas: float, two_sided: bool, inclusive: bool):
+        self.window = window
         self.values: deque[float] = deque(maxlen=window)
+        self.recent: deque[bool] = deque(maxlen=window)
         self.least, self.sigmas, self.two_sided, self.inclusive = (
             least,
             sigmas,
@@ -38,6 +42,7 @@ class SpikeCounter:
         spike = self._is_spike(value)
         self.seen += 1
         self.total += spike
+        self.recent.append(spike)
         if math.isfinite(value):
             self.values.append(value)
         return spike
@@ -59,18 +64,37 @@ class SpikeCounter:
         """Share of the values seen that were spikes."""
         return self.total / self.seen if self.seen else 0.0
 
+    @property
+    def rolling_total(self) -> int:
+        """Spikes among the last `window` values seen."""
+        return sum(self.recent)
+
+    @property
+    def rolling_score(self) -> float:
+        """Share of the last `window` values seen that were spikes."""
+        return self.rolling_total / len(self.recent) if self.recent else 0.0
+
     def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values), "total": self.total, "seen": self.seen}
+        return {
+            "values": list(self.values),
+            "recent": [int(spike) for spike in self.recent],
+            "total": self.total,
+            "seen": self.seen,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values.clear()
         self.values.extend(state["values"])
+        self.recent.clear()
+        self.recent.extend(bool(spike) for spike in state["recent"])
         self.total, self.seen = state["total"], state["seen"]
 
 
 def window128() -> SpikeCounter:
     """Above mean + 6 standard deviations of the 128 values before it; a full window required."""
-    return SpikeCounter(window=128, least=128, sigmas=6.0, two_sided=False, inclusive=False)
+    return SpikeCounter(
+        window=128, least=128, sigmas=WINDOW128_SIGMAS, two_sided=False, inclusive=False
+    )
 
 
 def olmo2() -> SpikeCounter:
@@ -82,27 +106,37 @@ def olmo2() -> SpikeCounter:
 
 
 class SpikeMonitor:
-    """Both definitions for the loss and for the gradient norm, each counted separately."""
+    """Both definitions for the loss and for the gradient norm, each counted separately.
+
+    And the updates that were skipped.
+    """
 
     def __init__(self) -> None:
+        self.skipped_total = self.skipped_in_a_row = 0
         self.counters = {
             f"{prefix}/{series}": make()
             for prefix, make in (("spikes", window128), ("spikes_olmo2", olmo2))
             for series in ("loss", "grad")
         }
 
-    def update(self, loss: float, grad_norm: float) -> None:
+    def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
         """Take one optimizer step's values, in order of steps."""
+        self.skipped_total += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         for name, counter in self.counters.items():
             counter.update(loss if name.endswith("/loss") else grad_norm)
 
     def metrics(self) -> dict[str, float]:
-        """`<definition>/{loss,grad}_{total,score}`."""
-        return {
+        """`<definition>/{loss,grad}_[rolling_]{total,score}`, and `spikes/skipped_total`.
+
+        Totals and scores are of the run so far; rolling ones of the definition's window.
+        """
+        counts = {
             f"{name}_{what}": float(getattr(counter, what))
             for name, counter in self.counters.items()
-            for what in ("total", "score")
+            for what in ("total", "score", "rolling_total", "rolling_score")
         }
+        return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
     def recent_loss(self, count: int) -> float:
         """Mean of the last `count` finite losses."""
@@ -110,8 +144,15 @@ class SpikeMonitor:
         return sum(losses) / len(losses) if losses else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: counter.state_dict() for name, counter in self.counters.items()}
+        counters = {name: counter.state_dict() for name, counter in self.counters.items()}
+        return {
+            **counters,
+            "skipped_total": self.skipped_total,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, counter in self.counters.items():
             counter.load_state_dict(state[name])
+        self.skipped_total = state["skipped_total"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]

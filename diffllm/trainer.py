@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from diffllm.checkpoint import Checkpointer, check_parameters, load_tensors, read_state
 from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
-from diffllm.diagnostics import merge, reduce_stats
-from diffllm.distributed.fsdp import local_rows, parallelize
-from diffllm.distributed.gradients import average_replicated, clip_, global_norm
+from diffllm.diagnostics import Due, merge, probe_positions, reduce_stats
+from diffllm.distributed.fsdp import local, local_rows, parallelize
+from diffllm.distributed.gradients import average_replicated, clip_, norms
 from diffllm.distributed.mesh import build_mesh
 from diffllm.distributed.stop import StopFlag
 from diffllm.errors import CheckpointError
@@ -23,9 +23,18 @@ from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
 from diffllm.model.documents import Documents
 from diffllm.model.stats import Stats
-from diffllm.optim import build_optimizer, learning_rate, optimizer_tensors, set_learning_rate
-from diffllm.recorder import Recorder
+from diffllm.optim import (
+    build_optimizer,
+    learning_rate,
+    optimizer_tensors,
+    set_learning_rate,
+    step_unless,
+)
+from diffllm.protection import Guard, SkippedTooOften
+from diffllm.recorder import Recorder, StepOutput
 from diffllm.spikes import SpikeMonitor
+
+NOTHING = Due()
 
 
 @dataclass
@@ -42,6 +51,7 @@ class Training:
     compute_dtype: torch.dtype
     document_end: int | None
     """The token that ends a document, where documents are masked."""
+    guard: Guard
 
     def documents(self, inputs: Tensor) -> Documents | None:
         """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
@@ -56,20 +66,6 @@ class Training:
             **{f"model.{name}": param.detach() for name, param in self.params.items()},
             **{f"optim.{name}": value for name, value in optim.items()},
         }
-
-
-@dataclass
-class StepOutput:
-    """Device tensors of one optimizer step; nothing has waited for them."""
-
-    nll: Tensor
-    """Cross-entropy of this rank's tokens over the global batch's token count."""
-    z: Tensor
-    """The same for logsumexp^2."""
-    grad_norm: Tensor
-    """Of all parameters over all ranks, before clipping."""
-    stats: Stats
-    """Each (L,), over the global batch; empty unless diagnosing."""
 
 
 def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
@@ -88,7 +84,8 @@ def build(cfg: TrainConfig, device: torch.device, document_end: int | None = Non
     model.reset_parameters(local_rows)
     params: dict[str, Tensor] = dict(model.named_parameters())
     optimizer = build_optimizer(params, cfg.optim)
-    return Training(cfg, device, mesh, model, params, optimizer, dtype, document_end)
+    guard = Guard(cfg.train.skip_step, device)
+    return Training(cfg, device, mesh, model, params, optimizer, dtype, document_end, guard)
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -103,37 +100,49 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def train_step(
-    t: Training, batches: Iterator[tuple[Tensor, Tensor]], step: int, diagnose: bool
+    t: Training, batches: Iterator[tuple[Tensor, Tensor]], step: int, due: Due = NOTHING
 ) -> StepOutput:
-    """One optimizer step over the global batch; no host synchronisation.
+    """One optimizer step over the global batch, unless the guard skips it; no host synchronisation.
 
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64.
         step: from 0; decides the learning rate.
-        diagnose: take in-block statistics.
+        due: what to measure.
     """
     cfg, count = t.cfg, t.cfg.micro_batches(dist.get_world_size())[1]
     tokens = cfg.global_batch_size * cfg.seq_len
-    nll = z = torch.zeros((), device=t.device)
+    losses = torch.zeros(2, device=t.device)
     stats: Stats = {}
+    probe = None
+    if due.diagnose:
+        probe = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, step)
+        probe = None if probe is None else probe.to(t.device, non_blocking=True)
     for i in range(count):
         batch = next(batches)
         documents = t.documents(batch[0])
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
         t.model.set_requires_all_reduce(i == count - 1)  # HSDP: once a step
-        out = t.model(inputs, targets, diagnose=diagnose, documents=documents)
+        out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
         (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
-        nll, z = nll + out.loss.nll, z + out.loss.z
-        stats = merge(stats, out.stats) if diagnose else stats
+        losses += torch.stack(out.loss)
+        stats = merge(stats, due.chosen(out.stats))
+    dist.all_reduce(losses)
+    nll, z = (losses / tokens).unbind()
     average_replicated(t.params.values())
-    grads = [p.grad for p in t.params.values() if p.grad is not None]
-    norm = global_norm(grads, t.mesh)
+    grads = [local(p.grad) for p in t.params.values() if p.grad is not None]
+    grad_norms = norms(t.params, grads, t.mesh)
     if cfg.optim.clip_norm:
-        clip_(grads, norm, cfg.optim.clip_norm)
+        clip_(grads, grad_norms.total, cfg.optim.clip_norm)
+    skipped = t.guard.judge(nll, grad_norms.total)
+    before = [local(p).detach().clone() for p in t.params.values()] if due.update else None
     set_learning_rate(t.optimizer, learning_rate(cfg.optim, step, cfg.steps))
-    t.optimizer.step()
+    step_unless(t.optimizer, skipped)
     t.optimizer.zero_grad(set_to_none=True)
-    return StepOutput(nll / tokens, z / tokens, norm, reduce_stats(stats, count))
+    update_norm = None
+    if before:
+        after = [local(p).detach() for p in t.params.values()]
+        update_norm = norms(t.params, list(torch._foreach_sub(after, before)), t.mesh).total
+    return StepOutput(nll, z, skipped, grad_norms, update_norm, reduce_stats(stats, count))
 
 
 @dataclass
@@ -164,32 +173,52 @@ def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
+def due(cfg: TrainConfig, step: int) -> Due:
+    """What the step that makes `step` steps has to measure."""
+    return Due(
+        statistics=every(cfg.diagnostics.interval, step),
+        probes=every(cfg.diagnostics.probe_interval, step),
+        update=logged(cfg, step),
+    )
+
+
+def logged(cfg: TrainConfig, step: int) -> bool:
+    """Whether a line is due after `step` steps: the first and the last always are."""
+    return every(cfg.log_interval, step) or step in (1, cfg.steps)
+
+
 def train(
     t: Training, state: LoopState, data: TokenData, recorder: Recorder, checkpointer: Checkpointer
 ) -> str | None:
     """Train until cfg.steps, or until a signal, whose name is returned.
 
-    The first step is logged, the last one logged, evaluated and saved whatever the intervals; the
-    step at which the ranks agree on a signal is saved.
+    The last step is evaluated and saved whatever the intervals; the step at which the ranks agree
+    on a signal is saved.
+
+    Raises:
+        SkippedTooOften: after saving.
     """
     cfg, stop, loader = t.cfg, StopFlag(), training_loader(t, data, state)
     batches = recorder.timed(iter(loader))
     recorder.start(state.step)
     stopping: str | None = None
-    while state.step < cfg.steps and not stopping:
+    stuck = 0
+    while state.step < cfg.steps and not (stopping or stuck):
         step = state.step + 1
-        out = train_step(t, batches, state.step, every(cfg.diagnostics.interval, step))
-        recorder.add(step, out.nll, out.z, out.grad_norm, out.stats)
+        out = train_step(t, batches, state.step, due(cfg, step))
+        recorder.add(step, out)
         state.step, last, stopping = step, step == cfg.steps, stop.agreed()
         if every(cfg.eval.interval, step) or last:
             with recorder.paused():
                 state.heldout_loss = evaluate(t, data)
                 recorder.note("eval/loss", state.heldout_loss)
-        if every(cfg.log_interval, step) or step == 1 or last:
-            params = [p.detach() for p in t.params.values()]
+        if logged(cfg, step):
+            params = [local(p).detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
-            recorder.log(step, lr, global_norm(params, t.mesh))
-        saving = every(cfg.checkpoint.interval, step) or last or stopping
+            recorder.log(step, lr, norms(t.params, params, t.mesh).total)
+            if state.spikes.skipped_in_a_row >= cfg.train.max_consecutive_skips:
+                stuck, state.spikes.skipped_in_a_row = state.spikes.skipped_in_a_row, 0
+        saving = every(cfg.checkpoint.interval, step) or last or stopping or stuck
         if saving or recorder.line:
             recorder.end_line(step)
         if saving:
@@ -199,6 +228,12 @@ def train(
     checkpointer.close()
     loader.close()
     stop.close()
+    if stuck:
+        raise SkippedTooOften(
+            f"stopped after step {state.step}, saved: {stuck} updates in a row were skipped "
+            f"({recorder.last_values()}); a smaller optim.lr, other data or "
+            "train.skip_step=off would go another way"
+        )
     return stopping if state.step < cfg.steps else None
 
 
@@ -253,6 +288,7 @@ def restore(t: Training, state: LoopState, path: Path) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     load_tensors(path, {**t.tensors(), **rng})
+    t.guard.load(state.spikes)
     for name, value in rng.items():
         if name.startswith("rng.cuda"):
             torch.cuda.set_rng_state(value, t.device)

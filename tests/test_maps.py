@@ -15,7 +15,7 @@ from diffllm.maps import (
     first_token_weight,
     layer_maps,
     mean_entropy,
-    negative_share,
+    mean_negative_share,
 )
 from diffllm.model.attention.ops import weighted
 
@@ -159,8 +159,8 @@ def test_what_goes_with_each_query(variant):
 def test_numbers_of_a_map():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert first_token_weight(weights) == pytest.approx((0.25 - 0.5) / 2)  # not the first query's
-    assert negative_share(weights) == pytest.approx(0.5 / 3)
-    assert negative_share(torch.zeros(3, 3)) == 0
+    assert mean_negative_share(weights) == pytest.approx(0.5 / 3)
+    assert mean_negative_share(torch.zeros(3, 3)) == 0
     uniform = torch.ones(4, 4).tril() / torch.arange(1, 5).unsqueeze(1)
     expected = sum(math.log(n) for n in range(1, 5)) / 4
     assert mean_entropy(uniform) == pytest.approx(expected)
@@ -168,4 +168,4 @@ def test_numbers_of_a_map():
     assert first_token_weight(torch.ones(1, 1)).isnan()
     assert mean_entropy(torch.ones(1, 1)) == 0
     batch = torch.stack((weights, weights.abs())).view(1, 2, 3, 3)
-    assert negative_share(batch).tolist() == [[pytest.approx(0.5 / 3), 0]]
+    assert mean_negative_share(batch).tolist() == [[pytest.approx(0.5 / 3), 0]]

@@ -13,8 +13,8 @@ NAMES = [
     f"{definition}/{series}_{what}"
     for definition in ("spikes", "spikes_olmo2")
     for series in ("loss", "grad")
-    for what in ("total", "score")
-]
+    for what in ("total", "score", "rolling_total", "rolling_score")
+] + ["spikes/skipped_total"]
 
 
 def finite_before(series, index):
@@ -86,6 +86,30 @@ def test_recorded_series_give_the_spikes_of_a_plain_recomputation(seed):
     assert {3, 127, 600, 700, 710, 711, 1200} <= set(found["spikes"])
     assert 1400 in found["spikes_olmo2"]
     assert 1400 not in found["spikes"]
+
+
+@pytest.mark.parametrize(("definition", "window"), [("spikes", 128), ("spikes_olmo2", 1000)])
+def test_rolling_counts_are_those_of_the_last_window(definition, window):
+    series = training_like()
+    found = {"spikes": spikes_window128, "spikes_olmo2": spikes_olmo2}[definition](series)
+    monitor, counts = SpikeMonitor(), []
+    for i, value in enumerate(series):
+        monitor.update(value, 0.0)
+        metrics = monitor.metrics()
+        counts.append(metrics[f"{definition}/loss_rolling_total"])
+        assert counts[i] == sum(i - window < at <= i for at in found)
+        assert metrics[f"{definition}/loss_rolling_score"] == counts[i] / min(i + 1, window)
+        assert metrics[f"{definition}/loss_total"] == sum(at <= i for at in found)
+        assert metrics[f"{definition}/loss_score"] == sum(at <= i for at in found) / (i + 1)
+    assert counts[-1] < max(counts), "nothing has left the window"
+
+
+def test_skipped_updates_are_counted_in_all_and_in_a_row():
+    monitor = SpikeMonitor()
+    for skipped in (True, True, False, True):
+        monitor.update(1.0, 1.0, skipped)
+    assert monitor.metrics()["spikes/skipped_total"] == 3
+    assert monitor.skipped_in_a_row == 1
 
 
 def alternating(count):
@@ -190,7 +214,8 @@ def test_loss_and_gradient_norm_are_counted_apart():
     for values in zip(loss, grad, strict=True):
         monitor.update(*values)
     metrics = monitor.metrics()
-    assert {n: metrics[n] for n in metrics if n.endswith("total")} == {
+    totals = ("loss_total", "grad_total")
+    assert {n: metrics[n] for n in metrics if n.endswith(totals)} == {
         "spikes/loss_total": 1,
         "spikes/grad_total": 2,
         "spikes_olmo2/loss_total": 1,
@@ -214,16 +239,17 @@ def test_state_survives_json_in_the_middle_of_a_series(cut):
     series = training_like()
     whole, first = SpikeMonitor(), SpikeMonitor()
     for value in series:
-        whole.update(value, -value)
+        whole.update(value, -value, value > 5)
     for value in series[:cut]:
-        first.update(value, -value)
+        first.update(value, -value, value > 5)
     second = SpikeMonitor()
     second.update(7.0, 7.0)  # what it held before must not matter
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     for value in series[cut:]:
-        second.update(value, -value)
+        second.update(value, -value, value > 5)
     assert second.metrics() == whole.metrics()
     assert second.recent_loss(100) == whole.recent_loss(100)
+    assert second.skipped_in_a_row == whole.skipped_in_a_row
 
 
 def test_recent_loss_is_the_mean_of_the_last_finite_losses():

@@ -95,9 +95,7 @@ class Run(NamedTuple):
 def run(request):
     t = training(request.param, Precision.fp32, head_dim=16, init_std=0.05)
     initial, (_, gradients) = copies(t.params), loss_and_gradients(t, 0)
-    losses = [
-        train_step(t, iter([batch(step)]), step, diagnose=False).nll.item() for step in range(STEPS)
-    ]
+    losses = [train_step(t, iter([batch(step)]), step).nll.item() for step in range(STEPS)]
     return Run(t, losses, gradients, initial)
 
 
@@ -202,7 +200,7 @@ def test_lambda_is_float32_to_the_bit_inside_the_bf16_model(variant):
     forward pass sees them."""
     t = training(variant, Precision.bf16, **SHARP)
     for step in range(2):
-        train_step(t, iter([batch(step)]), step, diagnose=False)
+        train_step(t, iter([batch(step)]), step)
     seen, logits = {}, {}
     for i, layer in enumerate(t.model.layers):
 

@@ -1,14 +1,13 @@
 """Gradient reductions that FSDP2 does not do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-
-from diffllm.distributed.fsdp import local
 
 
 def average_replicated(params: Iterable[Tensor]) -> None:
@@ -23,24 +22,35 @@ def average_replicated(params: Iterable[Tensor]) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def global_norm(grads: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """L2 norm of all gradients, a float32 scalar equal on every rank; no host synchronisation."""
-    sharded = [local(g) for g in grads if isinstance(g, DTensor)]
-    replicated = [g for g in grads if not isinstance(g, DTensor)]
-    total = sum_of_squares(sharded)
+class Norms(NamedTuple):
+    """Squared L2 norms of whole tensors, equal on every rank."""
+
+    names: list[str]
+    squares: Tensor
+    """(n,) float32, on the device."""
+
+    @property
+    def total(self) -> Tensor:
+        """L2 norm of all of them together, a float32 scalar."""
+        return self.squares.sum().sqrt()
+
+
+def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
+    """Of tensors that are sharded as `params` are, in one collective; no host synchronisation.
+
+    Args:
+        params: DTensors, and replicated tensors.
+        tensors: what this rank holds, in the same order: the parameters, their gradients or so.
+    """
+    named = dict(zip(params, tensors, strict=True))
+    sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
+    names = sharded + [name for name in params if name not in sharded]
+    squares = torch.stack(torch._foreach_norm([named[name] for name in names])).square()
     if mesh["shard"].size() > 1:
-        dist.all_reduce(total, group=mesh["shard"].get_group())
-    if replicated:
-        total = total + sum_of_squares(replicated)
-    return total.sqrt()
-
-
-def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Float32 scalar."""
-    return torch.stack(torch._foreach_norm(tensors)).square().sum()
+        dist.all_reduce(squares[: len(sharded)], group=mesh["shard"].get_group())
+    return Norms(names, squares)
 
 
 def clip_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients in place so that their norm does not exceed `max_norm`."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(g) for g in grads], scale)
+    """Scale what this rank holds, in place: a global `norm` above `max_norm` comes down to it."""
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))

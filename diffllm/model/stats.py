@@ -1,4 +1,4 @@
-"""In-block statistics: computed where the tensors are, handed out as detached scalars.
+"""In-block statistics: computed where the tensors are, handed out detached.
 
 The name says how values combine over micro-batches and ranks: `*_min` by minimum, `*_max` and
 `*_top1` by maximum, the rest by mean. Every rank sees equally many tokens, so means of means are

@@ -18,6 +18,7 @@ from diffllm.model.ffn import SwiGLU
 from diffllm.model.init import Initializer, Shard, named, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy
 from diffllm.model.norm import RMSNorm
+from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import Stats, block_stats, stack_stats
 
@@ -39,12 +40,17 @@ class Block(nn.Module):
         mask: Mask = None,
         cache: KVCache | None = None,
         diagnose: bool = False,
+        probe: Probe | None = None,
     ) -> tuple[Tensor, Stats]:
         """x (B, T, D) -> (B, T, D) and, when diagnosing, this layer's statistics."""
         show: Shown | None = {} if diagnose else None
-        x = x + self.attention(self.attention_norm(x), rope, mask, cache, show)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, rope, mask, cache, show)
         x = x + self.ffn(self.ffn_norm(x))
-        return x, block_stats(x, show)
+        stats = block_stats(x, show)
+        if show is not None and probe is not None:
+            stats |= probe_stats(self.attention, normed, show, probe)
+        return x, stats
 
 
 class TrainOutput(NamedTuple):
@@ -54,7 +60,7 @@ class TrainOutput(NamedTuple):
     """Sum over tokens of loss and weighted z-loss; differentiable, float32."""
     loss: Loss
     stats: Stats
-    """Each (L,), empty unless diagnosing."""
+    """Each (L,), or (L, heads) for lambda_head; empty unless diagnosing."""
 
 
 class Transformer(nn.Module):
@@ -81,6 +87,7 @@ class Transformer(nn.Module):
         diagnose: bool = False,
         documents: Documents | None = None,
         last: Tensor | None = None,
+        probe: Tensor | None = None,
     ) -> Any:
         """tokens (B, T) int64 -> logits (B, T, V), or a TrainOutput when targets are given.
 
@@ -89,6 +96,7 @@ class Transformer(nn.Module):
             caches: one a layer, for decoding; tokens then follow what the caches hold.
             diagnose: also return each layer's statistics (with targets).
             documents: of the tokens; attention stays inside them and their positions start at 0.
+            probe: (N,) int64, query positions whose maps are looked at when diagnosing.
             last: (B,) int64, the one position of each row whose logits are wanted: (B, V).
         """
         x = self.tok_embeddings(tokens)
@@ -96,9 +104,10 @@ class Transformer(nn.Module):
             rope, mask = self.continued(caches[0], tokens)
         else:
             rope, mask = self.whole_sequences(tokens, documents, x.dtype)
+        looked = None if probe is None else probe_at(probe, tokens.shape[1], documents)
         stats: list[Stats] = []
         for i, layer in enumerate(self.layers):
-            x, layer_stats = layer(x, rope, mask, caches[i] if caches else None, diagnose)
+            x, layer_stats = layer(x, rope, mask, caches[i] if caches else None, diagnose, looked)
             stats.append(layer_stats)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]

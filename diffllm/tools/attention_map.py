@@ -9,7 +9,13 @@ import torch
 
 from diffllm.data import Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.maps import LayerMaps, first_token_weight, layer_maps, mean_entropy, negative_share
+from diffllm.maps import (
+    LayerMaps,
+    first_token_weight,
+    layer_maps,
+    mean_entropy,
+    mean_negative_share,
+)
 from diffllm.run_directory import load_run_config
 from diffllm.tools.arguments import parse
 from diffllm.tools.attention_map_figure import draw
@@ -113,7 +119,7 @@ def table(shown: LayerMaps, heads: list[int]) -> str:
     for name, values in shown.by_query.items():
         columns |= {f"{name} mean": values.mean(-1), "min": values.amin(-1), "max": values.amax(-1)}
     columns["on first token"] = first_token_weight(shown.effective)
-    columns["negative share"] = negative_share(shown.effective)
+    columns["negative share"] = mean_negative_share(shown.effective)
     columns[f"entropy of {first}"] = mean_entropy(shown.maps[first])
     widths = {name: max(len(name), 6) + 2 for name in columns}
     lines = ["head" + "".join(f"{name:>{width}}" for name, width in widths.items())]

@@ -10,6 +10,7 @@ from gloo import run_ranks
 
 from diffllm import build_model
 from diffllm.config import load_config
+from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
 from diffllm.trainer import build, evaluate, train_step
 
@@ -62,11 +63,10 @@ def train_losses(overrides, end=None, masked=False):
     t = build(cfg, torch.device("cpu"), end if masked else None)
     losses, norms, stats = [], [], {}
     for step in range(STEPS):
-        out = train_step(t, micro_batches(cfg, step, end), step, diagnose=step == STEPS - 1)
-        loss = out.nll.clone()
-        dist.all_reduce(loss)
-        losses.append(loss.item())
-        norms.append(out.grad_norm.item())
+        last = step == STEPS - 1
+        out = train_step(t, micro_batches(cfg, step, end), step, Due(last, last, last))
+        losses.append(out.nll.item())
+        norms.append(out.grad_norms.total.item())
         stats = {name: value.tolist() for name, value in out.stats.items()}
     full = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
@@ -190,7 +190,7 @@ def lambda_under_bf16():
     cfg = load_config([*BASE, "attention=diff_v1", "precision=bf16", "optim.lr=1e-2"])
     t = build(cfg, torch.device("cpu"))
     for step in range(3):
-        train_step(t, micro_batches(cfg, step), step, diagnose=False)
+        train_step(t, micro_batches(cfg, step), step)
     tokens = next(iter(micro_batches(cfg, 0)))
     out = t.model(*tokens, diagnose=True)
     values = []

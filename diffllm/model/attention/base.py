@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from diffllm.model.config import ModelConfig
 
 Shown = dict[str, Tensor]
-"""What a layer lays open for diagnostics: "context" (B, T, heads, width), "lambda", "gate"."""
+"""What a layer lays open for diagnostics: "q" and "k" as projected, "context" (B, T, heads, width),
+"lambda", "gate"."""
 
 Maps = dict[str, Tensor]
 """Explicit maps by name, (B, heads, T, S) each; the last one weights the values."""
@@ -169,6 +170,7 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         context = self.context(x, q, k, v, mask, show)
         if show is not None:
+            show["q"], show["k"] = q, k
             show.setdefault("context", context)
         return self.wo(context.flatten(2))
 

@@ -219,15 +219,19 @@ def attention_weights(
 
     Arguments as for `attend`. Memory grows with T * S: for teaching, tests and figures.
     """
-    n_queries, n_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    k = k.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bthd,bshd->bhts", q.to(dtype), k.to(dtype)) * scale
+    n_queries, n_keys = q.shape[1], k.shape[1]
     if mask is None:
         visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
         mask = visible.tril(n_keys - n_queries)
-    return torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    return torch.softmax(attention_scores(q, k, scale).masked_fill(~mask, float("-inf")), dim=-1)
+
+
+def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q = q.unflatten(2, (k.shape[2], -1))
+    return torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype)).flatten(1, 2) * scale
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:

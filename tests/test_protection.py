@@ -1,0 +1,214 @@
+"""Bad updates: judged on the device as the spike monitor does on the host, and left out exactly."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gloo import run_ranks
+
+from diffllm.config import load_config
+from diffllm.errors import ConfigError
+from diffllm.protection import Guard, ProtectionConfig, SkipStep
+from diffllm.spikes import SpikeMonitor
+from diffllm.trainer import build, train_step
+
+NAN, INF = math.nan, math.inf
+CPU = torch.device("cpu")
+STEPS, BAD = 6, 3
+
+
+def recorded(seed=0, steps=600):
+    """A falling loss and a gradient norm, with spikes, NaN and infinities of both."""
+    rng = np.random.default_rng(seed)
+    loss = 2.5 + 6 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.05, steps)
+    norm = 1 + rng.normal(0, 0.1, steps) ** 2
+    loss[[400, 401, 500]] += (1.5, 1.5, 9.0)
+    norm[[300, 450]] *= 40
+    loss[[5, 350]], norm[[127, 351]] = (NAN, INF), (NAN, -INF)
+    series = zip(loss.astype(np.float32), norm.astype(np.float32), strict=True)
+    return [(float(a), float(b)) for a, b in series]
+
+
+def judged(guard, series):
+    values = [torch.tensor(pair, dtype=torch.float32).unbind() for pair in series]
+    return [guard.judge(*pair).item() for pair in values]
+
+
+def spiked(monitor, series):
+    """Whether the host counts a spike in the loss or the gradient norm, step by step."""
+    names, flags = ("spikes/loss", "spikes/grad"), []
+    for pair in series:
+        before = sum(monitor.counters[name].total for name in names)
+        monitor.update(*pair)
+        flags.append(float(sum(monitor.counters[name].total for name in names) > before))
+    return flags
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_device_skips_what_the_host_counts(seed):
+    series = recorded(seed)
+    flags = judged(Guard(SkipStep.spike, CPU), series)
+    assert flags == spiked(SpikeMonitor(), series)
+    bad = {i for i, flag in enumerate(flags) if flag}
+    assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
+
+
+def test_without_spikes_only_values_that_are_not_finite_are_skipped():
+    flags = judged(Guard(SkipStep.nonfinite, CPU), recorded())
+    assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
+
+
+def test_off_skips_nothing():
+    assert set(judged(Guard(SkipStep.off, CPU), recorded())) == {0.0}
+
+
+@pytest.mark.parametrize("cut", [0, 60, 128, 130, 400, 401])
+def test_a_guard_goes_on_with_the_windows_of_the_monitor(cut):
+    series, monitor = recorded(), SpikeMonitor()
+    whole = judged(Guard(SkipStep.spike, CPU), series)
+    spiked(monitor, series[:cut])
+    guard = Guard(SkipStep.spike, CPU)
+    judged(guard, recorded(9))  # what it held before must not matter
+    guard.load(monitor)
+    assert judged(guard, series[cut:]) == whole[cut:]
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(ConfigError, match=r"train.max_consecutive_skips=0"):
+        ProtectionConfig(max_consecutive_skips=0).validate()
+
+
+# The update itself
+
+
+class Injected:
+    """A model whose loss or gradient goes wrong on demand, on one rank."""
+
+    def __init__(self, model, rank):
+        self.model, self.mine = model, torch.distributed.get_rank() == rank
+        self.objective, self.nll = 1.0, 1.0
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, *args, **kwargs):
+        out = self.model(*args, **kwargs)
+        if not self.mine:
+            return out
+        loss = out.loss._replace(nll=out.loss.nll * self.nll)
+        return out._replace(objective=out.objective * self.objective, loss=loss)
+
+
+def batch(step, cfg):
+    generator = torch.Generator().manual_seed(step)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    tokens = torch.randint(
+        0, 64, (cfg.global_batch_size, cfg.seq_len + 1), generator=generator
+    ).chunk(size)[rank]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def tensors(t):
+    full = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in t.tensors().items()
+    }
+    return {name: value.clone().numpy() for name, value in full.items()}
+
+
+def train_with(fault, mode, variant, left_out=None):
+    """Steps of which number BAD is faulty, or left out: (skip flags, all tensors after each)."""
+    cfg = load_config(
+        [
+            *("model=tiny", f"attention={variant}", "model.vocab_size=64", "data.vocab_size=64"),
+            *("seq_len=8", "global_batch_size=4", "optim.warmup_steps=2", f"steps={STEPS}"),
+            *("precision=fp32", f"train.skip_step={mode}"),
+        ]
+    )
+    t = build(cfg, CPU)
+    t.model = injected = Injected(t.model, rank=torch.distributed.get_world_size() - 1)
+    quiet = SpikeMonitor()
+    for i in range(128):
+        quiet.update(4 + i % 2, 0.5 + 4 * (i % 2))
+    t.guard.load(quiet)
+    flags, states = [], []
+    for step in range(STEPS):
+        if step == left_out:
+            flags.append(None)
+            states.append(states[-1])
+            continue
+        injected.objective, injected.nll = fault if step == BAD else (1.0, 1.0)
+        out = train_step(t, iter([batch(step, cfg)]), step)
+        flags.append(out.skipped.item())
+        states.append(tensors(t))
+    return flags, states
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        np.array_equal(value, other[name], equal_nan=True) for name, value in one.items()
+    )
+
+
+FAULTS = {
+    "a NaN gradient": (NAN, 1.0),
+    "an infinite gradient": (INF, 1.0),
+    "a NaN loss": (1.0, NAN),
+    "a gradient spike": (1e4, 1.0),
+    "a loss spike": (1.0, 5.0),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_step_leaves_everything_as_it_was(fault, ranks, tmp_path):
+    """Parameters, moments and step counts, bit for bit, as if the step had never been taken."""
+    mode = "spike" if fault.endswith("spike") else "nonfinite"
+    variant = "diff_v1" if ranks == 2 else "diff_v2"  # V1 has replicated parameters
+    skipped = run_ranks(train_with, ranks, tmp_path, FAULTS[fault], mode, variant)
+    absent = run_ranks(train_with, ranks, tmp_path, (1.0, 1.0), "off", variant, BAD)
+    for (flags, states), (_, expected) in zip(skipped, absent, strict=True):
+        assert flags == [float(step == BAD) for step in range(STEPS)]
+        assert same(states[BAD], states[BAD - 1])
+        assert not same(states[BAD + 1], states[BAD])
+        assert same(states[-1], expected[-1])
+
+
+def test_a_spike_gets_through_where_only_nan_is_skipped(tmp_path):
+    ((flags, states),) = run_ranks(
+        train_with, 1, tmp_path, FAULTS["a gradient spike"], "nonfinite", "standard"
+    )
+    assert set(flags) == {0.0}
+    assert not same(states[BAD], states[BAD - 1])
+
+
+def test_off_lets_nan_through(tmp_path):
+    ((_, states),) = run_ranks(train_with, 1, tmp_path, FAULTS["a NaN gradient"], "off", "standard")
+    assert np.isnan(states[BAD]["model.norm.weight"]).all()
+
+
+def steps_without_the_host():
+    """Trains while every way of reading a tensor on the host raises."""
+    cfg = load_config(
+        [
+            *("model=tiny", "attention=diff_v1", "model.vocab_size=64", "data.vocab_size=64"),
+            *("seq_len=8", "global_batch_size=4", "optim.warmup_steps=2", "train.skip_step=spike"),
+        ]
+    )
+    t = build(cfg, CPU)
+    train_step(t, iter([batch(0, cfg)]), 0)  # FSDP sets itself up
+    data = [iter([batch(step, cfg)]) for step in (1, 2)]
+
+    def refuse(*_):
+        raise AssertionError("a tensor was read on the host")
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        setattr(torch.Tensor, name, refuse)
+    for step, batches in enumerate(data, 1):
+        train_step(t, batches, step)
+    return True
+
+
+def test_a_step_reads_nothing_on_the_host(tmp_path):
+    assert all(run_ranks(steps_without_the_host, 2, tmp_path))
