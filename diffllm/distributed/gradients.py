@@ -46,8 +46,9 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     names = sharded + [name for name in params if name not in sharded]
     squares = torch.stack(torch._foreach_norm([named[name] for name in names])).square()
-    if mesh["shard"].size() > 1:
-        dist.all_reduce(squares[: len(sharded)], group=mesh["shard"].get_group())
+    shards = mesh.get_group("shard")
+    if dist.get_world_size(shards) > 1:
+        dist.all_reduce(squares[: len(sharded)], group=shards)
     return Norms(names, squares)
 
 

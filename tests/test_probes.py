@@ -1,0 +1,247 @@
+"""Probes of explicit maps: against plain loops, in theory, and where they look.
+
+Shapes: B batch, T tokens, N probed positions, h heads.
+"""
+
+import math
+
+import pytest
+import torch
+from single_process import gloo_group
+
+from diffllm import build_model, load_config
+from diffllm.config import variants
+from diffllm.diagnostics import DiagnosticsConfig, Due, named_values, probe_positions, reduce_stats
+from diffllm.errors import ConfigError
+from diffllm.model.documents import Documents
+from diffllm.model.probes import PROBED, probe_at, probe_stats
+from diffllm.model.rope import apply_rope
+
+LENGTH, END = 12, 7
+POSITIONS = torch.tensor([1, 4, 10])
+COMMON = set(PROBED) - {"lambda_head"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with gloo_group():
+        yield
+
+
+def tiny(variant, *extra):
+    overrides = ["model=tiny", "model.init_std=0.3", "model.vocab_size=64", "data.vocab_size=64"]
+    cfg = load_config([*overrides, f"attention={variant}", f"seq_len={LENGTH}", *extra])
+    return build_model(cfg.model)
+
+
+def rows(size=2):
+    tokens = torch.randint(10, 64, (size, LENGTH))
+    tokens[0, [2, 7]] = END
+    return tokens
+
+
+def key_heads(attention, query_heads):
+    """Which key head each query head reads, by the definition of its variant."""
+    H, K = attention.n_heads, attention.n_kv_heads
+    if hasattr(attention, "lambda_q1"):  # pair i, member m: kv pair i // (H / K), member m
+        return [2 * (head // 2 // (H // K)) + head % 2 for head in range(H)]
+    return [head // (query_heads // K) for head in range(query_heads)]
+
+
+def largest_logit(attention, x, rope, allowed):
+    """Over every query head, probed position and visible key, one at a time."""
+    q = apply_rope(attention.wq(x).unflatten(-1, (-1, attention.head_dim)), rope)
+    k = apply_rope(attention.wk(x).unflatten(-1, (-1, attention.head_dim)), rope)
+    reads = key_heads(attention, q.shape[2])
+    return max(
+        (q[b, at, head] @ k[b, key, reads[head]]).item() / math.sqrt(attention.head_dim)
+        for b in range(len(x))
+        for head in range(q.shape[2])
+        for at in POSITIONS.tolist()
+        for key in range(at + 1)
+        if allowed(b, at, key)
+    )
+
+
+def expected(attention, x, rope, mask, allowed):
+    """The probed numbers, query by query, from the maps of the whole sequence."""
+    q, k, _ = attention.project(x, rope)
+    maps = {n: m.double() for n, m in attention.maps(x, q, k, mask).items()}
+    *parts, effective = maps.values()
+    entropies, sinks, negatives = [], [], []
+    for b in range(len(x)):
+        for at in POSITIONS.tolist():
+            keys = [key for key in range(at + 1) if allowed(b, at, key)]
+            for head in range(effective.shape[1]):
+                row = [effective[b, head, at, key].item() for key in keys]
+                sinks.append(row[0])
+                total = sum(abs(w) for w in row)
+                negatives.append(-sum(w for w in row if w < 0) / total if total else 0.0)
+            for part in parts or [effective]:
+                for head in range(part.shape[1]):
+                    row = [part[b, head, at, key].item() for key in keys]
+                    shares = [w / sum(row) for w in row]
+                    entropies.append(-sum(p * math.log(p) for p in shares if p))
+    mean = {"attn_entropy": entropies, "sink_mass": sinks, "attn_negative_share": negatives}
+    return {
+        "attn_logit_top1": largest_logit(attention, x, rope, allowed),
+        **{name: sum(values) / len(values) for name, values in mean.items()},
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("variant", variants())
+def test_probes_equal_plain_loops(variant, masked):
+    model, tokens = tiny(variant), rows()
+    documents = Documents.of(tokens, END) if masked else None
+    attention = model.layers[1].attention
+    x = torch.randn(2, LENGTH, model.cfg.dim)
+    rope, _ = model.whole_sequences(tokens, documents, x.dtype)
+    mask = documents.mask() if masked else None
+    show = {}
+    attention(x, rope, mask, show=show)
+    found = probe_stats(attention, x, show, probe_at(POSITIONS, LENGTH, documents))
+
+    def allowed(b, at, key):
+        return not masked or END not in tokens[b, key:at]
+
+    by_head = found.pop("lambda_head", None)
+    values = {name: value.item() for name, value in found.items()}
+    assert values == pytest.approx(expected(attention, x, rope, mask, allowed), abs=2e-5)
+    assert (by_head is not None) == (
+        variant in ("diff_v2_lambda_scalar", "diff_v2_no_sigmoid", "diff_v2_unshared_kv")
+        or variant in ("diff_v2", "diff_v2_head_norm")
+    )
+    if by_head is not None:
+        lam = attention.lambda_values(x).expand(2, LENGTH, attention.n_heads)
+        assert by_head.tolist() == pytest.approx(lam.mean((0, 1)).tolist(), abs=1e-6)
+
+
+@torch.no_grad()
+def probed(model, x):
+    attention, rope, show = model.layers[0].attention, model.rope(0, LENGTH), {}
+    attention(x, rope, show=show)
+    stats = probe_stats(attention, x, show, probe_at(POSITIONS, LENGTH, None))
+    return {name: value.item() for name, value in stats.items() if value.ndim == 0}
+
+
+def test_uniform_maps_have_the_entropy_and_sink_mass_of_theory():
+    x = torch.randn(2, LENGTH, 128)
+    seen = [at + 1 for at in POSITIONS.tolist()]
+    uniform = {
+        "attn_logit_top1": 0.0,
+        "attn_entropy": sum(map(math.log, seen)) / 3,
+        "attn_negative_share": 0.0,
+        "sink_mass": sum(1 / n for n in seen) / 3,
+    }
+    standard, v2 = tiny("standard"), tiny("diff_v2_lambda_fixed")
+    for model in (standard, v2):
+        torch.nn.init.zeros_(model.layers[0].attention.wq.weight)
+    assert probed(standard, x) == pytest.approx(uniform, abs=1e-6)
+    halved = {**uniform, "sink_mass": uniform["sink_mass"] / 2}  # 1 - lambda of it
+    assert probed(v2, x) == pytest.approx(halved, abs=1e-6)
+
+
+def test_a_lambda_above_one_makes_all_weights_negative_and_the_sink_mass_signed():
+    model = tiny("diff_v2_lambda_fixed", "model.attention.lambda_value=3")
+    torch.nn.init.zeros_(model.layers[0].attention.wq.weight)
+    values = probed(model, torch.randn(1, LENGTH, 128))
+    assert values["attn_negative_share"] == pytest.approx(1)
+    assert values["sink_mass"] == pytest.approx(-2 * (1 / 2 + 1 / 5 + 1 / 11) / 3, abs=1e-6)
+
+
+def test_one_hot_maps_have_no_entropy():
+    model = tiny("standard", "model.n_heads=2", "model.n_kv_heads=2")
+    for weight in (model.layers[0].attention.wq.weight, model.layers[0].attention.wk.weight):
+        weight.data.mul_(1000)
+    values = probed(model, torch.randn(1, LENGTH, 128))
+    assert values["attn_entropy"] == pytest.approx(0, abs=1e-6)
+    assert values["attn_logit_top1"] > 1e4
+
+
+def test_a_sink_in_the_denominator_is_not_in_the_entropy_but_takes_from_the_first_token():
+    x = torch.randn(1, LENGTH, 128)
+    plain, off_by_one = tiny("standard"), tiny("standard_off_by_one")
+    for model in (plain, off_by_one):
+        torch.nn.init.zeros_(model.layers[0].attention.wq.weight)
+    without, with_sink = probed(plain, x), probed(off_by_one, x)
+    assert with_sink["attn_entropy"] == pytest.approx(without["attn_entropy"], abs=1e-6)
+    assert with_sink["sink_mass"] == pytest.approx((1 / 3 + 1 / 6 + 1 / 12) / 3, abs=1e-6)
+
+
+# Through the model
+
+
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
+def test_a_probed_pass_adds_its_names_and_changes_nothing_else(variant):
+    model, tokens = tiny(variant), rows()
+    plain = model(tokens, tokens, diagnose=True)
+    probed = model(tokens, tokens, diagnose=True, probe=POSITIONS)
+    heads = {"lambda_head"} if variant == "diff_v2" else set()
+    assert set(probed.stats) == set(plain.stats) | COMMON | heads
+    assert torch.equal(plain.objective, probed.objective)
+    for name, value in plain.stats.items():
+        assert torch.equal(value, probed.stats[name])
+    assert not any(value.requires_grad for value in probed.stats.values())
+    assert model(tokens, tokens, probe=POSITIONS).stats == {}
+
+
+def test_lambda_is_named_by_head_and_layer():
+    model, tokens = tiny("diff_v2"), rows()
+    values = named_values(
+        reduce_stats(model(tokens, tokens, diagnose=True, probe=POSITIONS).stats, 1)
+    )
+    by_head = model.layers[1].attention
+    heads = [f"lambda_head_{head:02d}/layer_01" for head in range(by_head.n_heads)]
+    assert [name for name in values if name.startswith("lambda_head") and name.endswith("01")] == (
+        heads
+    )
+    mean = sum(values[name] for name in heads) / len(heads)
+    assert mean == pytest.approx(values["lambda_mean/layer_01"], abs=1e-6)
+
+
+def test_only_what_is_due_is_kept():
+    model, tokens = tiny("diff_v2"), rows()
+    stats = model(tokens, tokens, diagnose=True, probe=POSITIONS).stats
+    assert set(Due(probes=True).chosen(stats)) == set(PROBED)
+    assert set(Due(statistics=True).chosen(stats)) == set(stats) - set(PROBED)
+    assert Due(True, True).chosen(stats).keys() == stats.keys()
+    assert Due(update=True).chosen(stats) == {}
+    assert not Due(update=True).diagnose
+
+
+# Where
+
+
+def test_positions_are_spread_over_the_sequence_and_drawn_anew_each_step():
+    cfg = DiagnosticsConfig()
+    drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
+    for positions in drawn:
+        parts = ((positions - 1) // 32).tolist()
+        assert parts == list(range(8)), "one from each part, without the first token"
+    assert len({tuple(p.tolist()) for p in drawn}) == 50
+    again = probe_positions(cfg, 257, seed=0, step=7)
+    assert torch.equal(again, drawn[7])
+    assert not torch.equal(probe_positions(cfg, 257, seed=1, step=7), again)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("seed", [-5, 0, 2**63 - 1])
+def test_short_sequences_are_probed_inside(seq_len, seed):
+    positions = probe_positions(DiagnosticsConfig(), seq_len, seed, 3)
+    assert positions.min() >= 0
+    assert positions.max() < seq_len
+    assert seq_len == 1 or positions.min() >= 1
+
+
+def test_probes_can_be_turned_off():
+    assert probe_positions(DiagnosticsConfig(probe_interval=0), 16, 0, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("interval", -1), ("probe_interval", -1), ("probe_queries", 0)]
+)
+def test_values_out_of_range_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"diagnostics.{name}={value}"):
+        DiagnosticsConfig(**{name: value}).validate()
