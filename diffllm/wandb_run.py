@@ -1,4 +1,4 @@
-"""A wandb run that training never waits for and never fails with.
+"""A wandb run that training never fails with, and waits for only at start and end, within bounds.
 
 Everything wandb does happens on a thread of its own, because its calls block when its service
 hangs. What goes wrong there is one line on stderr; metrics.jsonl has the same values.
