@@ -27,11 +27,11 @@ from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
 from diffllm.evaluate import EvalConfig
 from diffllm.matching import Matched, match
-from diffllm.metrics import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import OptimConfig
 from diffllm.protection import ProtectionConfig
+from diffllm.wandb_run import WandbConfig
 
 
 class Precision(Enum):
@@ -114,6 +114,7 @@ class TrainConfig:
         self.eval.validate()
         self.diagnostics.validate()
         self.train.validate()
+        self.wandb.validate()
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""

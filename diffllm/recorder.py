@@ -18,11 +18,12 @@ from torch import Tensor
 from diffllm.diagnostics import named_values
 from diffllm.display import Display
 from diffllm.distributed.gradients import Norms
-from diffllm.metrics import MetricsFile, WandbRun
+from diffllm.metrics import MetricsFile
 from diffllm.mfu import mfu, peak_flops
 from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
 from diffllm.spikes import SpikeMonitor
+from diffllm.wandb_run import WandbRun
 
 T = TypeVar("T")
 

@@ -14,13 +14,14 @@ from diffllm.display import Display
 from diffllm.distributed.world import World, environment, join
 from diffllm.errors import DataError, UserError
 from diffllm.generate import generate
-from diffllm.metrics import MetricsFile, WandbRun
+from diffllm.metrics import MetricsFile
 from diffllm.model.attention.ops import prepare_backend
 from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
 from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
 from diffllm.summary import describe, headline, summarise, summary_text
 from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
+from diffllm.wandb_run import WandbRun
 
 
 def run(cfg: TrainConfig) -> None:
@@ -126,9 +127,8 @@ def execute(
     outputs = None
     if directory:
         directory.describe(facts)
-        variant = cfg.run.choices["attention"]
         config = {**yaml_dict(cfg), **facts}
-        wandb = WandbRun(cfg.wandb, path, path.name, variant, config, state.wandb_id)
+        wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id)
         state.wandb_id = wandb.id
         outputs = Outputs(MetricsFile(path / "metrics.jsonl", state.step), wandb)
     recorder = Recorder(

@@ -13,9 +13,9 @@ from diffllm import load_config
 from diffllm.config import Precision, TrainConfig, config_directory, variant_config, variants
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.errors import ConfigError
-from diffllm.metrics import WandbMode
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import Schedule
+from diffllm.wandb_run import WandbMode
 
 CONF = config_directory()
 FILES = sorted(CONF.glob("*/*.yaml"))

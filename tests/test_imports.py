@@ -11,7 +11,7 @@ import pytest
 import diffllm
 
 ROOT = Path(diffllm.__file__).parent
-STANDALONE = ("data", "optim", "checkpoint", "metrics", "spikes")
+STANDALONE = ("data", "optim", "checkpoint", "metrics", "wandb_run", "spikes")
 
 
 def module_name(path: Path) -> str:

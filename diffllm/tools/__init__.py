@@ -10,6 +10,7 @@ COMMANDS = {
     "count": "parameters, FLOPs and KV cache of a model",
     "generate": "continue a prompt with a trained run",
     "attention-map": "what the heads of a trained run attend to, as a figure",
+    "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 

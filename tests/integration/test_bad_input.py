@@ -209,6 +209,7 @@ ENUMS = [
     (["precision=fp16"], ["precision", "fp16", "auto", "bf16", "fp32"]),
     (["optim.schedule=linear"], ["optim.schedule", "linear", "cosine", "wsd"]),
     (["wandb.mode=on"], ["wandb.mode", "online", "offline", "disabled"]),
+    (["wandb.tags=['']"], ["wandb.tags", "''", "1 to 64"]),
     (["model.rope.scaling=twice"], ["model.rope.scaling", "twice", "none"]),
     (["data.sample_by=word"], ["data.sample_by", "word", "document", "paragraph", "line"]),
     (["data.source=web"], ["data.source", "web", "stdlib", "files", "hub"]),

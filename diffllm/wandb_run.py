@@ -1,0 +1,229 @@
+"""A wandb run that training never fails with, and waits for only at start and end, within bounds.
+
+Everything wandb does happens on a thread of its own, because its calls block when its service
+hangs. What goes wrong there is one line on stderr; metrics.jsonl has the same values.
+"""
+
+import contextlib
+import hashlib
+import math
+import netrc
+import os
+import queue
+import secrets
+import sys
+import threading
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from diffllm.errors import ConfigError
+from diffllm.metric_names import SUMMARIES
+
+ONLINE_SECONDS = 20
+"""How long the server may take to answer before the run is recorded offline."""
+START_SECONDS = 60
+"""How long training waits for wandb to start."""
+FINISH_SECONDS = 60
+"""How long the end of a run waits for wandb to write and upload what is left."""
+BACKLOG = 4096
+"""Lines that may wait for wandb."""
+LONGEST_TAG = 64
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+
+
+class WandbMode(Enum):
+    """auto is online when an API key is present, else offline."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: WandbMode = WandbMode.auto
+    project: str = "diffllm"
+    entity: str | None = None
+    group: str | None = None
+    """null: the attention variant."""
+    tags: list[str] = field(default_factory=list)
+    """Added to the name of the run's sweep."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for a tag that wandb refuses."""
+        for tag in self.tags:
+            if not 1 <= len(tag) <= LONGEST_TAG:
+                raise ConfigError(
+                    f"wandb.tags: {tag!r} has {len(tag)} characters; a tag has 1 to {LONGEST_TAG}"
+                )
+
+
+def resolve_mode(cfg: WandbConfig) -> str:
+    """The mode that wandb gets; `auto` follows WANDB_MODE, then the presence of a key."""
+    if cfg.mode is not WandbMode.auto:
+        return cfg.mode.value
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    return "online" if has_key() else "offline"
+
+
+def has_key() -> bool:
+    """Whether an API key for wandb's server is in the environment or in netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
+    try:
+        known = netrc.netrc(os.environ.get("NETRC"))
+        return any(known.authenticators(host) for host in ([own] if own else HOSTS))
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return False
+
+
+def run_tags(tags: list[str], sweep: str | None) -> list[str]:
+    """The tags without repetition, then the sweep's name; a hash ends one that is too long."""
+    if sweep and len(sweep) > LONGEST_TAG:
+        sweep = f"{sweep[: LONGEST_TAG - 9]}-{hashlib.sha256(sweep.encode()).hexdigest()[:8]}"
+    return list(dict.fromkeys([*tags, *([sweep] if sweep else [])]))
+
+
+class WandbRun:
+    """A wandb run that may fail without the training noticing.
+
+    Args:
+        directory: the run's; wandb writes below it, and its name is the run's.
+        choices: the YAML chosen in each group: attention is wandb's group, model its job type.
+        sweep: the sweep that the run belongs to, a tag.
+        config: what wandb shows as the run's config.
+        run_id: continues the run of that id; None makes a new one.
+    """
+
+    def __init__(
+        self,
+        cfg: WandbConfig,
+        directory: Path,
+        choices: dict[str, str],
+        sweep: str | None,
+        config: dict[str, Any],
+        run_id: str | None,
+    ):
+        self.id = run_id or secrets.token_hex(4)
+        self.mode = resolve_mode(cfg)
+        self.working = self.mode != "disabled"
+        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
+        self.summary: dict[str, Any] = {}
+        self.started = threading.Event()
+        if not self.working:
+            return
+        options = {
+            "project": cfg.project,
+            "entity": cfg.entity,
+            "name": directory.name,
+            "group": cfg.group or choices["attention"],
+            "job_type": choices["model"],
+            "tags": run_tags(cfg.tags, sweep),
+            "id": self.id,
+            "resume": "allow",
+            "dir": str(directory),
+            "config": config,
+        }
+        self.thread = threading.Thread(target=self._work, args=(options,), daemon=True)
+        self.thread.start()
+        self.started.wait(START_SECONDS)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Hand over one step's values, NaN and infinity left out; returns at once.
+
+        One NaN would be the run's minimum and maximum from then on.
+        """
+        if not self.working:
+            return
+        finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
+        try:
+            self.lines.put_nowait(finite)
+        except queue.Full:
+            self._give_up(f"it has not taken the last {BACKLOG} lines")
+            abandon_service()
+
+    def finish(self, summary: dict[str, Any] | None = None) -> None:
+        """Flush and end, within FINISH_SECONDS."""
+        if not self.working:
+            return
+        self.summary = summary or {}
+        with contextlib.suppress(queue.Full):
+            self.lines.put_nowait(None)
+        self.thread.join(FINISH_SECONDS)
+        if self.thread.is_alive():
+            self._give_up(f"it did not finish within {FINISH_SECONDS} s")
+            abandon_service()
+        self.working = False
+
+    def _work(self, options: dict[str, Any]) -> None:
+        """The thread: start, log what comes, finish."""
+        try:
+            run = start(self.mode, options)
+            self.started.set()
+            while (values := self.lines.get()) is not None:
+                run.log(values)
+            run.summary.update(self.summary)
+            run.finish()
+        except Exception as error:
+            self._give_up(repr(error))
+            tear_down()
+        finally:
+            self.started.set()
+
+    def _give_up(self, why: str) -> None:
+        if self.working:
+            self.working = False
+            say(f"wandb stopped working, training goes on: {why}")
+
+
+def start(mode: str, options: dict[str, Any]) -> Any:
+    """A wandb run with its metrics defined; offline if the server does not take it online."""
+    import wandb
+
+    wandb.setup(wandb.Settings(silent=True))  # a wandb that is not silent asks for a missing key
+    settings = wandb.Settings(silent=True, console="off", init_timeout=ONLINE_SECONDS)
+    try:
+        run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
+    except Exception as error:
+        if mode != "online":
+            raise
+        say(f"wandb cannot go online, the run is recorded offline: {error!r}")
+        tear_down()  # the service would refuse the run's id as one in use
+        run = wandb.init(mode="offline", settings=settings, **options)
+    run.define_metric("step", hidden=True)
+    run.define_metric("tokens", hidden=True)
+    for name, summary in SUMMARIES.items():
+        # the last value is kept anyway; asked for, it would stand under <name>.last
+        asked = None if summary == "last" else summary
+        run.define_metric(name, step_metric="tokens", summary=asked)
+    return run
+
+
+def tear_down() -> None:
+    """End wandb's service; from a dead one wandb's own hook prints a traceback at exit."""
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
+
+        wandb.teardown()
+
+
+def abandon_service() -> None:
+    """Kill a service that hangs: wandb waits for it without end when the process exits."""
+    with contextlib.suppress(Exception):
+        import wandb
+
+        wandb.setup()._connection._proc._process.kill()  # type: ignore[union-attr]
+    tear_down()
+
+
+def say(line: str) -> None:
+    """One line on stderr."""
+    print(" ".join(line.split()), file=sys.stderr)

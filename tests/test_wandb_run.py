@@ -1,0 +1,444 @@
+"""wandb for real: offline runs are read back, and services are killed, stopped and refused."""
+
+import contextlib
+import http.server
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from wandb_file import OfflineRun
+
+from diffllm import wandb_run
+from diffllm.errors import ConfigError
+from diffllm.metric_names import SUMMARIES
+from diffllm.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode, run_tags
+
+KEY = "0123456789" * 4
+CHOICES = {"attention": "diff_v2", "model": "tiny"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """An empty home directory, no wandb variable in the environment, nothing sent anywhere."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    directory = tmp_path / "home"
+    directory.mkdir()
+    monkeypatch.setenv("HOME", str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_service_left():
+    yield
+    wandb.teardown()
+
+
+def netrc(home: Path, machine: str) -> None:
+    file = home / ".netrc"
+    file.write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
+    file.chmod(0o600)
+
+
+def test_auto_is_offline_without_a_key(home):
+    assert resolve_mode(WandbConfig()) == "offline"
+
+
+def test_auto_is_online_with_a_key_in_the_environment(home, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert resolve_mode(WandbConfig()) == "online"
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    assert resolve_mode(WandbConfig()) == "offline"
+
+
+@pytest.mark.parametrize("machine", ["api.wandb.ai", "api.forge.coreweave.com"])
+def test_auto_is_online_with_a_key_in_netrc(home, machine):
+    netrc(home, machine)
+    assert resolve_mode(WandbConfig()) == "online"
+
+
+def test_wandbs_own_server_is_one_of_those_looked_up():
+    from wandb.sdk.lib import urls
+
+    assert urls.DEFAULT_BASE_URL in [f"https://{host}" for host in wandb_run.HOSTS]
+
+
+def test_another_server_needs_its_own_key(home, monkeypatch):
+    netrc(home, "api.wandb.ai")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert resolve_mode(WandbConfig()) == "offline"
+    netrc(home, "wandb.example.org:8080")
+    assert resolve_mode(WandbConfig()) == "online"
+
+
+def test_a_netrc_elsewhere_is_found(home, tmp_path, monkeypatch):
+    netrc(home, "api.wandb.ai")
+    (home / ".netrc").rename(tmp_path / "elsewhere")
+    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
+    assert resolve_mode(WandbConfig()) == "online"
+
+
+def test_a_netrc_for_another_machine_or_a_broken_one_is_no_key(home):
+    netrc(home, "example.org")
+    assert resolve_mode(WandbConfig()) == "offline"
+    (home / ".netrc").write_text("nonsense at the top level\n")
+    assert resolve_mode(WandbConfig()) == "offline"
+
+
+def test_a_netrc_that_is_not_utf8_is_no_key(home):
+    (home / ".netrc").write_bytes("machine example.org login user password größe".encode("latin-1"))
+    assert resolve_mode(WandbConfig()) == "offline"
+
+
+@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
+def test_auto_follows_wandb_mode_before_any_key(home, monkeypatch, mode):
+    netrc(home, "api.wandb.ai")
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert resolve_mode(WandbConfig()) == mode
+
+
+@pytest.mark.parametrize("mode", [WandbMode.online, WandbMode.offline, WandbMode.disabled])
+def test_the_config_overrides_the_environment(home, monkeypatch, mode):
+    netrc(home, "api.wandb.ai")
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    assert resolve_mode(WandbConfig(mode=mode)) == mode.value
+
+
+def test_tags_are_those_given_and_the_sweep():
+    assert run_tags([], None) == []
+    assert run_tags(["a", "b", "a"], "b") == ["a", "b"]
+    assert run_tags(["a"], "lr-sweep") == ["a", "lr-sweep"]
+    assert run_tags([], "x" * 64) == ["x" * 64]
+
+
+def test_a_sweep_with_a_long_name_has_a_tag_that_wandb_takes():
+    tags = {run_tags([], "x" * 70 + end)[0] for end in ("", "1", "2")}
+    assert len(tags) == 3
+    assert all(len(tag) == 64 and tag.startswith("x" * 50) for tag in tags)
+    wandb.Settings(run_tags=tuple(tags))
+
+
+@pytest.mark.parametrize("tag", ["", "x" * 65])
+def test_a_tag_that_wandb_refuses_is_a_config_error(tag):
+    with pytest.raises(ValueError, match="1 and 64 characters"):
+        wandb.Settings(run_tags=(tag,))
+    with pytest.raises(ConfigError, match=r"wandb\.tags.*1 to 64"):
+        WandbConfig(tags=["good", tag]).validate()
+    WandbConfig(tags=["x", "x" * 64]).validate()
+
+
+def a_run(
+    directory: Path,
+    mode: WandbMode = WandbMode.offline,
+    run_id: str | None = None,
+    sweep: str | None = None,
+    **changes: Any,
+) -> WandbRun:
+    cfg = WandbConfig(mode=mode, project="a-project", **changes)
+    config = {"steps": 3, "model": {"dim": 8, "attention": {}}, "run": {"name": None}}
+    directory.mkdir(exist_ok=True)
+    return WandbRun(cfg, directory, CHOICES, sweep, config, run_id)
+
+
+def test_an_offline_run_holds_config_history_and_summaries(tmp_path, capfd):
+    run = a_run(tmp_path / "a-name", tags=["first", "second"], sweep="third")
+    norms = [1.0, 3.0, 2.0, 0.5]
+    for step, (loss, norm) in enumerate(
+        zip([2.5, 1.5, math.nan, -math.inf], norms, strict=True), start=1
+    ):
+        line = {"step": step, "tokens": 100 * step, "train/loss": loss, "train/grad_norm": norm}
+        run.log({**line, "hidden_top1/layer_01": norm, "perf/step_ms": norm, "train/lr": norm})
+    run.finish({"heldout_loss": 1.25})
+    found = OfflineRun(tmp_path / "a-name")
+
+    header = found.header
+    assert header.run_id == run.id
+    assert header.project == "a-project"
+    assert header.display_name == "a-name"
+    assert header.run_group == "diff_v2"
+    assert header.job_type == "tiny"
+    assert list(header.tags) == ["first", "second", "third"]
+    assert found.config["steps"] == 3
+    assert found.config["model"]["dim"] == 8
+    assert found.config["run"] == {"name": None}
+
+    assert [row["tokens"] for row in found.history] == [100, 200, 300, 400]
+    assert [row.get("train/loss") for row in found.history] == [2.5, 1.5, None, None]
+    assert [row["train/grad_norm"] for row in found.history] == norms
+
+    summary = found.summary
+    assert summary["train/loss"] == {"min": 1.5}
+    assert summary["train/grad_norm"] == {"max": 3.0}
+    assert summary["hidden_top1/layer_01"] == {"max": 3.0}
+    assert summary["perf/step_ms"] == {"mean": 1.625}
+    assert summary["train/lr"] == 0.5
+    assert summary["heldout_loss"] == 1.25
+    assert "wandb" not in capfd.readouterr().err
+
+
+def test_every_metric_is_defined_with_its_summary_against_tokens(tmp_path):
+    run = a_run(tmp_path)
+    run.finish()
+    defined = OfflineRun(tmp_path).metrics
+    assert defined.keys() == {"step", "tokens", *SUMMARIES}
+    for name, summary in SUMMARIES.items():
+        record = defined[name]
+        assert record.step_metric == "tokens"
+        asked = [field.name for field, _ in record.summary.ListFields()]
+        assert asked == ([] if summary == "last" else [summary])
+        assert bool(record.glob_name) == name.endswith("*")
+    assert defined["step"].options.hidden
+    assert defined["tokens"].options.hidden
+
+
+def test_no_pattern_covers_a_name_that_another_one_does():
+    for pattern in SUMMARIES:
+        assert "*" not in pattern[:-1]  # wandb takes it at the end only
+        if pattern.endswith("*"):
+            others = [name for name in SUMMARIES if name != pattern]
+            assert not [name for name in others if name.startswith(pattern[:-1])]
+
+
+def test_the_same_id_continues_on_a_second_start(tmp_path):
+    first = a_run(tmp_path / "first", group="my-group")
+    first.log({"step": 1, "tokens": 10, "train/loss": 2.0})
+    first.finish()
+    second = a_run(tmp_path / "second", run_id=first.id, group="my-group")
+    second.finish()
+    third = a_run(tmp_path / "third")
+    third.finish()
+    assert second.id == first.id != third.id
+    headers = [OfflineRun(tmp_path / name).header for name in ("first", "second", "third")]
+    assert [h.run_id for h in headers] == [first.id, first.id, third.id]
+    assert [h.run_group for h in headers] == ["my-group", "my-group", "diff_v2"]
+
+
+def test_a_disabled_run_writes_nothing_and_starts_nothing(tmp_path, home, monkeypatch):
+    monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("wandb.init was called"))
+    run = a_run(tmp_path, WandbMode.disabled)
+    run.log({"step": 1})
+    run.finish({"x": 1})
+    assert list(tmp_path.iterdir()) == [home]
+    assert run.id  # kept for a later start with wandb on
+    assert a_run(tmp_path, WandbMode.disabled, run_id=run.id).id == run.id
+
+
+class Broken:
+    """A wandb run of which some calls raise."""
+
+    def __init__(self, *broken: str) -> None:
+        self.broken, self.calls = broken, []
+        self.summary = self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            self.calls.append(name)
+            if name in self.broken:
+                raise ConnectionResetError("Connection\nlost")
+
+        return call
+
+
+def only_line(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr; nothing is on stdout."""
+    out, err = capfd.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("broken", ["log", "define_metric", "finish", "update"])
+def test_a_wandb_that_breaks_says_so_once_and_never_raises(tmp_path, monkeypatch, capfd, broken):
+    fake = Broken(broken)
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    run = a_run(tmp_path)
+    for step in range(1, 4):
+        run.log({"step": step})
+    run.finish({"x": 1})
+    run.finish()
+    assert "training goes on: ConnectionResetError" in only_line(capfd)
+    assert fake.calls.count(broken) == 1
+
+
+@pytest.mark.parametrize("error", [wandb.Error("no"), OSError("full"), RuntimeError("x")])
+def test_a_wandb_that_cannot_start_says_so_once_and_never_raises(
+    tmp_path, monkeypatch, capfd, error
+):
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(wandb, "init", fail)
+    run = a_run(tmp_path)
+    run.log({"step": 1})
+    run.finish()
+    assert "wandb stopped working" in only_line(capfd)
+    assert run.id
+
+
+def test_a_wandb_that_is_not_installed_says_so_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = a_run(tmp_path)
+    run.log({"step": 1})
+    run.finish()
+    assert "ModuleNotFoundError" in only_line(capfd)
+
+
+def test_a_directory_that_wandb_cannot_write_to_says_so_once(tmp_path, capfd):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb").write_text("a file")
+    run = a_run(tmp_path / "run")
+    run.log({"step": 1})
+    run.finish()
+    assert "wandb stopped working" in only_line(capfd)
+
+
+def test_a_backlog_that_is_never_taken_ends_in_one_line(tmp_path, monkeypatch, capfd):
+    released = threading.Event()
+    fake = Broken()
+    fake.log = lambda values: released.wait(30)
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    monkeypatch.setattr(wandb_run, "BACKLOG", 3)
+    run = a_run(tmp_path)
+    start = time.monotonic()
+    for step in range(1, 9):
+        run.log({"step": step})
+    run.finish()
+    assert time.monotonic() - start < 5
+    assert "has not taken the last 3 lines" in only_line(capfd)
+    released.set()
+
+
+SERVICE = """
+import os, signal, sys, time
+from pathlib import Path
+from diffllm import wandb_run
+from diffllm.wandb_run import WandbConfig, WandbMode, WandbRun
+import wandb
+
+wandb_run.FINISH_SECONDS = 2
+choices = {"attention": "gated", "model": "tiny"}
+run = WandbRun(WandbConfig(mode=WandbMode.offline), Path(sys.argv[1]), choices, None, {}, None)
+run.log({"step": 1, "tokens": 10})
+os.kill(wandb.setup()._connection._proc._process.pid, getattr(signal, sys.argv[2]))
+start = time.monotonic()
+for step in range(2, 400):
+    run.log({"step": step, "tokens": 10, **{f"context_rms/layer_{i:02d}": 0.5 for i in range(99)}})
+assert time.monotonic() - start < 1, "training waited"
+run.finish({"x": 1})
+print("finished")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("SIGKILL", "Connection lost"), ("SIGSTOP", "did not finish within 2 s")]
+)
+def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
+    """A stopped one takes values until the socket is full, then blocks whoever sends more."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SERVICE, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished\n"
+    (said,) = done.stderr.splitlines()
+    assert line in said
+    assert time.monotonic() - start < 20
+
+
+@contextlib.contextmanager
+def server(status: int) -> Iterator[str]:
+    """A server that answers everything with an HTTP status; its address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.server_port}"
+        listener.shutdown()
+
+
+def offline_after_all(directory: Path, capfd: pytest.CaptureFixture[str], mode: WandbMode) -> str:
+    """Log one line to a run that cannot be online; the line on stderr about that."""
+    wandb.teardown()  # the environment has changed
+    capfd.readouterr()
+    run = a_run(directory, mode)
+    assert run.mode == "online"
+    run.log({"step": 1, "tokens": 5})
+    run.finish({"x": 1})
+    found = OfflineRun(directory)
+    assert found.header.run_id == run.id
+    assert found.history == [{"step": 1, "tokens": 5}]
+    line = only_line(capfd)
+    assert line.startswith("wandb cannot go online, the run is recorded offline: ")
+    assert KEY not in line
+    return line
+
+
+@pytest.mark.parametrize("mode", [WandbMode.auto, WandbMode.online])
+def test_a_wrong_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd, mode):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with server(status=401) as address:
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        assert "401" in offline_after_all(tmp_path / "run", capfd, mode)
+
+
+def test_an_unreachable_server_ends_in_an_offline_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_run, "ONLINE_SECONDS", 1)
+    assert "refused" in offline_after_all(tmp_path / "run", capfd, WandbMode.auto)
+
+
+def test_a_malformed_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", KEY[:9])
+    offline_after_all(tmp_path / "run", capfd, WandbMode.auto)
+
+
+ASK = """
+import sys
+from pathlib import Path
+from diffllm.wandb_run import WandbConfig, WandbMode, WandbRun
+choices = {"attention": "gated", "model": "tiny"}
+run = WandbRun(WandbConfig(mode=WandbMode.online), Path(sys.argv[1]), choices, None, {}, None)
+run.finish()
+"""
+
+
+def test_a_missing_key_is_not_asked_for_on_a_terminal(tmp_path):
+    terminal, side = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK, str(tmp_path)], stdin=side, stdout=side, stderr=side
+    ) as process:
+        os.close(side)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other side has closed
+            while part := os.read(terminal, 4096):
+                shown += part
+                if b"Enter" in part:
+                    process.send_signal(signal.SIGKILL)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "No API key configured" in shown.decode()
+    assert len(shown.splitlines()) == 1
