@@ -5,7 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    ScalarFormatter,
+)
 
 from diffllm.report.bands import Band, thinned
 from diffllm.report.numbers import compact, short
@@ -16,6 +22,9 @@ Bands = Sequence[Band | None]
 TOKENS = FuncFormatter(lambda x, _: compact(x))
 LEFT, TOP, RIGHT, BOTTOM = 46, 22, 14, 34
 LANE = 6
+ROUND = [1, 2, 2.5, 5, 10]
+MANY = 6
+"""Rows from which on bands are fainter."""
 FEW = 32
 """Points up to which each is marked."""
 
@@ -27,6 +36,7 @@ def draw_curves(
     spikes: Sequence[np.ndarray] | None = None,
     log: bool = False,
     zero: bool = False,
+    start: float = 0,
     top: float | None = None,
 ) -> Figure:
     """Means as lines and seeds as bands, over tokens.
@@ -34,6 +44,7 @@ def draw_curves(
     Args:
         spikes: of every row, the tokens to mark in a lane below the curves.
         zero: whether to draw a line at zero.
+        start: tokens at which the axis begins.
         top: where a linear scale ends; None shows everything.
     """
     lanes = len(styles) * LANE + 8 if spikes is not None and any(map(len, spikes)) else 0
@@ -41,7 +52,7 @@ def draw_curves(
     axes = place(figure, LEFT, TOP, RIGHT, BOTTOM + lanes)
     end = draw_bands(axes, bands, styles)
     name_axes(axes, unit)
-    axes.set_xlim(0, end * 1.01 or 1)
+    axes.set_xlim(start, end + 0.01 * (end - start) or 1)
     if zero:
         axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
     if log:
@@ -56,14 +67,24 @@ def draw_curves(
         last = figure.add_axes((box.x0, BOTTOM / height, *size), sharex=axes)
         draw_lanes(last, spikes, styles)
         axes.tick_params(axis="x", labelbottom=False)
-    last.xaxis.set_major_locator(MaxNLocator(5))
+    last.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
     last.xaxis.set_major_formatter(TOKENS)
     figure.text(1, 0.012, "tokens", ha="right", va="bottom", color=MUTED)
     return figure
 
 
-def draw_layers(bands: Bands, styles: list[RowStyle], unit: str, log: bool = False) -> Figure:
-    """Means as lines and seeds as bands, over layers."""
+def draw_layers(
+    bands: Bands,
+    styles: list[RowStyle],
+    unit: str,
+    log: bool = False,
+    reference: tuple[float, str] | None = None,
+) -> Figure:
+    """Means as lines and seeds as bands, over layers.
+
+    Args:
+        reference: a value to draw a line at, and what it is.
+    """
     figure = new_figure()
     axes = place(figure, LEFT, TOP, RIGHT, BOTTOM)
     draw_bands(axes, bands, styles)
@@ -71,6 +92,18 @@ def draw_layers(bands: Bands, styles: list[RowStyle], unit: str, log: bool = Fal
     if log:
         logarithmic(axes, bands)
     axes.margins(x=0.04)
+    if reference is not None:
+        value, name = reference
+        axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        axes.annotate(
+            name,
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color=MUTED,
+        )
     axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
     figure.text(1, 0.012, "layer", ha="right", va="bottom", color=MUTED)
@@ -94,7 +127,7 @@ def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle]) -> float:
                 band.low,
                 band.high,
                 color=style.colour,
-                alpha=0.16,
+                alpha=0.16 if len(styles) <= MANY else 0.09,
                 linewidth=0,
                 gid=style.gid,
             )
@@ -113,8 +146,10 @@ def name_axes(axes: Axes, unit: str) -> None:
     )
     axes.tick_params(labelsize=SMALL, pad=3)
     axes.grid(axis="x", visible=False)
-    axes.yaxis.set_major_locator(MaxNLocator(6))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y, 4)))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
+    plain = ScalarFormatter(useOffset=False)
+    plain.set_scientific(False)
+    axes.yaxis.set_major_formatter(plain)
 
 
 def logarithmic(axes: Axes, bands: Bands) -> None:

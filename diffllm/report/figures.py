@@ -12,14 +12,12 @@ from matplotlib.figure import Figure as Drawing
 
 from diffllm.report import bands as of
 from diffllm.report.bands import Band
-from diffllm.report.comparison import Comparison, Row
+from diffllm.report.comparison import Comparison
 from diffllm.report.curves import draw_curves, draw_layers
 from diffllm.report.heatmaps import draw_bar, draw_map, maps_of
-from diffllm.report.numbers import compact, short
+from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, to_svg
-
-SEEDS = "Line: mean over seeds; band: lowest to highest seed."
 
 
 @dataclass(frozen=True)
@@ -115,17 +113,8 @@ class Figures:
             "nats a token",
             top=start_of(held_out),
         )
-        half = max((float(band.x[-1]) for band in train if band is not None), default=0) / 2
-        late = [band and band.since(half) for band in train]
-        if sum(len(band.x) for band in late if band) > 2 * len(self.rows):
-            yield from self.curves(
-                "Training loss, second half",
-                f"The same running mean {said}, on a scale of its own.",
-                late,
-                "nats a token",
-            )
         pairs = [(row, of.baseline_of(self.comparison, row)) for row in self.rows]
-        gaps = [base and of.gap_band(row, base) for row, base in pairs]
+        gaps = [of.gap_band(row, base) if base else None for row, base in pairs]
         yield from self.curves(
             f"Gap to {self.comparison.baseline}",
             "Held-out loss minus the baseline's of the same seed, in nats a token: below 0 the row "
@@ -134,6 +123,16 @@ class Figures:
             "nats a token",
             zero=True,
         )
+        half = max((float(band.x[-1]) for band in train if band is not None), default=0) / 2
+        late = [band and band.since(half) for band in train]
+        if sum(len(band.x) for band in late if band) > 2 * len(self.rows):
+            yield from self.curves(
+                "Training loss, second half",
+                f"The same running mean {said}, on a scale of its own.",
+                late,
+                "nats a token",
+                start=half,
+            )
 
     def stability(self) -> Iterator[Figure]:
         """Gradients and updates."""
@@ -181,6 +180,7 @@ class Figures:
         """Context RMS over time and at the end."""
         lengths = {run.cfg.seq_len for row in self.rows for run in row.runs}
         at = "".join(f", {short(n**-0.5)} at n = {n:,}" for n in lengths if len(lengths) == 1)
+        reference = (lengths.pop() ** -0.5, "1/√n") if len(lengths) == 1 else None
         uniform = f"Uniform attention over n uncorrelated values of RMS 1 gives 1/√n{at}"
         yield from self.maps(
             "Mean context RMS, by layer and time",
@@ -195,6 +195,7 @@ class Figures:
                 f"context_rms_{end}",
                 "RMS",
                 log=True,
+                reference=reference if end == "min" else None,
             )
 
     def weights(self) -> Iterator[Figure]:
@@ -311,8 +312,7 @@ class Figures:
         yield Figure(title, caption, bar, panels)
 
     def card(self, title: str, caption: str, drawing: Drawing) -> Figure:
-        """A single drawing; the caption says what bands are where there are any."""
-        caption = f"{caption} {SEEDS}" if self.several else caption
+        """A single drawing."""
         return Figure(title, caption, self.svg(drawing, f"{title}. {caption}"))
 
     def svg(self, drawing: Drawing, label: str) -> str:
@@ -330,7 +330,9 @@ def marked(spikes: list[np.ndarray], what: str) -> str:
     """What the lanes below the curves are, where there are any."""
     if not any(map(len, spikes)):
         return ""
-    return f" Strokes below, a lane a row in the legend's order: spikes of {what} since the line before."
+    return (
+        f" Strokes below, a lane a row in the legend's order: {what} spiked since the line before."
+    )
 
 
 def ends(values: np.ndarray) -> str:
@@ -341,5 +343,3 @@ def ends(values: np.ndarray) -> str:
         f"From {short(first.min())} to {short(first.max())} over layers at first, "
         f"from {short(last.min())} to {short(last.max())} at last."
     )
-
-

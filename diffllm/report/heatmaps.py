@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from diffllm.report.bands import over_time
 from diffllm.report.comparison import Row
-from diffllm.report.curves import TOKENS
+from diffllm.report.curves import ROUND, TOKENS
 from diffllm.report.numbers import short
 from diffllm.report.style import MUTED, SMALL, new_figure, place
 
@@ -87,7 +87,7 @@ def draw_map(values: np.ndarray, maps: Maps) -> Figure:
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0f}"))
     axes.set_ylim(-0.5, n_layers - 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
     axes.xaxis.set_major_formatter(TOKENS)
     axes.tick_params(labelsize=SMALL, pad=3)
     return figure
@@ -100,8 +100,9 @@ def draw_bar(maps: Maps) -> Figure:
     bar = figure.colorbar(
         ScalarMappable(maps.scale.norm, maps.scale.colours), cax=axes, orientation="horizontal"
     )
+    assert bar.solids is not None
     bar.solids.set_rasterized(True)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     norm = maps.scale.norm
     low, high = float(norm.vmin or 0), float(norm.vmax or 0)
     ticks = np.geomspace(low, high, 4) if isinstance(norm, LogNorm) else np.linspace(low, high, 5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from diffllm.report.bands import POINTS, SMOOTHING
 from diffllm.report.comparison import Comparison, Row
@@ -38,6 +39,7 @@ def page(comparison: Comparison) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    environment.filters["breakable"] = breakable
     styles = row_styles(comparison.rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         sections = Figures(comparison, styles).sections()
@@ -48,10 +50,16 @@ def page(comparison: Comparison) -> str:
         styles=styles,
         columns=table,
         sections=sections,
+        several=any(len(row.runs) > 1 for row in comparison.rows),
         runs=run_lines(comparison.rows),
         points=POINTS,
         smoothing=100 // SMOOTHING,
     )
+
+
+def breakable(label: str) -> Markup:
+    """A name that may go on in a new line after each underscore."""
+    return Markup(escape(label).replace("_", Markup("_<wbr>")))
 
 
 def summary(comparison: Comparison) -> str:
@@ -60,20 +68,21 @@ def summary(comparison: Comparison) -> str:
     runs = [run for row in rows for run in row.runs]
     if not runs:
         return "No runs."
-    seeds = {len(row.runs) for row in rows}
-    count = f"{len(rows)} rows"
-    if len(rows) == 1:
-        count = rows[0].label
-    each = span([float(n) for n in seeds], "seed", "seeds")
-    parts = [f"{count} × {each}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}"]
+    if len(runs) == 1:
+        parts = ["One run"]
+    else:
+        count = f"{len(rows)} rows" if len(rows) > 1 else rows[0].label
+        each = span([float(len(row.runs)) for row in rows], "seed", "seeds")
+        parts = [f"{count} × {each}: {len(runs)} runs"]
     for name, what in (("tokens", "tokens a run"), ("parameters", "parameters")):
         found = [number(row.values.get(name)) for row in rows]
         known = [x for x in found if x is not None]
         if known:
             parts.append(span(known, what, what))
-    parts += [", ".join(sorted({run.cfg.run.choices[group] for run in runs if group in
-                                run.cfg.run.choices})) for group in ("model", "data")]  # fmt: skip
-    return "; ".join(part for part in parts if part) + "."
+    for group in ("model", "data"):
+        chosen = sorted({run.cfg.run.choices[group] for run in runs})
+        parts.append(f"{group} {', '.join(chosen)}")
+    return "; ".join(parts) + "."
 
 
 def span(values: list[float], one: str, many: str) -> str:

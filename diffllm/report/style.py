@@ -56,7 +56,7 @@ VARIANTS = {
 }
 """Hue and dash of each variant, the same in every report."""
 
-WIDTH, HEIGHT, SMALL = 380, 236, 10.5
+WIDTH, HEIGHT, SMALL = 360, 236, 11.0
 """Of a figure and its text, in CSS pixels at its natural size."""
 RC = {
     "svg.fonttype": "none",

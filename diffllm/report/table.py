@@ -11,7 +11,7 @@ from diffllm.report.comparison import Comparison, Estimate, Row
 from diffllm.report.numbers import MISSING, compact, fixed, number, percent, short
 from diffllm.report.style import MUTED, RowStyle, new_figure, to_svg
 
-FOREST_WIDTH, FOREST_HEIGHT = 132, 20
+FOREST_WIDTH, FOREST_HEIGHT = 132, 18
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Cell:
     """In small print: the interval, the count behind a share."""
     tag: str = ""
     """A verdict on the number: "no difference shown"."""
-    forest: Markup = Markup()
+    forest: Markup | None = None
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,26 @@ def columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
         return [spike_cell(row, name) for row in rows]
 
     small, window, olmo = partial(short, digits=3), "128 steps", "OLMo 2"
-    every = "% of steps and the number of them, all seeds"
+    every = "Share of steps, and their number"
     made = [
-        Column("Parameters", "active, if fewer", "All parameters", [size(row) for row in rows]),
-        Column(
-            "FLOPs", "per token", "Training FLOPs, forward and backward",
-            plain("flops_per_token", compact),
-        ),
-        Column("Tokens", "trained", "Training tokens a run", plain("tokens", compact)),
-        Column("Seeds", "", "Runs with different seeds", plain("seeds", small)),
         Column(
             "Held-out loss", "nats a token, 95% interval", "Mean over seeds",
             [estimate_cell(row.loss) for row in rows],
         ),
         Column(
-            f"Gap to {comparison.baseline}", "nats a token, 95% interval, paired by seed",
+            f"Gap to {comparison.baseline}", "nats a token, 95% interval, paired",
             "Held-out loss minus the baseline's; negative is better", gaps(comparison, styles),
         ),
+        Column(
+            "Parameters", "", "All parameters; active ones below where they are fewer",
+            [size(row) for row in rows],
+        ),
+        Column(
+            "FLOPs", "per token", "Training FLOPs, forward and backward",
+            plain("flops_per_token", compact),
+        ),
+        Column("Tokens", "", "Training tokens a run", plain("tokens", compact)),
+        Column("Seeds", "", "Runs with different seeds", plain("seeds", small)),
         Column("Loss spikes", window, f"{every}; window128", spikes("spikes/loss")),
         Column("Loss spikes", olmo, f"{every}; olmo2", spikes("spikes_olmo2/loss")),
         Column("Gradient spikes", window, f"{every}; window128", spikes("spikes/grad")),
@@ -163,7 +166,8 @@ def forest(gap: Estimate, style: RowStyle, limit: float) -> Markup:
 def spike_cell(row: Row, name: str) -> Cell:
     """The share of steps, and how many they were."""
     score, total = row.values.get(f"{name}_score"), row.values.get(f"{name}_total")
-    return Cell(percent(score), number(score), short(total) if number(total) else "")
+    count = f"{short(total)} {'step' if total == 1 else 'steps'}" if number(total) else ""
+    return Cell(percent(score), number(score), count)
 
 
 def context_cell(row: Row) -> Cell:

@@ -154,7 +154,9 @@ def row(runs: list[Run], baseline: list[Run] | None = None, label: str | None = 
     others = final(baseline or [])
     gap = estimate([losses[s] - others[s] for s in losses if s in others])
     last = first.lines[-1] if first.lines else {}
-    norms = [float(np.nanmax(s)) for s in (r.series("train/grad_norm").values for r in runs) if s.size]
+    norms = [
+        float(np.nanmax(s)) for s in (r.series("train/grad_norm").values for r in runs) if s.size
+    ]
 
     def at_end(quantity: str, pick: Any) -> float | None:
         values = first.by_layer(quantity).values
@@ -191,7 +193,9 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
     runs = {v: [run(v, seed, n, probes=probes) for seed in range(seeds)] for v in variants}
     base = runs[variants[0]]
     rows = [row(runs[v], None if v == variants[0] else base) for v in variants]
-    title = " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
+    title = (
+        " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
+    )
     return Comparison(title, rows, variants[0] if variants[1:] else None)
 
 
