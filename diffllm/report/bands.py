@@ -26,8 +26,8 @@ class Band:
     high: Array
 
     def since(self, x: float) -> "Band":
-        """The part from `x` on."""
-        kept = self.x >= x
+        """The part after `x`."""
+        kept = self.x > x
         return Band(self.x[kept], self.mean[kept], self.low[kept], self.high[kept])
 
 

@@ -25,7 +25,7 @@ LANE = 6
 ROUND = [1, 2, 2.5, 5, 10]
 MANY = 6
 """Rows from which on bands are fainter."""
-FEW = 32
+FEW = 24
 """Points up to which each is marked."""
 
 
@@ -157,13 +157,12 @@ def logarithmic(axes: Axes, bands: Bands) -> None:
     drawn = [band for band in bands if band is not None and len(band.x)]
     if not drawn or min(float(band.low.min()) for band in drawn) <= 0:
         return
-    low = min(float(band.low.min()) for band in drawn)
-    high = max(float(band.high.max()) for band in drawn)
-    decades = np.log10(high / low)
     axes.set_yscale("log")
-    subs = (1, 2, 5) if decades < 2.2 else (1,)
-    if decades < 0.5:
-        subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)  # type: ignore[assignment]
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    subs: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
+    if decades < 0.6:
+        subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y, 4)))

@@ -18,8 +18,8 @@ COLUMNS = 100
 """Most stretches of tokens that a map tells apart."""
 WIDE = 20
 """Ratio of largest to smallest from which the scale is logarithmic."""
-WIDTH, HEIGHT, BAR_HEIGHT = 300, 150, 40
-LEFT, TOP, RIGHT, BOTTOM = 26, 8, 10, 30
+WIDTH, HEIGHT, BAR_HEIGHT = 300, 144, 40
+LEFT, TOP, RIGHT, BOTTOM = 26, 6, 10, 22
 
 
 @dataclass(frozen=True)

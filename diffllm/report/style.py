@@ -183,16 +183,16 @@ def to_svg(figure: Figure, name: str, label: str, styles: list[RowStyle]) -> str
     body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)
     body = body.replace("xlink:href", "href")
     body = re.sub(r">\s+<", "><", body)
-    for style in styles:
-        group = f'<g class="row {style.gid}"><title>{escape(style.label)}</title>'
-        body = body.replace(f'<g id="{style.gid}">', group)
-    used = set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
+    used = {style.gid for style in styles} | set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
     body = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", body)
     body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body)
     variables = THEME | {style.colour: f"--r{style.index}" for style in styles}
     body = re.sub(
         r"#[0-9a-f]{6}\b", lambda m: f"var({variables[m[0]]})" if m[0] in variables else m[0], body
     )
+    for style in styles:
+        group = f'<g class="row {style.gid}"><title>{escape(style.label)}</title>'
+        body = body.replace(f'<g id="{name}-{style.gid}">', group)
     return f'<svg viewBox="{view[1]}" role="img" aria-label="{escape(label)}">{body.strip()}</svg>'
 
 

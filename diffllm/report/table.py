@@ -24,7 +24,7 @@ class Cell:
     detail: str = ""
     """In small print: the interval, the count behind a share."""
     tag: str = ""
-    """A verdict on the number: "no difference shown"."""
+    """A verdict on the number: "no difference shown", "not finite"."""
     forest: Markup | None = None
 
 
@@ -43,16 +43,18 @@ def columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
     rows = comparison.rows
 
     def plain(name: str, how: Callable[[Any], str]) -> list[Cell]:
-        return [Cell(how(v), number(v)) for v in (row.values.get(name) for row in rows)]
+        return [plain_cell(row.values.get(name), how) for row in rows]
 
     def spikes(name: str) -> list[Cell]:
         return [spike_cell(row, name) for row in rows]
 
+    sure = any(row.loss and interval(row.loss) for row in rows)
     small, window, olmo = partial(short, digits=3), "128 steps", "OLMo 2"
     every = "Share of steps, and their number"
     made = [
         Column(
-            "Held-out loss", "nats a token, 95% interval", "Mean over seeds",
+            "Held-out loss", "nats a token, 95% interval" if sure else "nats a token",
+            "Mean over seeds",
             [estimate_cell(row.loss) for row in rows],
         ),
         Column(
@@ -96,7 +98,13 @@ def columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
         Column("Speed", "tokens/s", "Median of logged steps", plain("perf/tokens_per_s", small)),
         Column("MFU", "", "Model FLOPs utilisation", plain("perf/mfu", percent)),
     ]  # fmt: skip
-    return [c for c in made if any(cell.text != MISSING or cell.tag for cell in c.cells)]
+    return [c for c in made if any(cell != Cell(MISSING) for cell in c.cells)]
+
+
+def plain_cell(value: Any, how: Callable[[Any], str]) -> Cell:
+    """A number; one that is NaN or infinite is not the same as none."""
+    odd = value is not None and number(value) is None
+    return Cell(how(value), number(value), tag="not finite" if odd else "")
 
 
 def size(row: Row) -> Cell:
@@ -109,7 +117,7 @@ def size(row: Row) -> Cell:
 def estimate_cell(estimate: Estimate | None) -> Cell:
     """A mean with its interval."""
     if estimate is None or number(estimate.mean) is None:
-        return Cell(MISSING)
+        return Cell(MISSING, tag="not finite" if estimate else "")
     return Cell(fixed(estimate.mean), estimate.mean, interval(estimate))
 
 
