@@ -19,7 +19,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 LISTENERS = """<script>
-const errors = [];
+window.errors = [];
 window.onerror = (message) => { errors.push(String(message)); };
 console.error = (...said) => { errors.push(said.join(" ")); };
 document.addEventListener("securitypolicyviolation", (e) => errors.push(e.violatedDirective));
@@ -60,14 +60,15 @@ function ask(page, view) {
   });
   const box = page.getElementById("show-1");
   if (box) {
-    const lines = () => [".row-0", ".row-1"].map((row) => all(`figure ${row}`).filter(shown).length);
+    const drawn = (row) => all(`figure ${row}`).filter(shown).length;
+    const lines = () => [drawn(".row-0"), drawn(".row-1")];
     answers.lines = [lines()];
     box.click();
     answers.lines.push(lines());
     box.click();
     answers.lines.push(lines());
   }
-  answers.errors = view.eval("errors");
+  answers.errors = view.errors;
   return answers;
 }
 const frame = document.querySelector("iframe");

@@ -1,19 +1,21 @@
 """The report page as text: well-formed, self-contained, reproducible, complete."""
 
-import dataclasses
 import re
 from functools import cache
 from html.parser import HTMLParser
 
+import matplotlib
 import numpy as np
 import pytest
 import sample_comparison as sample
 
 from diffllm.report import bands
+from diffllm.report.comparison import Comparison, Estimate
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
 from diffllm.report.runs import Series
-from diffllm.report.style import VARIANTS, row_styles
+from diffllm.report.style import RC, VARIANTS, row_styles
+from diffllm.report.table import gap_cell
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -30,8 +32,13 @@ LOADING = ("src", "href", "data", "action", "poster", "srcset")
 
 
 @cache
+def comparison_of(case: str) -> Comparison:
+    return CASES[case]()
+
+
+@cache
 def html_of(case: str) -> str:
-    return page(CASES[case]())
+    return page(comparison_of(case))
 
 
 class Reader(HTMLParser):
@@ -95,7 +102,7 @@ def test_the_same_input_gives_the_same_bytes(case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_is_there(case):
     text = Reader(html_of(case)).text
-    for row in CASES[case]().rows:
+    for row in comparison_of(case).rows:
         assert row.label in text
 
 
@@ -129,13 +136,17 @@ def test_sections_appear_with_their_metrics_only():
 
 
 def test_a_gap_says_whether_it_shows_a_difference():
-    comparison = CASES["four variants"]()
-    gap = comparison.rows[1].gap
-    for low, high, shown in ((-0.03, -0.01, False), (-0.03, 0.01, True), (0.0, 0.02, True)):
-        comparison.rows = comparison.rows[:2]
-        mean = (low + high) / 2
-        comparison.rows[1].gap = dataclasses.replace(gap, mean=mean, low=low, high=high)
-        assert ("no difference shown" in page(comparison)) == shown
+    comparison = sample.compared(("standard", "gated"), 2, 10)
+    row, style = comparison.rows[1], row_styles(comparison.rows)[1]
+
+    def tag(low: float | None, high: float | None, seeds: int = 3) -> str:
+        row.gap = Estimate(-0.01, low, high, seeds)
+        with matplotlib.rc_context(RC):
+            return gap_cell(row, "standard", style, 0.1).tag
+
+    assert tag(-0.03, -0.01) == ""
+    assert tag(-0.03, 0.01) == tag(-0.02, 0.0) == "no difference shown"
+    assert tag(None, None, 1) == "no interval from one seed"
 
 
 def test_values_that_are_not_finite_are_dashes():
@@ -145,12 +156,12 @@ def test_values_that_are_not_finite_are_dashes():
 
 
 def test_variants_keep_their_colours():
-    of_nine = {s.label: (s.light, s.dash) for s in row_styles(CASES["nine rows"]().rows)}
-    of_four = {s.label: (s.light, s.dash) for s in row_styles(CASES["four variants"]().rows)}
+    of_nine = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
+    of_four = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
     assert len(set(of_nine.values())) == 9
     assert len(set(VARIANTS.values())) == len(VARIANTS)
-    rates = row_styles(CASES["learning rates"]().rows)
+    rates = row_styles(comparison_of("learning rates").rows)
     assert len({(s.light, s.dash) for s in rates}) == len(rates)
 
 
