@@ -145,7 +145,7 @@ def gap_cell(row: Row, baseline: str | None, style: RowStyle, limit: float) -> C
     gap = row.gap
     if gap is None or number(gap.mean) is None:
         is_baseline = bool(row.runs) and row.runs[0].variant == baseline
-        return Cell(MISSING, tag="baseline" if is_baseline else "")
+        return Cell("", tag="baseline") if is_baseline else Cell(MISSING)
     bounds = interval(gap, signed=True)
     tag = ""
     if not bounds:
