@@ -1,0 +1,202 @@
+"""How a report looks: a colour and a dash for every row, and figures that follow the page's theme.
+
+Figures are drawn in stand-in colours, which the SVG text then names as CSS variables: one drawing
+serves light and dark.
+"""
+
+import io
+import re
+import zlib
+from dataclasses import dataclass
+
+from markupsafe import escape
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from diffllm.report.comparison import Row
+
+FOREGROUND, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
+THEME = {FOREGROUND: "--fg", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
+
+HUES = {
+    "grey": ("#69707a", "#a9b0ba"),
+    "green": ("#00875f", "#35cfa0"),
+    "blue": ("#0068b0", "#5db5f5"),
+    "vermillion": ("#d4480b", "#ff7d4a"),
+    "purple": ("#a63a92", "#ea8fd6"),
+    "amber": ("#b07d00", "#f0c24b"),
+    "indigo": ("#4a38b8", "#a79ffa"),
+    "cyan": ("#0e93b8", "#86e0f7"),
+    "wine": ("#7b1b45", "#e0608f"),
+    "brown": ("#6e5138", "#cfae8e"),
+}
+"""On white and on near black: Okabe and Ito's first, told apart with any colour vision."""
+DASHES: tuple[tuple[float, ...], ...] = (
+    (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
+)  # fmt: skip
+MARKERS = "os^Dv<>ph"
+VARIANTS = {
+    "standard": ("grey", 0),
+    "gated": ("green", 0),
+    "diff_v1": ("blue", 0),
+    "diff_v2": ("vermillion", 0),
+    "diff_v2_unshared_kv": ("purple", 1),
+    "diff_v2_no_lambda": ("amber", 1),
+    "diff_v2_no_sigmoid": ("indigo", 2),
+    "diff_v2_head_norm": ("cyan", 3),
+    "diff_v2_lambda_scalar": ("wine", 2),
+    "diff_v2_lambda_fixed": ("amber", 3),
+    "standard_1p5x_heads": ("brown", 1),
+    "standard_sink": ("wine", 3),
+    "standard_off_by_one": ("brown", 2),
+    "gated_headwise": ("green", 2),
+    "diff_v1_no_head_norm": ("cyan", 1),
+    "diff_v1_lambda_const": ("blue", 2),
+    "diff_v1_clamped": ("indigo", 1),
+}
+"""Hue and dash of each variant, the same in every report."""
+
+WIDTH, HEIGHT, SMALL = 360, 236, 11.0
+"""Of a figure and its text, in CSS pixels at its natural size."""
+RC = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "diffllm",
+    "font.size": SMALL,
+    "text.parse_math": False,
+    "text.color": FOREGROUND,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "figure.dpi": 72,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": FOREGROUND,
+    "ytick.labelcolor": FOREGROUND,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "axes.unicode_minus": True,
+}
+
+
+@dataclass(frozen=True)
+class RowStyle:
+    """How a row is drawn in every figure."""
+
+    index: int
+    label: str
+    light: str
+    dark: str
+    dash: tuple[float, ...]
+    """In line widths; empty for a solid line."""
+    marker: str
+
+    @property
+    def gid(self) -> str:
+        """Of its artists; becomes a class in the page."""
+        return f"row-{self.index}"
+
+    @property
+    def colour(self) -> str:
+        """Stand-in for the CSS variable that holds its colour."""
+        return f"#fe{self.index:04x}"
+
+    @property
+    def line(self) -> dict[str, object]:
+        """Of matplotlib's plot."""
+        dashes = (0, self.dash) if self.dash else "-"
+        return {"color": self.colour, "linestyle": dashes, "gid": self.gid}
+
+
+def row_styles(rows: list[Row]) -> list[RowStyle]:
+    """Rows of one variant share its hue, in shades and with dashes of their own."""
+    variants = [row.runs[0].variant if row.runs else row.label for row in rows]
+    styles = []
+    for i, (row, variant) in enumerate(zip(rows, variants, strict=True)):
+        hue, dash = VARIANTS.get(variant) or fallback(variant)
+        nth, count = variants[:i].count(variant), variants.count(variant)
+        shade = 0.55 * nth / max(count - 1, 1)
+        light, dark = HUES[hue]
+        styles.append(
+            RowStyle(
+                index=i,
+                label=row.label,
+                light=mixed(light, "#000000", shade),
+                dark=mixed(dark, "#ffffff", shade),
+                dash=DASHES[(dash + nth) % len(DASHES)],
+                marker=MARKERS[i % len(MARKERS)],
+            )
+        )
+    return styles
+
+
+def fallback(variant: str) -> tuple[str, int]:
+    """Hue and dash of a variant that is not ours: by its name, so that they stay."""
+    number = zlib.crc32(variant.encode())
+    hues = list(HUES)[4:]
+    return hues[number % len(hues)], number // len(hues) % len(DASHES)
+
+
+def mixed(colour: str, other: str, share: float) -> str:
+    """`share` of the other colour in it."""
+    pairs = ((int(c[i : i + 2], 16) for c in (colour, other)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in pairs)
+
+
+def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
+    """A figure of that many CSS pixels, no part of pyplot's state."""
+    return Figure(figsize=(width / 72, height / 72))
+
+
+def place(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
+    """Axes with these margins, in pixels."""
+    width, height = figure.get_size_inches() * 72
+    box = (left / width, bottom / height)
+    return figure.add_axes((*box, 1 - (left + right) / width, 1 - (top + bottom) / height))
+
+
+NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def to_svg(figure: Figure, name: str, label: str, styles: list[RowStyle]) -> str:
+    """An <svg> for a page: themed, with ids under `name` and artists of rows as classes.
+
+    Args:
+        name: unique in the page.
+        label: read out in place of the figure.
+    """
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    view = re.search(r'viewBox="([^"]*)"', text)
+    assert view
+    body = text[text.index("</metadata>") + len("</metadata>") : text.rindex("</svg>")]
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    body = re.sub(r'\b(d|x|y)="([^"]*)"', shortened, body)
+    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r">\s+<", "><", body)
+    used = {style.gid for style in styles} | set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
+    body = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", body)
+    body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body)
+    variables = THEME | {style.colour: f"--r{style.index}" for style in styles}
+    body = re.sub(
+        r"#[0-9a-f]{6}\b", lambda m: f"var({variables[m[0]]})" if m[0] in variables else m[0], body
+    )
+    for style in styles:
+        group = f'<g class="row {style.gid}"><title>{escape(style.label)}</title>'
+        body = body.replace(f'<g id="{name}-{style.gid}">', group)
+    return f'<svg viewBox="{view[1]}" role="img" aria-label="{escape(label)}">{body.strip()}</svg>'
+
+
+def shortened(attribute: re.Match[str]) -> str:
+    """Four digits a coordinate: a tenth of a pixel."""
+    numbers = NUMBER.sub(lambda m: f"{float(m[0]):.4g}", attribute[2])
+    return f'{attribute[1]}="{" ".join(numbers.split())}"'

@@ -1,0 +1,166 @@
+"""The report page in a browser: no script error, nothing wider than the window, working controls.
+
+A page beside the report shows it in a frame of the wanted width and asks it questions.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+import pytest
+import sample_comparison as sample
+
+from diffllm.report.page import page
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+LISTENERS = """<script>
+window.errors = [];
+window.onerror = (message) => { errors.push(String(message)); };
+console.error = (...said) => { errors.push(said.join(" ")); };
+document.addEventListener("securitypolicyviolation", (e) => errors.push(e.violatedDirective));
+</script>"""
+HARNESS = """<!DOCTYPE html><meta name="color-scheme" content="light dark">
+<body style="margin:0"><iframe src="report.html" style="border:0;width:WIDTHpx;height:900px">
+</iframe><script>
+const shown = (element) => element.getClientRects().length > 0;
+function overlaps(svg) {
+  const boxes = [...svg.querySelectorAll("text")].filter(shown).map((text) =>
+    [text.textContent, text.getBoundingClientRect()]);
+  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([b, q]) =>
+    Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 &&
+    Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 3).map(([b]) => `${a} on ${b}`));
+}
+function ask(page, view) {
+  const all = (selector) => [...page.querySelectorAll(selector)];
+  const root = page.documentElement;
+  const answers = {
+    dark: view.matchMedia("(prefers-color-scheme: dark)").matches,
+    background: view.getComputedStyle(page.body).backgroundColor,
+    text: view.getComputedStyle(all("figure svg text")[0]).fill,
+    wide: root.scrollWidth, inner: view.innerWidth,
+    figures: all("figure").length,
+    beyond: all("figure svg, h1, h3, h4, figcaption, .box").filter((element) => shown(element) &&
+      element.getBoundingClientRect().right > view.innerWidth).length,
+    overlaps: all("figure svg").flatMap(overlaps),
+    columns: new Set(all(".figures > figure").map((f) => f.getBoundingClientRect().left)).size,
+  };
+  const headers = all("#main thead th");
+  const labels = () => all("#main tbody th").map((th) => th.dataset.order);
+  answers.unsorted = labels();
+  answers.sorted = headers.map((header) => {
+    header.querySelector("button").click();
+    const ascending = [header.getAttribute("aria-sort"), labels()];
+    header.querySelector("button").click();
+    return [header.textContent, ascending, [header.getAttribute("aria-sort"), labels()]];
+  });
+  const box = page.getElementById("show-1");
+  if (box) {
+    const drawn = (row) => all(`figure ${row}`).filter(shown).length;
+    const lines = () => [drawn(".row-0"), drawn(".row-1")];
+    answers.lines = [lines()];
+    box.click();
+    answers.lines.push(lines());
+    box.click();
+    answers.lines.push(lines());
+  }
+  answers.errors = view.errors;
+  return answers;
+}
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const result = document.createElement("pre");
+  result.id = "result";
+  try {
+    result.textContent = JSON.stringify(ask(frame.contentDocument, frame.contentWindow));
+  } catch (error) { result.textContent = JSON.stringify(String(error)); }
+  document.body.append(result);
+};
+</script>"""
+
+
+def asked(folder: Path, text: str, width: int, dark: bool = False) -> dict:
+    """The page's answers."""
+    assert "<head>" in text
+    (folder / "report.html").write_text(text.replace("<head>", "<head>" + LISTENERS, 1))
+    (folder / "harness.html").write_text(HARNESS.replace("WIDTH", str(width)))
+    flags = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --allow-file-access-from-files "
+        f"--virtual-time-budget=20000 --window-size=1500,1000 --user-data-dir={folder / 'profile'} "
+        f"--blink-settings=preferredColorScheme={0 if dark else 1} --dump-dom"
+    )
+    done = subprocess.run(
+        [str(CHROMIUM), *flags.split(), f"file://{folder / 'harness.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert result, f"{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+    answers = json.loads(unescape(result[1]))
+    assert isinstance(answers, dict), answers
+    return answers
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return sample.compared(sample.FOUR, 2, 40, probes=True)
+
+
+@pytest.fixture(scope="module")
+def text(comparison):
+    return page(comparison)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_fits_follows_the_theme_and_responds(comparison, text, tmp_path, width, dark):
+    answers = asked(tmp_path, text, width, dark)
+    assert answers["errors"] == []
+    assert answers["inner"] == width
+    assert answers["wide"] <= width
+    assert answers["beyond"] == 0
+    assert answers["overlaps"] == []
+    assert answers["figures"] > 20
+    assert answers["columns"] == (1 if width == 360 else 3)
+    assert answers["dark"] == dark
+    brightness = [sum(map(int, re.findall(r"\d+", answers[k])[:3])) for k in ("background", "text")]
+    assert (brightness[0] < 100 < 600 < brightness[1]) == dark
+    assert (brightness[1] < 100 < 600 < brightness[0]) != dark
+
+    labels = [row.label for row in comparison.rows]
+    assert answers["unsorted"] == labels
+    for title, ascending, descending in answers["sorted"]:
+        assert (ascending[0], descending[0]) == ("ascending", "descending"), title
+        assert sorted(ascending[1]) == sorted(descending[1]) == sorted(labels)
+    by_title = {title: (up[1], down[1]) for title, up, down in answers["sorted"]}
+    assert by_title["Row"] == (sorted(labels), sorted(labels, reverse=True))
+    by_loss = [r.label for r in sorted(comparison.rows, key=lambda r: r.loss.mean)]
+    up, down = next(v for title, v in by_title.items() if title.startswith("Held-out loss"))
+    assert (up, down) == (by_loss, by_loss[::-1])
+    up, down = next(v for title, v in by_title.items() if title.startswith("Gap to"))
+    assert up[-1] == down[-1] == "standard"
+
+    (all_0, all_1), (left_0, left_1), again = answers["lines"]
+    assert all_0 > 10
+    assert all_1 > 10
+    assert (left_0, left_1) == (all_0, 0)
+    assert again == [all_0, all_1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sample.hostile, sample.barely_started, sample.not_finite, sample.incomparable],
+    ids=lambda make: make.__name__,
+)
+def test_odd_pages_fit_a_phone(make, tmp_path):
+    answers = asked(tmp_path, page(make()), 360)
+    assert answers["errors"] == []
+    assert answers["wide"] <= 360
+    assert answers["beyond"] == 0
+    assert answers["overlaps"] == []
