@@ -39,7 +39,7 @@ def find_runs(named: list[Path]) -> Found:
         directories += below
         for run in found:
             same = run.resolve()
-            runs[same] = min(run, runs.get(same, run))
+            runs[same] = min(run, runs.get(same, run), key=lambda path: (len(path.parts), path))
     home = Path(os.path.commonpath([os.path.abspath(directory) for directory in directories]))
     if home.is_relative_to(Path.cwd()):
         home = home.relative_to(Path.cwd())

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from diffllm.config import variant_config
 from diffllm.report.runs import Run
-from diffllm.run_directory import FREE, flatten, yaml_dict
+from diffllm.run_directory import FREE, flatten
 
 SEEDS = ("seed", "model.init_seed")
 ATTENTION = "model.attention."
@@ -101,7 +101,7 @@ def distinguish(runs: list[Run]) -> Keys:
 def settings(run: Run) -> dict[str, Any]:
     """What decides the result of a run, seeds aside: flat config keys, the variant, facts."""
     cfg = run.cfg
-    values = {key: v for key, v in flatten(yaml_dict(cfg)).items() if not within(key, IGNORED)}
+    values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
     values["attention"] = run.variant
     values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
     if cfg.run.matched:
@@ -119,25 +119,23 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def assume_missing_facts(values: list[dict[str, Any]]) -> None:
-    """Give runs without run.json the facts of those whose config settles them alike."""
-    for fact in FACTS:
+    """Give runs without run.json the facts of those that are alike in all that decides them."""
+    for fact, causes in CAUSES.items():
+        likeness = [as_text([each[cause] for cause in causes]) for each in values]
         known: dict[str, set[Any]] = {}
-        for each in values:
-            if each[fact] is not None:
-                known.setdefault(as_text([each[k] for k in sorted(SETTLED)]), set()).add(each[fact])
-        for each in values:
-            alike = known.get(as_text([each[k] for k in sorted(SETTLED)]), set())
-            if each[fact] is None and len(alike) == 1:
-                each[fact] = next(iter(alike))
+        for each, like in zip(values, likeness, strict=True):
+            known.setdefault(like, set()).update({each[fact]} - {None})
+        for each, like in zip(values, likeness, strict=True):
+            if each[fact] is None and len(known[like]) == 1:
+                each[fact] = next(iter(known[like]))
 
 
 def overrides(run: Run) -> dict[str, Any]:
     """The fields of `model.attention` that are not as the variant's YAML has them."""
-    ours = flatten(yaml_dict(run.cfg))
     return {
-        key: ours[key]
+        key: run.config[key]
         for key, value in variant_keys(run.variant).items()
-        if key in ours and ours[key] != value and not within(key, IGNORED)
+        if run.config[key] != value and not within(key, IGNORED)
     }
 
 

@@ -3,7 +3,6 @@
 from diffllm.report.comparison import Row
 from diffllm.report.keys import FACTS, SPEED, as_text, differs, overrides
 from diffllm.report.runs import Run
-from diffllm.run_directory import flatten, yaml_dict
 
 TOLERANCE = 0.005
 """Share by which totals of parameters may differ before it is said."""
@@ -57,10 +56,10 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
 
 def speed_notes(runs: list[Run]) -> list[str]:
     """Why tokens a second cannot be compared, if they cannot."""
-    values = [flatten(yaml_dict(run.cfg)) | run.facts for run in runs]
+    values = [run.config | run.facts for run in runs]
     found = []
     for key in SPEED:
-        known = [each for each in values if each.get(key) is not None]
+        known = [each for each in values if key in each]
         if differs(key, known):
             found.append(f"{key} ({', '.join(sorted({as_text(each[key]) for each in known}))})")
     if not found:

@@ -11,7 +11,7 @@ import numpy as np
 
 from diffllm.config import TrainConfig
 from diffllm.errors import CheckpointError
-from diffllm.run_directory import load_run_config
+from diffllm.run_directory import flatten, load_run_config, yaml_dict
 
 
 class Series(NamedTuple):
@@ -43,6 +43,11 @@ class Run:
     def variant(self) -> str:
         """Its choice of `attention=`."""
         return self.cfg.run.choices["attention"]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config as flat keys and plain values, enums by name."""
+        return flatten(yaml_dict(self.cfg))
 
     @property
     def seeds(self) -> tuple[int, int]:

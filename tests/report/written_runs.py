@@ -22,6 +22,11 @@ def config(overrides: tuple[str, ...]) -> TrainConfig:
 
 
 @cache
+def config_yaml(overrides: tuple[str, ...]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config(overrides)))
+
+
+@cache
 def parameters(overrides: tuple[str, ...]) -> int:
     return total_params(config(overrides).model)
 
@@ -85,7 +90,7 @@ def write_run(
     """
     cfg = config(overrides)
     (path / "checkpoints").mkdir(parents=True)
-    write_atomic(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    write_atomic(path / "config.yaml", config_yaml(overrides))
     known = {**facts_of(*overrides), **(facts or {})}
     known = {key: value for key, value in known.items() if value is not None}
     write_atomic(path / "run.json", json.dumps(known))
