@@ -60,7 +60,11 @@ def test_a_sweep_of_variants_and_seeds_is_a_row_a_variant(four):
 
 def test_the_order_of_runs_changes_nothing(four):
     runs = [run for run in four if run.variant in ("standard", "diff_v2")][1:5]
-    reports = [compare(list(order)) for order in permutations(runs)]
+    for run in (runs[0], runs[-1]):  # repeated, and so noted
+        runs.append(replace(run, path=run.path / "again"))
+    runs[1] = replace(runs[1], summary=None)
+    reports = [compare(list(order)) for order in list(permutations(runs))[::7]]
+    assert len(reports[0].notes) == 4
     assert all(report == reports[0] for report in reports)
     assert len({csv_text(report) for report in reports}) == 1
 
@@ -315,6 +319,15 @@ def test_a_key_behind_another_fact_is_what_the_label_says(tmp_path, override, fa
     assert sorted(difference.key for difference in found.differences) == sorted([fact, key])
     assert all(list(row.keys) == ["attention", key] for row in found.rows)
     assert any(label == f"standard {key.rpartition('.')[2]}={value}" for label in labels(found))
+
+
+def test_a_tokenizer_that_follows_from_the_corpus_is_not_in_the_label(tmp_path):
+    other = {"corpus": "1" * 64, "tokenizer": "2" * 64}
+    write_run(tmp_path / "a", "attention=standard")
+    write_run(tmp_path / "b", "attention=standard", facts=other)
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert [difference.key for difference in found.differences] == ["corpus", "tokenizer"]
+    assert labels(found) == ["standard corpus=11111111", "standard corpus=c0c0c0c0"]
 
 
 def test_without_facts_the_config_decides(tmp_path):
