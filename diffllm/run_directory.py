@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -162,13 +163,18 @@ def load_run_config(path: Path) -> TrainConfig:
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)
-        composed = compose_config([f"attention={saved.run.choices.attention}"])
-        return typed(OmegaConf.merge(composed, saved))  # type: ignore[arg-type]
+        return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
+
+
+@cache
+def defaults_of(variant: str) -> DictConfig:
+    """The composed config of a variant, for reading; a report loads many runs of few variants."""
+    return compose_config([f"attention={variant}"])
 
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:

@@ -1,1 +1,25 @@
 """Runs on disk side by side: one self-contained page and a table."""
+
+from pathlib import Path
+
+
+def write_report(
+    paths: list[Path], baseline: str | None = None, out: Path | None = None
+) -> tuple[Path, Path]:
+    """Write report.html and report.csv about the runs in `paths`.
+
+    Args:
+        paths: run directories, directories of runs, globs.
+        baseline: the variant that gaps are measured from; None takes `standard` if it is there.
+        out: directory of the two files; None is the one that holds all that `paths` name.
+
+    Returns:
+        The page and the table.
+
+    Raises:
+        ConfigError: no run can be read, no run has that variant, or `out` cannot be written.
+    """
+    from diffllm.report.output import read, write
+
+    comparison, home = read(paths, baseline)
+    return write(comparison, out or home)

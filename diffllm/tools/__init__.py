@@ -9,6 +9,7 @@ COMMANDS = {
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
     "generate": "continue a prompt with a trained run",
+    "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
     "attention-map": "what the heads of a trained run attend to, as a figure",
     "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",

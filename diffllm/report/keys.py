@@ -1,0 +1,179 @@
+"""What tells runs apart: config keys and hashes, and which of them forbid a comparison."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from diffllm.config import variant_config
+from diffllm.report.runs import Run
+from diffllm.run_directory import FREE, flatten
+
+SEEDS = ("seed", "model.init_seed")
+ATTENTION = "model.attention."
+FOLLOWS = {"model.seq_len": "seq_len", "data.vocab_size": "model.vocab_size"}
+"""Keys that take another's value unless they are set."""
+
+CORPUS = (
+    "data.source", "data.dataset", "data.name", "data.split", "data.revision", "data.paths",
+    "data.text_column", "data.sample_by",
+)  # fmt: skip
+TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
+FACTS = {"corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",)}
+"""What run.json knows, and the keys that it settles: two paths may hold the same text."""
+CAUSES = {
+    "corpus": CORPUS,
+    "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS),
+    "compute_dtype": ("precision",),
+}
+"""What a difference in such a fact can come from; then it need not be told in a label too."""
+
+SETTLED = {key for keys in FACTS.values() for key in keys}
+IGNORED = ({*FREE} - {"eval", "resume", *SETTLED}) | {
+    "run", "eval.interval", "model.loss_chunk", *SEEDS,
+}  # fmt: skip
+"""Where, how fast and how closely watched a run runs; sections stand for all their keys."""
+
+INCOMPARABLE = (
+    "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
+    "optim.schedule", "optim.warmup_steps", "optim.decay_fraction", "optim.min_lr_ratio", *FACTS,
+)  # fmt: skip
+SWEEPABLE = (
+    "model.ffn_dim", "model.match_params_to", "model.init_std", "model.z_loss", "model.attention",
+)  # fmt: skip
+"""Keys of `model` that are no part of its shape."""
+
+SPEED = (
+    "device", "ranks", "torch", "micro_batch_size", "compile", "activation_checkpointing",
+    "model.attention.backend", "model.loss_chunk", "data.num_workers",
+    "parallel.replicate", "parallel.shard", "parallel.expert",
+)  # fmt: skip
+"""What decides speed alone: run.json's facts and config keys."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What differs between runs."""
+
+    swept: list[str]
+    """The keys that tell rows apart: `attention`, then the others by name."""
+    incomparable: list[str]
+    """Keys that differ and that no loss can be compared across."""
+    values: list[dict[str, Any]]
+    """Every run's values of all of these; None also for a key that its variant does not have."""
+
+
+def distinguish(runs: list[Run]) -> Keys:
+    """The keys whose values differ between runs, and what each run has.
+
+    Seeds are left out, what only says where or how fast a run runs, and what follows from another
+    key: the fields of `model.attention` as the variant's YAML has them, and a `model.ffn_dim` that
+    was solved for.
+    """
+    values = [settings(run) for run in runs]
+    count_targets_as_matched(values)
+    assume_missing_facts(values)
+    for key, source in FOLLOWS.items():
+        if all(each[key] == each[source] for each in values):
+            for each in values:
+                del each[key]
+    hidden = set()
+    for fact, keys in FACTS.items():
+        if all(each[fact] is not None for each in values):
+            hidden |= {key for key in keys if not decides([fact], key, values)}
+    names = {key for each in values for key in each} - hidden
+    differing = {key for key in names if differs(key, values)}
+    follow = {
+        fact
+        for fact, causes in CAUSES.items()
+        if fact in differing and decides(differing.intersection(causes), fact, values)
+    }
+    overridden = {key for run in runs for key in overrides(run)}
+    differing = {k for k in differing if not k.startswith(ATTENTION)} | overridden
+    swept = ["attention", *sorted(differing - follow - {"attention"})]
+    incomparable = sorted(filter(is_incomparable, differing))
+    kept = {*swept, *incomparable}
+    return Keys(swept, incomparable, [{k: each.get(k) for k in kept} for each in values])
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What decides the result of a run, seeds aside: flat config keys, the variant, facts."""
+    cfg = run.cfg
+    values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
+    values["attention"] = run.variant
+    values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
+    if cfg.run.matched:
+        values["model.ffn_dim"] = cfg.run.matched.target_ffn_dim
+    return values | {fact: run.facts.get(fact) for fact in FACTS}
+
+
+def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
+    """A target has its own parameters: it counts as matched where all other variants are."""
+    key = "model.match_params_to"
+    targets = {each[key] for each in values} - {None}
+    if len(targets) == 1 and all(each["attention"] in targets for each in values if not each[key]):
+        for each in values:
+            each[key] = next(iter(targets))
+
+
+def assume_missing_facts(values: list[dict[str, Any]]) -> None:
+    """Give runs without run.json the facts of those that are alike in all that decides them."""
+    for fact, causes in CAUSES.items():
+        likeness = [as_text([each[cause] for cause in causes]) for each in values]
+        known: dict[str, set[Any]] = {}
+        for each, like in zip(values, likeness, strict=True):
+            known.setdefault(like, set()).update({each[fact]} - {None})
+        for each, like in zip(values, likeness, strict=True):
+            if each[fact] is None and len(known[like]) == 1:
+                each[fact] = next(iter(known[like]))
+
+
+def overrides(run: Run) -> dict[str, Any]:
+    """The fields of `model.attention` that are not as the variant's YAML has them."""
+    return {
+        key: run.config[key]
+        for key, value in variant_keys(run.variant).items()
+        if run.config[key] != value and not within(key, IGNORED)
+    }
+
+
+@cache
+def variant_keys(variant: str) -> dict[str, Any]:
+    """The flat keys of a variant as its YAML alone makes them."""
+    attention = OmegaConf.structured(variant_config(variant))
+    return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
+
+
+def within(key: str, sections: Iterable[str]) -> bool:
+    """Whether a key is one of these, or below one of them."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def is_incomparable(key: str) -> bool:
+    """Whether a difference in this key forbids comparing losses."""
+    return within(key, INCOMPARABLE) and not within(key, SWEEPABLE)
+
+
+def differs(key: str, values: list[dict[str, Any]]) -> bool:
+    """Whether two runs have different values; a key that one lacks is None there."""
+    return len({as_text(each.get(key)) for each in values}) > 1
+
+
+def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
+    """Whether `key` differs, and runs that agree on all of `keys` agree on it."""
+    seen: dict[str, set[str]] = {}
+    for each in values:
+        cause = as_text([each.get(k) for k in sorted(keys)])
+        seen.setdefault(cause, set()).add(as_text(each.get(key)))
+    return differs(key, values) and all(len(found) == 1 for found in seen.values())
+
+
+def as_text(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_text, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

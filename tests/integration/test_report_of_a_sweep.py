@@ -1,0 +1,46 @@
+"""`diffllm report` on what training really leaves behind."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from cli_helpers import command, tool_command, train_command
+
+from diffllm.report.output import read
+
+
+@pytest.mark.slow
+def test_a_sweep_of_two_variants_and_two_seeds(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str]
+) -> None:
+    words = ["-m", "attention=standard,diff_v2", "seed=0,1", "run.sweep=pair"]
+    assert command(train_command([*words, *tiny]), tmp_path, environment).code == 0
+    sweep = tmp_path / "outputs" / "pair"
+    result = command(tool_command(["report", "outputs/pair"]), tmp_path, environment)
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[-2:] == ["outputs/pair/report.html", "outputs/pair/report.csv"]
+    comparison, _ = read([sweep])
+    assert comparison.title == "pair"
+    assert [row.label for row in comparison.rows] == ["standard", "diff_v2"]
+    assert comparison.differences == []
+    (note,) = comparison.notes
+    assert "more parameters than standard; model.match_params_to=diff_v2" in note
+    losses = {
+        (variant, seed): json.loads((sweep / f"{variant}-{seed}" / "summary.json").read_text())
+        for variant in ("standard", "diff_v2")
+        for seed in ("seed0", "seed1")
+    }
+    gaps = [
+        losses["diff_v2", seed]["heldout_loss"] - losses["standard", seed]["heldout_loss"]
+        for seed in ("seed0", "seed1")
+    ]
+    standard, diff_v2 = comparison.rows
+    assert diff_v2.gap is not None
+    assert diff_v2.gap.mean == pytest.approx(sum(gaps) / 2)
+    assert diff_v2.gap.seeds == 2
+    unknown = {"gap", "gap_low", "gap_high", "perf/mfu"}
+    assert {name for name, value in standard.values.items() if value is None} == unknown
+    assert {name for name, value in diff_v2.values.items() if value is None} == {"perf/mfu"}
+    with open(sweep / "report.csv") as file:
+        assert [line["seeds"] for line in csv.DictReader(file)] == ["2", "2"]

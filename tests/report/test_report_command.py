@@ -1,0 +1,250 @@
+"""`diffllm report`: which runs it finds, where its files go, what it prints and refuses."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from written_runs import sweep, write_run
+
+import diffllm.report.output
+from diffllm import tools
+from diffllm.errors import ConfigError
+from diffllm.report import write_report
+from diffllm.report.find import find_runs
+from diffllm.report.output import read
+
+LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """cmp1/ and cmp2/ with runs, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    sweep(Path("cmp1"), LOSSES)
+    sweep(Path("cmp2"), {"gated": [4.0]})
+    return tmp_path
+
+
+def report(capsys, *words):
+    code = tools.main(["report", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def variants(table):
+    with open(table) as file:
+        return [line["variant"] for line in csv.DictReader(file)]
+
+
+def files(root):
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+# Where runs are found and where files go
+
+
+@pytest.mark.parametrize(
+    ("words", "home", "found"),
+    [
+        (["cmp1"], "cmp1", ["standard", "diff_v2"]),
+        (["cmp1/"], "cmp1", ["standard", "diff_v2"]),
+        (["cmp1/diff_v2-seed1"], "cmp1/diff_v2-seed1", ["diff_v2"]),
+        (["cmp1", "cmp2"], ".", ["standard", "gated", "diff_v2"]),
+        (["cmp*"], ".", ["standard", "gated", "diff_v2"]),
+        (["*mp2"], "cmp2", ["gated"]),
+        (["cmp1/*-seed0"], "cmp1", ["standard", "diff_v2"]),
+        (["**/gated*"], "cmp2/gated-seed0", ["gated"]),
+        (["."], ".", ["standard", "gated", "diff_v2"]),
+        (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "cmp1", ["standard", "diff_v2"]),
+        (["cmp1", "cmp1/standard-seed0", "cmp1/*"], "cmp1", ["standard", "diff_v2"]),
+    ],
+)
+def test_files_land_beside_the_runs(swept, capsys, words, home, found):
+    before = files(swept)
+    code, out, err = report(capsys, *words)
+    assert (code, err) == (0, "")
+    html, table = (str(Path(home, name)) for name in ("report.html", "report.csv"))
+    assert files(swept) - before == {html, table}
+    assert out.splitlines()[-2:] == [html, table]
+    assert variants(table) == found
+
+
+def test_a_run_named_twice_counts_once(swept):
+    link = swept / "link"
+    link.symlink_to(swept / "cmp1")
+    paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
+    assert len(find_runs(paths).runs) == 4
+    comparison, _ = read(paths)
+    assert comparison.notes == read([Path("cmp1")])[0].notes
+    assert find_runs(paths).runs == find_runs(paths[::-1]).runs
+
+
+def test_a_name_with_glob_characters_is_a_name_first(tmp_path):
+    run = write_run(tmp_path / "a[1]" / "run", "attention=standard")
+    write_run(tmp_path / "a1" / "run", "attention=gated")
+    assert find_runs([tmp_path / "a[1]"]).runs == [run]
+
+
+def test_what_lies_in_runs_and_in_hidden_directories_is_not_searched(tmp_path):
+    run = write_run(tmp_path / "run", "attention=standard")
+    write_run(run / "checkpoints" / "inner", "attention=gated")
+    write_run(tmp_path / ".trash" / "run", "attention=gated")
+    (tmp_path / "wandb" / "files").mkdir(parents=True)
+    (tmp_path / "wandb" / "files" / "config.yaml").write_text("a: 1")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert find_runs([tmp_path]).runs == [run]
+
+
+def test_nothing_but_the_two_files_is_ever_written(swept, capsys):
+    (swept / "cmp1" / "report.html").write_text("old")
+    (swept / "cmp1" / "report.csv").write_text("old")
+    before = {name: (swept / name).read_bytes() for name in files(swept)}
+    assert report(capsys, "cmp1")[0] == report(capsys, "cmp1")[0] == 0
+    after = {name: (swept / name).read_bytes() for name in files(swept)}
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed == {"cmp1/report.html", "cmp1/report.csv"}
+    assert not any(text == b"old" for text in after.values())
+
+
+def test_options_and_their_mistakes(swept, capsys):
+    code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
+    assert code == 0
+    assert "gap to diff_v2" in out
+    assert variants(swept / "a/new/place/report.csv") == ["standard", "diff_v2"]
+    for words, parts in (
+        (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
+        (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline=?"]),
+        (["cmp1", "--out", "x"], ["--out"]),
+        ([], ["no run is named"]),
+        (["baseline=gated"], ["no run is named"]),
+        (["nowhere"], ["nowhere does not exist"]),
+        (["cmp1", "nowhere*"], ["nowhere* matches no directory"]),
+        (["cmp1/standard-seed0/config.yaml"], ["config.yaml is a file"]),
+        (["cmp1", "cmp1/*/config.yaml"], ["matches no directory"]),
+        (["cmp1/standard-seed0/checkpoints"], ["checkpoints: no run in it"]),
+        (["cmp1", "cmp2/gated-seed0/check*"], ["check*: no run in it"]),
+        (["cmp1", "out=cmp1/standard-seed0/config.yaml"], ["config.yaml", "out=DIR"]),
+        (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
+    ):
+        before = files(swept)
+        code, out, err = report(capsys, *words)
+        assert (code, out) == (2, ""), words
+        assert len(err.splitlines()) == 1
+        assert all(part in err for part in ["error: ", *parts]), err
+        assert files(swept) == before
+
+
+def test_help_says_what_there_is(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tools.main(["report", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("diffllm report DIR...", "baseline=", "out="))
+
+
+def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
+    write_report([Path("cmp1")])
+    before = {name: (swept / name).read_bytes() for name in files(swept)}
+    monkeypatch.setattr(diffllm.report.output, "csv_text", lambda comparison: "\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        write_report([Path("cmp1")])
+    assert {name: (swept / name).read_bytes() for name in files(swept)} == before
+
+
+# What is printed
+
+
+def test_the_terminal_says_what_the_files_do(swept, capsys):
+    sweep(Path("cmp3"), {"diff_v2": [3.0, 3.1]}, "steps=40")
+    write_run(Path("cmp3/unfinished"), "attention=diff_v1", loss=None)
+    code, out, _ = report(capsys, "cmp1", "cmp3")
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.startswith("diff_v2 steps=20"))
+    assert "3.9500 (3.3147 to 4.5853)" in line
+    assert "-0.1500 (-0.7853 to +0.4853)" in line
+    expected = "20 in standard steps=20, diff_v1 steps=20, diff_v2 steps=20; 40 in diff_v2 steps=40"
+    assert f"not comparable: steps is {expected}\n" in out
+    assert "note: cmp3/unfinished has not finished: step 10 of 20" in out
+    assert "…" not in out
+
+
+def test_python_gets_the_two_paths(swept):
+    assert write_report([Path("cmp1")]) == (Path("cmp1/report.html"), Path("cmp1/report.csv"))
+    assert write_report([Path("cmp1")], "diff_v2", Path("x")) == (
+        Path("x/report.html"),
+        Path("x/report.csv"),
+    )
+    with pytest.raises(ConfigError, match="gated"):
+        write_report([Path("cmp1")], "gated")
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import sys, diffllm.report; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "scipy", "hydra", "jinja2"} & set(done.stdout.split())
+
+
+# Runs that cannot be read
+
+
+DAMAGE = {
+    "config.yaml": ["", "[1]", "run: {choices: {attention: no_such}}", "run: [", "\x00", "a: 1"],
+    "run.json": ["{", "[]", '"x"'],
+    "summary.json": ["", "null", "{"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in DAMAGE.items() for text in texts]
+)
+def test_a_damaged_run_is_a_note(swept, capsys, name, text):
+    Path("cmp1/standard-seed1", name).write_text(text)
+    code, out, err = report(capsys, "cmp1")
+    assert (code, err) == (0, "")
+    notes = [line for line in out.splitlines() if line.startswith("note: cmp1/standard-seed1 is")]
+    assert len(notes) == 1
+    assert name in notes[0]
+    assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe\n", b"nonsense", b'{"step": 1}\n\n[]\n', b"\0" * 99]
+)
+def test_damaged_metrics_keep_the_loss(swept, capsys, text):
+    Path("cmp1/standard-seed1/metrics.jsonl").write_bytes(text)
+    code, out, _ = report(capsys, "cmp1")
+    assert code == 0
+    assert "4.1000 (" in out
+
+
+def test_a_run_without_a_config_or_that_may_not_be_read_is_a_note(swept, capsys):
+    Path("cmp1/standard-seed1/config.yaml").unlink()
+    other = Path("cmp1/diff_v2-seed1/config.yaml")
+    other.unlink()
+    other.mkdir()
+    code, out, _ = report(capsys, "cmp1")
+    assert code == 0
+    assert "cmp1/standard-seed1 is left out" in out
+    assert "cmp1/diff_v2-seed1 is left out" in out
+
+
+def test_only_damaged_runs_are_an_error(swept, capsys):
+    for run in Path("cmp1").iterdir():
+        (run / "config.yaml").write_text("")
+    code, out, err = report(capsys, "cmp1")
+    assert (code, out) == (2, "")
+    assert "no run can be read" in err
+    assert "(and 3 more)" in err
+    assert not Path("cmp1/report.html").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_is_an_error(swept, capsys):
+    Path("cmp1").chmod(0o555)
+    code, _, err = report(capsys, "cmp1")
+    Path("cmp1").chmod(0o755)
+    assert code == 2
+    assert "cmp1 cannot be written" in err

@@ -1,0 +1,577 @@
+"""Which runs make a row, what each is measured against, and what is said about the rest."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from written_runs import facts_of, loaded, metric_lines, parameters, sweep, write_run
+
+from diffllm.errors import ConfigError
+from diffllm.report.columns import COLUMNS, SPIKES, csv_text
+from diffllm.report.compare import compare
+from diffllm.report.statistics import estimate
+
+FOUR = {
+    "standard": [4.0, 4.2, 4.1],
+    "gated": [3.95, 4.1, 4.05],
+    "diff_v1": [3.9, 4.15, 4.0],
+    "diff_v2": [3.8, 4.1, 3.9],
+}
+
+
+def labels(comparison):
+    return [row.label for row in comparison.rows]
+
+
+def row_of(comparison, label):
+    return next(row for row in comparison.rows if row.label == label)
+
+
+def said(comparison, *parts):
+    """The notes that hold all these parts."""
+    return [note for note in comparison.notes if all(part in note for part in parts)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    root = tmp_path_factory.mktemp("four")
+    return loaded(sweep(root, FOUR, "model.match_params_to=diff_v2"))
+
+
+def test_a_sweep_of_variants_and_seeds_is_a_row_a_variant(four):
+    found = compare(four, title="four")
+    assert found.title == "four"
+    assert found.baseline == "standard"
+    assert labels(found) == ["standard", "gated", "diff_v1", "diff_v2"]
+    assert found.differences == found.notes == []
+    for row in found.rows:
+        variant = row.keys["attention"]
+        assert row.keys == {"attention": variant}
+        assert [run.cfg.seed for run in row.runs] == [0, 1, 2]
+        assert {run.variant for run in row.runs} == {variant}
+        assert row.loss == estimate(FOUR[variant])
+    assert row_of(found, "standard").gap is None
+    gap = row_of(found, "diff_v2").gap
+    assert gap == estimate([3.8 - 4.0, 4.1 - 4.2, 3.9 - 4.1])
+    assert gap.seeds == 3
+
+
+def test_the_order_of_runs_changes_nothing(four):
+    runs = [run for run in four if run.variant in ("standard", "diff_v2")][1:5]
+    for run in (runs[0], runs[-1]):  # repeated, and so noted
+        runs.append(replace(run, path=run.path / "again"))
+    runs[1] = replace(runs[1], summary=None)
+    reports = [compare(list(order)) for order in list(permutations(runs))[::7]]
+    assert len(reports[0].notes) == 4
+    assert all(report == reports[0] for report in reports)
+    assert len({csv_text(report) for report in reports}) == 1
+
+
+def test_the_baseline_is_the_one_asked_for(four):
+    found = compare(four, "diff_v1")
+    assert found.baseline == "diff_v1"
+    assert row_of(found, "diff_v1").gap is None
+    assert row_of(found, "standard").gap.mean == pytest.approx((0.1 + 0.05 + 0.1) / 3)
+    with pytest.raises(ConfigError, match=r"diff_v3.*standard, gated, diff_v1, diff_v2"):
+        compare(four, "diff_v3")
+    others = [run for run in four if run.variant != "standard"]
+    assert compare(others).baseline == "gated"
+    with pytest.raises(ConfigError, match="baseline=standard"):
+        compare(others, "standard")
+    alone = compare([run for run in four if run.variant == "gated"])
+    assert alone.baseline is None
+    assert alone.rows[0].gap is None
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    found = compare(loaded(sweep(tmp_path, {"standard": [4.0], "gated": [3.9]})))
+    gated = row_of(found, "gated")
+    assert (gated.loss.mean, gated.loss.low, gated.loss.seeds) == (3.9, None, 1)
+    assert gated.gap.mean == pytest.approx(-0.1)
+    assert gated.gap.low is gated.gap.high is None
+    assert gated.values["gap_low"] is None
+
+
+def test_other_variants_come_after_the_four_by_name(tmp_path):
+    names = ["standard_sink", "diff_v2", "diff_v1_clamped", "gated", "standard", "gated_headwise"]
+    found = compare(loaded(sweep(tmp_path, {name: [4.0] for name in names})))
+    assert labels(found) == [
+        *("standard", "gated", "diff_v2", "diff_v1_clamped", "gated_headwise", "standard_sink")
+    ]
+
+
+# Swept keys
+
+
+def test_a_swept_learning_rate_has_rows_and_baselines_of_its_own(tmp_path):
+    for lr, losses in (("1e-3", (4.0, 3.9)), ("1e-2", (5.0, 4.7)), ("2e-4", (4.5, 4.45))):
+        both = {"standard": [losses[0]], "diff_v2": [losses[1]]}
+        sweep(tmp_path / lr, both, f"optim.lr={lr}")
+    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
+    assert labels(found) == [
+        f"{variant} lr={lr}"
+        for variant in ("standard", "diff_v2")
+        for lr in ("0.0002", "0.001", "0.01")
+    ]
+    assert found.differences == []
+    gaps = [row.gap and row.gap.mean for row in found.rows]
+    assert gaps[:3] == [None] * 3
+    assert gaps[3:] == pytest.approx([-0.05, -0.1, -0.3])
+    assert [row.keys["optim.lr"] for row in found.rows] == [2e-4, 1e-3, 1e-2] * 2
+    assert [row.values["optim.lr"] for row in found.rows] == [2e-4, 1e-3, 1e-2] * 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=3e-3", "optim.weight_decay=0", "optim.beta2=0.99", "optim.clip_norm=0",
+        "optim.eps=1e-6", "model.z_loss=1e-4", "model.init_std=0.1", "model.ffn_dim=512",
+    ],
+)  # fmt: skip
+def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
+    both = {"standard": [4.0, 4.1], "diff_v2": [3.9, 3.8]}
+    paths = [*sweep(tmp_path / "a", both), *sweep(tmp_path / "b", both, override)]
+    found = compare(loaded(paths))
+    assert len(found.rows) == 4
+    assert found.differences == []
+    key = override.partition("=")[0]
+    assert all(set(row.keys) == {"attention", key} for row in found.rows)
+    assert all(f" {key.rpartition('.')[2]}=" in row.label for row in found.rows)
+    assert [row.gap and row.gap.seeds for row in found.rows] == [None, None, 2, 2]
+    assert all("no gap" not in note for note in found.notes)
+
+
+def test_keys_are_called_by_their_last_part_unless_two_share_it(tmp_path):
+    fewer = ("model.vocab_size=1024", "data.vocab_size=1000", "optim.beta1=0.8")
+    for name, more in (("a", ()), ("b", fewer)):
+        write_run(tmp_path / name, "attention=gated", *more, facts={"tokenizer": None})
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert labels(found) == [
+        "gated data.vocab_size=1000 model.vocab_size=1024 beta1=0.8",
+        "gated data.vocab_size=2048 model.vocab_size=2048 beta1=0.9",
+    ]
+
+
+def test_a_row_without_a_like_baseline_has_no_gap_and_says_so(tmp_path):
+    write_run(tmp_path / "a", "attention=standard", "optim.lr=1e-3", loss=4.0)
+    write_run(tmp_path / "b", "attention=diff_v2", "optim.lr=2e-3", loss=3.0)
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert [row.gap for row in found.rows] == [None, None]
+    assert said(found, "diff_v2 lr=0.002 has no gap", "standard")
+
+
+def test_what_a_variant_brings_along_is_not_swept_but_an_override_of_it_is(tmp_path):
+    sweep(tmp_path / "plain", {"standard": [4.0], "diff_v2": [3.9], "diff_v2_no_lambda": [4.1]})
+    sweep(tmp_path / "half", {"diff_v2_lambda_fixed": [3.8]})
+    sweep(tmp_path / "third", {"diff_v2_lambda_fixed": [3.7]}, "model.attention.lambda_value=0.3")
+    runs = loaded(sorted(tmp_path.glob("*/*")))
+    found = compare([run for run in runs if "third" not in str(run.path)])
+    assert all(list(row.keys) == ["attention"] for row in found.rows)
+    found = compare(runs)
+    assert labels(found) == [
+        "standard", "diff_v2", "diff_v2_lambda_fixed lambda_value=0.3",
+        "diff_v2_lambda_fixed lambda_value=0.5", "diff_v2_no_lambda",
+    ]  # fmt: skip
+    key = "model.attention.lambda_value"
+    assert [row.keys[key] for row in found.rows] == [None, 0.5, 0.3, 0.5, 0.5]
+    assert [row.gap and round(row.gap.mean, 6) for row in found.rows] == [
+        None,
+        -0.1,
+        -0.3,
+        -0.2,
+        0.1,
+    ]
+    found = compare(runs, "diff_v2_lambda_fixed")
+    gaps = {row.label: row.gap and round(row.gap.mean, 6) for row in found.rows}
+    assert gaps["diff_v2_lambda_fixed lambda_value=0.5"] is None
+    assert gaps["diff_v2_lambda_fixed lambda_value=0.3"] == -0.1
+    assert gaps["standard"] == 0.2
+
+
+def test_solved_widths_are_not_swept(four):
+    assert len({run.cfg.model.ffn_dim for run in four}) > 1
+    assert all(list(row.keys) == ["attention"] for row in compare(four).rows)
+
+
+def test_matching_may_be_swept(tmp_path):
+    both = {"standard": [4.0], "diff_v2": [3.9]}
+    sweep(tmp_path / "a", both)
+    sweep(tmp_path / "b", {"standard": [3.95], "diff_v2": [3.9]}, "model.match_params_to=diff_v2")
+    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
+    assert labels(found) == [
+        f"{variant} match_params_to={target}" for variant in both for target in ("null", "diff_v2")
+    ]
+    assert [row.gap and round(row.gap.mean, 6) for row in found.rows] == [None, None, -0.1, -0.05]
+    assert found.differences == []
+
+
+def test_the_target_itself_counts_as_matched(tmp_path):
+    sweep(tmp_path / "a", {"diff_v2": [3.9]})
+    sweep(tmp_path / "b", {"standard": [4.0], "gated": [4.1]}, "model.match_params_to=diff_v2")
+    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
+    assert labels(found) == ["standard", "gated", "diff_v2"]
+    assert row_of(found, "diff_v2").gap.mean == pytest.approx(-0.1)
+    assert found.notes == []
+
+
+def test_a_model_size_is_called_by_its_choice(tmp_path):
+    for size in ("tiny", "mini"):
+        sweep(tmp_path / size, {"standard": [4.0], "diff_v2": [3.9]}, f"model={size}")
+    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
+    assert sorted(labels(found)) == sorted(
+        f"{variant} model={size}"
+        for variant in ("standard", "diff_v2")
+        for size in ("tiny", "mini")
+    )
+    assert {"model.dim", "model.n_layers"} <= {each.key for each in found.differences}
+    assert all(row.gap.mean == pytest.approx(-0.1) for row in found.rows[2:])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "micro_batch_size=2", "compile=true", "activation_checkpointing=true", "log_interval=5",
+        "eval.interval=7", "checkpoint.interval=3", "diagnostics.interval=5", "wandb.project=x",
+        "model.attention.backend=reference", "data.num_workers=0", "data.cache_dir=/elsewhere",
+        "data.paths=[same-text.txt]", "data.tokenizer=same.model", "data.sample_prompt=x",
+        "parallel=hsdp", "run.name=another", "model.loss_chunk=64", "precision=fp32",
+        "resume=never", "distributed.timeout=60",
+    ],
+)  # fmt: skip
+def test_where_and_how_fast_a_run_ran_tells_nothing_apart(tmp_path, override):
+    write_run(tmp_path / "a", "attention=standard", "seed=0", loss=4.0)
+    write_run(tmp_path / "b", "attention=standard", "seed=1", override, loss=4.1)
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert labels(found) == ["standard"]
+    assert found.rows[0].loss.seeds == 2
+    assert found.differences == []
+
+
+# What forbids a comparison
+
+INCOMPARABLE = {
+    "steps=40": "steps",
+    "seq_len=64": "seq_len",
+    "global_batch_size=16": "global_batch_size",
+    "optim=wsd": "optim.schedule",
+    "optim.warmup_steps=3": "optim.warmup_steps",
+    "optim.decay_fraction=0.5": "optim.decay_fraction",
+    "optim.min_lr_ratio=0": "optim.min_lr_ratio",
+    "eval.sequences=8": "eval.sequences",
+    "data.heldout_fraction=0.1": "data.heldout_fraction",
+    "data.mask_documents=true": "data.mask_documents",
+    "model.dim=64": "model.dim",
+    "model.n_layers=1": "model.n_layers",
+    "model.n_kv_heads=4": "model.n_kv_heads",
+    "model.head_dim=16": "model.head_dim",
+    "model.qk_norm=true": "model.qk_norm",
+    "model.tie_embeddings=true": "model.tie_embeddings",
+    "model.rope.theta=100": "model.rope.theta",
+    "model.vocab_size=1024": "model.vocab_size",
+    "resume=/another/run": "resume",
+}
+
+
+@pytest.mark.parametrize(("override", "key"), INCOMPARABLE.items())
+def test_a_key_that_forbids_a_comparison_is_named(tmp_path, override, key):
+    write_run(tmp_path / "a", "attention=standard", loss=4.0)
+    write_run(tmp_path / "b", "attention=diff_v2", override, loss=3.0)
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    (difference,) = found.differences
+    assert difference.key == key
+    standard, diff_v2 = labels(found)
+    assert sorted(difference.values.values()) == [[diff_v2], [standard]]
+    assert standard.startswith(f"standard {key.rpartition('.')[2]}=")
+    assert [row.gap for row in found.rows] == [None, None]
+    assert [row.loss.mean for row in found.rows] == [4.0, 3.0]
+
+
+@pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
+def test_a_fact_that_forbids_a_comparison_is_named(tmp_path, fact):
+    write_run(tmp_path / "a", "attention=standard", loss=4.0)
+    write_run(tmp_path / "b", "attention=diff_v2", loss=3.0, facts={fact: "0123456789abcdef"})
+    write_run(tmp_path / "c", "attention=standard", "seed=1", facts={fact: "0123456789abcdef"})
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    (difference,) = found.differences
+    assert difference.key == fact
+    changed = f"{fact}=01234567"
+    assert difference.values["0123456789abcdef"] == [f"standard {changed}", f"diff_v2 {changed}"]
+    assert all(row.gap is None for row in found.rows)  # the only like pair has no common seed
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("data.dataset=another/corpus", "corpus"),
+        ("data.paths=[other.txt]", "corpus"),
+        ("data.tokenizer=other.model", "tokenizer"),
+        ("data.vocab_size=1000", "tokenizer"),
+        ("precision=bf16", "compute_dtype"),
+    ],
+)
+def test_a_key_behind_another_fact_is_what_the_label_says(tmp_path, override, fact):
+    key, _, value = override.partition("=")
+    write_run(tmp_path / "a", "attention=standard")
+    write_run(tmp_path / "b", "attention=standard", override, facts={fact: "other"})
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert sorted(difference.key for difference in found.differences) == sorted([fact, key])
+    assert all(list(row.keys) == ["attention", key] for row in found.rows)
+    assert any(label == f"standard {key.rpartition('.')[2]}={value}" for label in labels(found))
+
+
+def test_a_tokenizer_that_follows_from_the_corpus_is_not_in_the_label(tmp_path):
+    other = {"corpus": "1" * 64, "tokenizer": "2" * 64}
+    write_run(tmp_path / "a", "attention=standard")
+    write_run(tmp_path / "b", "attention=standard", facts=other)
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert [difference.key for difference in found.differences] == ["corpus", "tokenizer"]
+    assert labels(found) == ["standard corpus=11111111", "standard corpus=c0c0c0c0"]
+
+
+def test_without_facts_the_config_decides(tmp_path):
+    none = {"corpus": None, "tokenizer": None, "compute_dtype": None}
+    write_run(tmp_path / "a", "attention=standard", facts=none)
+    write_run(tmp_path / "b", "attention=gated", facts=none)
+    write_run(tmp_path / "c", "attention=gated", "data.dataset=other/corpus", facts=none)
+    runs = loaded(sorted(tmp_path.iterdir()))
+    found = compare(runs[:2])
+    assert found.differences == []
+    assert found.rows[1].gap is not None
+    assert len(said(found, "run.json does not say")) == 2
+    assert [difference.key for difference in compare(runs).differences] == ["data.dataset"]
+
+
+def test_a_run_without_facts_takes_those_of_a_like_config(tmp_path):
+    write_run(tmp_path / "a", "attention=standard")
+    write_run(tmp_path / "b", "attention=gated")
+    write_run(tmp_path / "c", "attention=gated", "data.dataset=other/corpus", "seed=1")
+    for name in "bc":
+        (tmp_path / name / "run.json").unlink()
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert [each.key for each in found.differences] == ["corpus", "data.dataset", "tokenizer"]
+    assert "unknown" in found.differences[0].values
+    assert row_of(found, "gated dataset=null").gap is not None
+    assert row_of(found, "gated dataset=other/corpus").gap is None
+    assert row_of(found, "gated dataset=null").values["parameters"] is None
+
+
+@pytest.mark.parametrize("override", [*INCOMPARABLE, "optim.lr=0.5", "attention=diff_v1"])
+def test_another_run_never_changes_a_gap(tmp_path, override):
+    runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
+    before = compare(runs)
+    for variant in ("standard", "diff_v2"):
+        words = (
+            [override] if override.startswith("attention") else [f"attention={variant}", override]
+        )
+        runs += loaded([write_run(tmp_path / variant, *words, "seed=7", loss=1.0)])
+    after = compare(runs)
+    gaps = {(row.keys["attention"], row.loss): row.gap for row in after.rows if row.loss.seeds == 2}
+    assert gaps == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
+
+
+# What is noted
+
+
+def test_unfinished_runs_are_shown_but_count_nowhere(tmp_path):
+    paths = sweep(tmp_path, {"standard": [4.0, 4.2], "diff_v2": [3.9, None], "gated": [None]})
+    found = compare(loaded(paths))
+    assert labels(found) == ["standard", "gated", "diff_v2"]
+    gated, diff_v2 = found.rows[1:]
+    assert gated.loss is gated.gap is gated.values["loss"] is gated.values["hidden_top1"] is None
+    assert gated.values["seeds"] == 0
+    assert gated.values["parameters"] > 0
+    assert len(gated.runs[0].series("train/loss").tokens) == 2
+    assert len(diff_v2.runs) == 2
+    assert (diff_v2.loss.seeds, diff_v2.gap.seeds, diff_v2.values["seeds"]) == (1, 1, 1)
+    assert diff_v2.gap.mean == pytest.approx(-0.1)
+    assert len(said(found, "has not finished: step 10 of 20")) == 2
+    assert said(found, "gap of diff_v2 to standard is over seed 0 alone", "1.")
+
+
+def test_a_loss_that_is_no_number_is_said_and_left_out(tmp_path):
+    write_run(tmp_path / "a", "attention=standard", loss=4.0)
+    write_run(tmp_path / "b", "attention=standard", "seed=1", loss=math.nan)
+    write_run(tmp_path / "c", "attention=standard", "seed=2", summary={"heldout_loss": None})
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert (found.rows[0].loss.mean, found.rows[0].loss.seeds) == (4.0, 1)
+    assert len(said(found, "not a finite number")) == 2
+
+
+def test_seeds_that_one_side_lacks_are_said(tmp_path):
+    for variant, seeds in (("standard", (0, 1, 2)), ("diff_v2", (2, 1, 5)), ("gated", (8,))):
+        for seed in seeds:
+            path = tmp_path / f"{variant}{seed}"
+            write_run(path, f"attention={variant}", f"seed={seed}", loss=4.0 + seed)
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert row_of(found, "diff_v2").gap.seeds == 2
+    assert row_of(found, "gated").gap is None
+    assert said(found, "gap of diff_v2 to standard is over seed 1, 2 alone", "0, 5.")
+    assert said(found, "gap of gated to standard is unknown")
+
+
+def test_initial_values_of_their_own_seed_pair_with_the_same(tmp_path):
+    for variant in ("standard", "gated"):
+        for init_seed in (0, 1):
+            words = (f"attention={variant}", f"model.init_seed={init_seed}")
+            loss = 4.0 + init_seed - 0.1 * (variant == "gated")
+            write_run(tmp_path / f"{variant}{init_seed}", *words, loss=loss)
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert labels(found) == ["standard", "gated"]
+    gap = found.rows[1].gap
+    assert (gap.mean, gap.low, gap.high, gap.seeds) == pytest.approx((-0.1, -0.1, -0.1, 2))
+
+
+@pytest.mark.parametrize("newest", ["a", "b"])
+def test_of_two_runs_with_one_seed_the_newest_finished_counts(tmp_path, newest):
+    for name, loss in (("a", 4.0), ("b", 5.0)):
+        written = 2e9 if name == newest else 1e9
+        write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
+    write_run(tmp_path / "c", "attention=standard", loss=None, written=3e9)
+    for order in permutations("abc"):
+        found = compare(loaded([tmp_path / name for name in order]))
+        assert [run.path.name for run in found.rows[0].runs] == [newest]
+        assert found.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
+        other = {"a": "b", "b": "a"}[newest]
+        assert said(found, f"{tmp_path / other} is left out", f"{tmp_path / newest} has", "newer")
+        assert said(found, f"{tmp_path / 'c'} is left out", "finished")
+        assert len(found.notes) == 2
+
+
+def test_unequal_parameters_are_said_with_the_mending(tmp_path):
+    names = ("standard", "gated", "diff_v2")
+    found = compare(loaded(sweep(tmp_path, {name: [4.0] for name in names})))
+    standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
+    assert all(row.gap is not None for row in found.rows[1:])
+    largest = "gated" if gated > diff_v2 else "diff_v2"
+    for name, count in (("gated", gated), ("diff_v2", diff_v2)):
+        percent = f"{100 * (count / standard - 1):.1f}%"
+        mend = f"model.match_params_to={largest} makes them equal"
+        assert said(found, f"{name} has {percent} more parameters than standard", mend)
+    assert len(found.notes) == 2
+    found = compare([run for row in found.rows for run in row.runs], "diff_v2")
+    fewer = f"{100 * (1 - standard / diff_v2):.1f}% fewer"
+    assert said(found, f"standard has {fewer} parameters than diff_v2")
+
+
+def test_half_a_percent_of_parameters_is_not_said(tmp_path):
+    for count, notes in ((1_005_000, 0), (1_005_100, 1), (994_900, 1)):
+        root = tmp_path / str(count)
+        write_run(root / "a", "attention=standard", facts={"parameters": 1_000_000})
+        write_run(root / "b", "attention=gated", facts={"parameters": count})
+        assert len(compare(loaded([root / "a", root / "b"])).notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"), [({"device": "H"}, "device (CPU, H)"), ({"ranks": 8}, "ranks (1, 8)")]
+)
+def test_another_machine_is_comparable_in_all_but_speed(tmp_path, facts, named):
+    write_run(tmp_path / "a", "attention=standard")
+    write_run(tmp_path / "b", "attention=standard_sink", "compile=true", facts=facts)
+    found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
+    assert found.differences == []
+    assert found.rows[1].gap is not None
+    (note,) = found.notes
+    assert note.startswith("Tokens a second and MFU are not comparable")
+    assert f"{named}, compile (null, true)." in note
+
+
+def test_damaged_lines_are_said_but_a_last_one_cut_short_is_not(tmp_path):
+    path = write_run(tmp_path / "a", "attention=standard")
+    file = path / "metrics.jsonl"
+    with open(file, "a") as f:
+        f.write('{"step": 30, "tok')
+    found = compare(loaded([path]))
+    assert found.notes == []
+    assert found.rows[0].runs[0].series("train/loss").tokens.tolist() == [256, 2560, 5120]
+    lines = file.read_text().splitlines()
+    broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', *lines[1:3]]
+    file.write_text("\n".join(broken))  # the last line is complete but for its line break
+    (run,) = loaded([path])
+    assert (len(run.lines), run.damaged_lines) == (3, 3)
+    assert said(compare([run]), "3 lines of", "cannot be read")
+
+
+# Columns
+
+
+def test_columns_hold_what_they_say(tmp_path):
+    root = tmp_path
+    for seed in (0, 1):
+        lines = metric_lines(20, 256, 4.0)
+        for line in lines:
+            line["perf/mfu"] = 0.4 + seed / 10
+            line["perf/tokens_per_s"] += 100 * seed
+            line["train/grad_norm"] *= 1 + seed
+            for layer in range(2):
+                line[f"context_rms_min/layer_{layer:02d}"] += seed
+                line[f"context_rms_max/layer_{layer:02d}"] += seed
+        lines[1]["train/grad_norm"] = None
+        counts = {"spikes/loss_total": 2.0 + seed, "spikes/skipped_total": 3}
+        words = ("attention=standard", f"seed={seed}")
+        write_run(root / f"s{seed}", *words, loss=4.0 + seed, lines=lines, summary=counts)
+    write_run(root / "g", "attention=gated", loss=3.5)
+    found = compare(loaded(sorted(root.iterdir())))
+    standard, gated = (row.values for row in found.rows)
+    assert list(standard) == list(gated) == list(COLUMNS)
+    facts = facts_of("attention=standard", "seed=0")
+    expected = {
+        "variant": "standard",
+        **{k: facts[k] for k in ("parameters", "active_parameters", "flops_per_token")},
+        "tokens": 20 * 8 * 32,
+        "seeds": 2,
+        "loss": 4.5,
+        "baseline": "standard",
+        "gap": None,
+        **{name: 2.0 if name.endswith("total") else 0.1 for name in SPIKES},
+        "spikes/loss_total": 2.5,
+        "spikes/skipped_total": 3.0,
+        "train/grad_norm": 6.0,
+        "hidden_top1": 20 - 0.1,
+        "hidden_kurtosis": 6.0,
+        "context_rms_min": 0.03,
+        "context_rms_max": 1 + 1 + 1 - 0.02,
+        "perf/tokens_per_s": 1060.0,
+        "perf/mfu": 0.45,
+    }
+    for name, value in expected.items():
+        assert standard[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+    assert (standard["loss_low"], standard["loss_high"]) == (
+        found.rows[0].loss.low,
+        found.rows[0].loss.high,
+    )
+    assert (gated["gap"], gated["gap_low"]) == (pytest.approx(-0.5), None)
+    assert gated["spikes/skipped_total"] is gated["perf/mfu"] is None
+
+
+def test_a_run_without_statistics_has_empty_columns(tmp_path):
+    path = write_run(tmp_path / "a", "attention=standard", lines=[])
+    values = compare(loaded([path])).rows[0].values
+    for name in ("train/grad_norm", "hidden_top1", "context_rms_min", "perf/tokens_per_s"):
+        assert values[name] is None
+    assert values["spikes/loss_score"] == 0.1
+    assert "spikes/skipped_total" not in values
+
+
+def test_layers_are_in_order_of_their_numbers(tmp_path):
+    lines = metric_lines(20, 256, 4.0, layers=103)
+    (run,) = loaded([write_run(tmp_path / "a", "attention=standard", lines=lines)])
+    last = run.by_layer("hidden_kurtosis").values[-1]
+    assert last.tolist() == pytest.approx([5.0 + layer for layer in range(103)])
+    assert run.by_layer("nothing").values.shape == (0, 0)
+    run = replace(run, lines=[{**run.lines[0], "hidden_top1/layer_00": None}])
+    assert math.isnan(run.by_layer("hidden_top1").values[0, 0])
+
+
+def test_the_table_round_trips_in_full_precision(tmp_path, four):
+    import csv
+    import io
+
+    found = compare([run for run in four if run.variant in ("standard", "diff_v1")])
+    header, *lines = csv.reader(io.StringIO(csv_text(found)))
+    assert header == [name for name in COLUMNS if name != "spikes/skipped_total"]
+    for row, line in zip(found.rows, lines, strict=True):
+        for value, cell in zip(row.values.values(), line, strict=True):
+            read = cell if isinstance(value, str) else json.loads(cell) if cell else None
+            assert read == value
