@@ -18,6 +18,7 @@ from diffllm.metrics import MetricsFile
 from diffllm.model.attention.ops import prepare_backend
 from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
+from diffllm.report import write_report
 from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
 from diffllm.summary import describe, headline, summarise, summary_text
 from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
@@ -148,6 +149,7 @@ def execute(
         if outputs:
             outputs.file.close()
             outputs.wandb.finish()
+            display.say(f"report: {report_on(path)}")
         raise
     finally:
         display.stop()
@@ -160,12 +162,20 @@ def execute(
     else:
         text = sample(t, data)
         summary = summarise(cfg, state, data, recorder, time.perf_counter() - started)
-        display.say(summary_text(cfg, summary, path, text))
     if directory and outputs:
+        outputs.file.close()
         if not stopped:
             directory.finish({**summary, "sample": text})
-        outputs.file.close()
+            display.say(summary_text(cfg, summary, path, text, report_on(path)))
         outputs.wandb.finish(summary)
+
+
+def report_on(path: Path) -> str:
+    """Where the run's report.html is, or why there is none; never raises."""
+    try:
+        return str(write_report([path])[0])
+    except Exception as error:
+        return f"not written: {error!r}"
 
 
 def sample(t: Training, data: TokenData) -> str:

@@ -69,11 +69,14 @@ def summarise(
     }
 
 
-def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, text: str) -> str:
-    """The end of a run, a sample of its text included."""
+def summary_text(
+    cfg: TrainConfig, summary: dict[str, Any], path: Path, text: str, report: str
+) -> str:
+    """The end of a run, a sample of its text and the path of its report included."""
     entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
     spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
     side = "under" if loss <= entropy else "over"
+    skipped = summary["spikes/skipped_total"]
     rows = [
         ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of the last 20 steps"),
         (
@@ -83,8 +86,10 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, text: st
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         ("speed", f"{speed:,.0f} tokens a second" if speed else "nothing was left to train"),
         ("spikes", f"loss {spikes:.0f}, gradient norm {summary['spikes/grad_total']:.0f}"),
+        *([("skipped", f"{skipped:.0f} updates")] if skipped else []),
         *([("matched", cfg.run.matched.text())] if cfg.run.matched else []),
         ("run", f"{path}/: metrics.jsonl, checkpoints/, config.yaml"),
+        ("report", report),
         ("sample again", f'diffllm generate run={path} prompt="..."'),
     ]
     table = "\n".join(f"{name:<14}{what}" for name, what in rows)

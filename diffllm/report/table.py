@@ -76,19 +76,19 @@ def columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
         Column("Gradient spikes", window, f"{every}; window128", spikes("spikes/grad")),
         Column("Gradient spikes", olmo, f"{every}; olmo2", spikes("spikes_olmo2/grad")),
         Column(
-            "Skipped", "updates", "Updates left out because of a spike",
+            "Skipped", "updates", "Updates left out: not finite, or a spike",
             plain("spikes/skipped_total", small),
         ),
         Column(
-            "Gradient norm", "largest", "Largest logged, before clipping",
+            "Gradient norm", "largest", "Largest of logged steps, before clipping",
             plain("train/grad_norm", small),
         ),
         Column(
-            "Outlier", "largest |value|", "Of any block's output, at the end",
+            "Outlier", "largest |value|", "Of any block's output, over all diagnosed steps",
             plain("hidden_top1", small),
         ),
         Column(
-            "Kurtosis", "largest, over channels", "Of any block's output, at the end",
+            "Kurtosis", "over channels", "Largest of the blocks' outputs, at the end",
             plain("hidden_kurtosis", small),
         ),
         Column(

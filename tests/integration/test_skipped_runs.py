@@ -29,7 +29,6 @@ def test_too_many_skips_in_a_row_save_and_stop(tmp_path, ranks):
     assert [line["step"] for line in lines] == [1, 5, 10]
     assert [line["spikes/skipped_total"] for line in lines] == [0, 4, 9]
     assert [line["train/grad_norm"] is None for line in lines] == [False, True, True]
-    assert lines[0]["train/update_norm"] > 1e30
     assert lines[2]["train/update_norm"] == 0
     assert not (run / "summary.json").exists()
     saved = checkpoint_tensors(run, 10)
