@@ -28,7 +28,7 @@ def main() -> int:
         if any((args.help, args.hydra_help, args.info, args.cfg, args.shell_completion)):
             hydra_main()
         elif args.multirun:
-            from diffllm.sweep import sweep
+            from diffllm.sweep.command import sweep
 
             return sweep(args.overrides, os.path.abspath(__file__))
         else:

@@ -158,7 +158,9 @@ class Cluster:
             [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         common = {*OmegaConf.structured(BaseQueueConf)}
-        retries = {"slurm_max_num_timeout": settings.pop("max_num_timeout", 0)}
+        retries = {"slurm_max_num_timeout": settings.pop("max_num_timeout", None)}
+        if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
+            retries = {}  # submitit's: the plugin's 0 is for code that does not resume
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
             executor.update_parameters(
@@ -192,7 +194,8 @@ def why(error: Exception) -> str:
     if state:
         return f"ended by the scheduler ({state[1]})"
     lines = [line for line in str(error).splitlines() if "Error: " in line]
-    return lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "gave no result"
+    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "gave no result"
+    return text.replace("too many times", "more often than hydra.launcher.max_num_timeout")
 
 
 def in_queue(job_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""One run of a sweep, as a child process."""
+"""One run of a sweep, as a child process; imports little, for the tasks of a cluster's jobs."""
 
 import ctypes
 import os
@@ -12,9 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-from diffllm.checkpoint import complete_checkpoints
-from diffllm.errors import CheckpointError
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
@@ -60,12 +57,9 @@ class Job:
 
     def progress(self) -> str:
         """The newest checkpoint, in words."""
-        try:
-            saved = complete_checkpoints(Path(self.path, "checkpoints"))
-        except (OSError, CheckpointError):
-            saved = []
-        step = int(saved[-1].name.rpartition("-")[2]) if saved else 0
-        return f"saved at step {step} of {self.steps}" if step else "nothing saved yet"
+        saved = Path(self.path, "checkpoints").glob("step-*/state.json")
+        steps = [int(file.parent.name.removeprefix("step-")) for file in saved]
+        return f"saved at step {max(steps)} of {self.steps}" if steps else "nothing saved yet"
 
 
 class JobProcess:
@@ -112,10 +106,12 @@ class JobProcess:
         if code == 0 or self.signalled:
             return Ending("stopped", self.job.progress(), at)
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        ended += " (out of memory?)" if -code == signal.SIGKILL else ""
         said = last_error(self.log, self.begin)
         with open(self.log, "a") as log:
             log.write(f"{ended}\n")
-        return Ending("failed", f"{ended}: {said}" if said else ended, at)
+        reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
+        return Ending("failed", reason, at)
 
 
 def tie_to_parent() -> None:

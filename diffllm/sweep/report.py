@@ -33,8 +33,9 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
             print(f"{'':<{width}}  log {job.log}")
     if unfinished:
         print(
-            f"{unfinished} of {len(jobs)} runs did not finish, {failed} failed; the same command "
-            f"with run.sweep={directory.path.name} goes on with them"
+            f"{unfinished} of {len(jobs)} runs did not finish"
+            f"{f', {failed} failed' if failed else ''}; the same command with "
+            f"run.sweep={directory.path.name} goes on with them"
         )
     return unfinished
 
