@@ -199,6 +199,7 @@ def test_a_job_has_the_ranks_of_its_tasks() -> None:
 def test_the_rank_that_failed_first_is_the_reason() -> None:
     ended = [Ending("failed", "lost a peer", 2.0), Ending("failed", "out of memory", 1.0)]
     assert first_failed(ended).reason == "out of memory"
+    assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
     assert first_failed([Ending("finished", "", 2.0)] * 2).state == "finished"
 
 

@@ -123,6 +123,8 @@ class Cluster:
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
         """submitit's handles by the runs' names; one job array for all that are new."""
+        import submitit
+
         settings = self.settings(directory.path.name)
         folder = str(Path(settings.pop("submitit_folder")).absolute())
         tasks = settings["nodes"] * settings["tasks_per_node"]
@@ -133,7 +135,11 @@ class Cluster:
                 handles[job.name] = slurm_job(folder, job_id, tasks)
         new = [job for job in jobs if job.name not in handles]
         if new:
-            submitted = self.executor(folder, settings).map_array(ClusterTask(), new)
+            executor = self.executor(folder, settings)
+            try:
+                submitted = executor.map_array(ClusterTask(), new)
+            except submitit.core.utils.FailedJobError as error:
+                raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
             handles |= {job.name: handle for job, handle in zip(new, submitted, strict=True)}
             if self.kind == "slurm":
                 ids = {job.name: handles[job.name].job_id for job in new}
@@ -183,9 +189,9 @@ class Cluster:
 
 
 def first_failed(endings: list[Ending]) -> Ending:
-    """Of a run's ranks, the one that failed before the others; else rank 0."""
+    """Of a run's ranks, the one that failed before the others and says why; else rank 0."""
     failed = [ending for ending in endings if ending.state == "failed"]
-    return min(failed, key=lambda ending: ending.at) if failed else endings[0]
+    return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
 
 
 def why(error: Exception) -> str:

@@ -28,6 +28,8 @@ class Ending(NamedTuple):
     reason: str
     at: float
     """When, in seconds since the epoch."""
+    silent: bool = False
+    """Failed without a word: a rank that leaves it to another to say why."""
 
 
 @dataclass
@@ -111,7 +113,7 @@ class JobProcess:
         with open(self.log, "a") as log:
             log.write(f"{ended}\n")
         reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
-        return Ending("failed", reason, at)
+        return Ending("failed", reason, at, silent=code > 0 and not said)
 
 
 def tie_to_parent() -> None:
