@@ -11,7 +11,6 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import hydra  # noqa: E402
 from hydra._internal.utils import get_args_parser  # noqa: E402
-from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import config_directory, load_config  # noqa: E402
@@ -20,10 +19,7 @@ from diffllm.errors import AgreedError, ConfigError, UserError  # noqa: E402
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
 def hydra_main(_: DictConfig) -> None:
-    """One job of a sweep, and what Hydra's own flags (--help, --cfg) need."""
-    from diffllm.sweep import run_job
-
-    run_job(__file__, HydraConfig.get())
+    """What Hydra's own flags (--help, --cfg) need; a sweep has other ways."""
 
 
 def main() -> int:
@@ -32,9 +28,9 @@ def main() -> int:
         if any((args.help, args.hydra_help, args.info, args.cfg, args.shell_completion)):
             hydra_main()
         elif args.multirun:
-            from diffllm.sweep import sweep
+            from diffllm.sweep.command import sweep
 
-            return sweep(args.overrides, hydra_main)
+            return sweep(args.overrides, os.path.abspath(__file__))
         else:
             from diffllm.run import run
 

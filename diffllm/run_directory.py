@@ -65,14 +65,7 @@ class RunDirectory:
             if self.has_run:
                 raise ConfigError(f"{self.path} holds files but no config.yaml: not a run of ours")
             return
-        saved = flatten(yaml_dict(load_run_config(self.path)))
-        new = flatten(yaml_dict(self.cfg))
-        changed = [
-            f"{key}: {saved.get(key)} there, {new.get(key)} here"
-            for key in sorted(saved.keys() | new.keys())
-            if saved.get(key) != new.get(key)
-            and not any(key == free or key.startswith(f"{free}.") for free in FREE)
-        ]
+        changed = differences(self.path, self.cfg)
         if changed:
             raise ConfigError(
                 f"{self.path} is a run with another config ({'; '.join(changed[:5])}"
@@ -119,6 +112,24 @@ class RunDirectory:
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as finished."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def differences(path: Path, cfg: TrainConfig) -> list[str]:
+    """What `cfg` would change about the run at `path`, if one is there: "key: old there, new here".
+
+    Raises:
+        CheckpointError: its config.yaml is not a config of ours.
+    """
+    if not (path / "config.yaml").is_file():
+        return []
+    saved = flatten(yaml_dict(load_run_config(path)))
+    new = flatten(yaml_dict(cfg))
+    return [
+        f"{key}: {saved.get(key)} there, {new.get(key)} here"
+        for key in sorted(saved.keys() | new.keys())
+        if saved.get(key) != new.get(key)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE)
+    ]
 
 
 def choose_path(cfg: TrainConfig) -> Path:

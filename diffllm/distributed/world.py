@@ -1,5 +1,6 @@
 """Which process this is, and what the processes agree on before any process group exists."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -9,11 +10,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from diffllm.errors import AgreedError, ConfigError, UserError
 
 T = TypeVar("T")
+
+READ_S = 30
+"""Seconds that an error of rank 0 waits for ranks that are late."""
 
 
 @dataclass
@@ -47,9 +52,14 @@ class World:
                 return result
             except UserError as error:
                 self.store.set(key, json.dumps({"error": str(error)}))
+                # The store ends with this process, unless torchrun has it: the others read first.
+                with contextlib.suppress(DistError):
+                    read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
+                    self.store.wait(read, timedelta(seconds=READ_S))
                 raise
         decision = json.loads(self.store.get(key))
         if "error" in decision:
+            self.store.set(f"{key}/read/{self.rank}", "")
             raise AgreedError(decision["error"])
         return decision["result"]
 

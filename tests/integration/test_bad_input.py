@@ -602,7 +602,6 @@ def test_run_directory_that_cannot_be_written(workspace: Workspace) -> None:
             (["seed=0,1", "run.sweep=a/b"], ["run.sweep", "a/b"]),
             (["seed=0,1", "run.sweep=.."], ["run.sweep", ".."]),
             (["steps=[1", "seed=0,1"], ["steps=[1"]),
-            (["data.sample_prompt=a/b,a:b"], ["a_b", "two"]),  # one directory for both
         ]
     ),
 )
@@ -610,7 +609,7 @@ def test_sweep_with_one_bad_job_starts_none(
     workspace: Workspace, words: list[str], named: list[str]
 ) -> None:
     workspace.monkeypatch.setattr(
-        train_module(), "hydra_main", lambda: pytest.fail("the sweep was launched")
+        "diffllm.sweep.command.run_here", lambda *_: pytest.fail("the sweep was launched")
     )
     workspace.rejects_sweep(words, *named)
 

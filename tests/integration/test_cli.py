@@ -273,8 +273,8 @@ def test_a_sweep_gives_every_variant_its_directory(swept: tuple[Path, Result]) -
         assert_complete(run)
         summary = json.loads((run / "summary.json").read_text())
         assert summary["variant"] == run.name
-        last = f"{run.relative_to(cwd)}  held-out loss {summary['heldout_loss']:.4f}"
-        assert last in result.out.splitlines(), result.out
+        last = rf"^{run.relative_to(cwd)} +held-out loss {summary['heldout_loss']:.4f}$"
+        assert re.search(last, result.out, re.M), result.out
     assert not CONTROL.search(result.out + result.err)
     assert result.err == ""
 
@@ -326,8 +326,10 @@ def test_a_sweep_goes_on_past_a_failed_run_and_later_makes_up_for_it(
         assert_complete(directory / name)
     last = first.out[first.out.rindex("outputs/mine/standard") :]
     assert re.search(r"^outputs/mine/standard  held-out loss \d", last, re.M), last
-    assert re.search(r"^outputs/mine/gated  FAILED", last, re.M), last
-    assert re.search(r"^outputs/mine/diff_v2  held-out loss \d", last, re.M), last
+    reason = "exit status 2: run directory outputs/mine/gated cannot be written"
+    assert re.search(rf"^outputs/mine/gated +FAILED, {reason}", last, re.M), last
+    assert re.search(r"^ +log outputs/mine/gated.log$", last, re.M), last
+    assert re.search(r"^outputs/mine/diff_v2 +held-out loss \d", last, re.M), last
     assert "1 of 3" in last
     assert "run.sweep=mine" in last
     assert obstacle.read_text() == "in the way"
@@ -392,7 +394,8 @@ def test_two_ranks_sweep(
     assert sorted(run.name for run in runs) == ["diff_v2", "standard"]
     for run in runs:
         assert_complete(run)
-        assert result.out.count(f"outputs/pair/{run.name}  held-out loss") == 1, result.out
+        said = re.findall(rf"^outputs/pair/{run.name} +held-out loss", result.out, re.M)
+        assert len(said) == 1, result.out
     assert (tmp_path / "outputs").is_dir()
     assert list((tmp_path / "outputs").iterdir()) == [tmp_path / "outputs" / "pair"]
 

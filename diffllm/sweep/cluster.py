@@ -1,0 +1,217 @@
+"""The jobs of a sweep through submitit, each a job of SLURM, or all at once on this machine.
+
+`hydra/launcher=submitit_slurm` and `hydra.launcher.*` mean what they mean to Hydra's launcher. That
+launcher itself would give up on all runs at the first job that is killed, and start finished ones.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import diffllm
+from diffllm.config import config_directory, one_line
+from diffllm.errors import ConfigError
+from diffllm.sweep.job import Ending, Job
+from diffllm.sweep.local import Stops
+from diffllm.sweep.plan import SweepDirectory
+from diffllm.sweep.task import ClusterTask
+
+LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
+CHECK_S = 30
+"""Seconds between questions to the scheduler, which alone knows of jobs that were killed."""
+
+
+@dataclass
+class Cluster:
+    """Where jobs go."""
+
+    kind: str
+    """slurm or local."""
+    words: list[str]
+    """hydra/launcher=... and hydra.launcher.*."""
+
+    @classmethod
+    def of(cls, words: list[str], ranks: int) -> "Cluster | None":
+        """The cluster that the launcher's words ask for; None for Hydra's own launcher.
+
+        Raises:
+            ConfigError: no such launcher, a key it does not have, or no submitit.
+        """
+        names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
+        name = names[-1] if names else "basic"
+        if name not in ("basic", *LAUNCHERS):
+            raise ConfigError(
+                f"hydra/launcher={name} does not exist; choose from basic, {', '.join(LAUNCHERS)}"
+            )
+        if name == "basic":
+            if len(words) > len(names):
+                raise ConfigError(f"{words[-1]} needs hydra/launcher=submitit_slurm")
+            return None
+        if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+            raise ConfigError(f'hydra/launcher={name} needs pip install "diffllm[slurm]"')
+        if ranks > 1:
+            raise ConfigError(
+                f"hydra/launcher={name} starts the processes of each run itself: start the sweep "
+                "without torchrun, with hydra.launcher.tasks_per_node"
+            )
+        cluster = cls(LAUNCHERS[name], words)
+        cluster.settings("check")
+        return cluster
+
+    def settings(self, sweep: str) -> dict[str, Any]:
+        """The launcher's keys."""
+        GlobalHydra.instance().clear()
+        words = [*self.words, f"run.sweep={sweep}", f"hydra.job.name={sweep}"]
+        with initialize_config_dir(str(config_directory()), version_base="1.3"):
+            try:
+                cfg = compose("train", overrides=words, return_hydra_config=True)
+                settings = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
+            except (HydraException, OmegaConfBaseException) as error:
+                raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
+        assert isinstance(settings, dict)
+        return {str(key): value for key, value in settings.items() if key != "_target_"}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a run."""
+        settings = self.settings("check")
+        return settings["nodes"] * settings["tasks_per_node"]
+
+    def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
+        """Submit what is neither finished nor in the queue already, and wait for all of it.
+
+        A signal stops jobs on this machine, and leaves those of a cluster in its queue.
+
+        Returns:
+            The signal that stopped the sweep or 0, and how each job ended by name.
+        """
+        with Stops() as stops:
+            for job in jobs:
+                if job.finished:
+                    print(f"{job.path} is finished: {job.steps} steps")
+            waiting = self.submit([job for job in jobs if not job.finished], directory)
+            endings: dict[str, Ending] = {}
+            checked = time.monotonic()
+            while len(endings) < len(waiting) and not (stops.received and self.kind == "slurm"):
+                time.sleep(0.2)
+                if stops.received and self.kind == "local":
+                    for submitted in waiting.values():
+                        submitted.cancel()
+                ask = time.monotonic() > checked + CHECK_S
+                checked = time.monotonic() if ask else checked
+                for job in jobs:
+                    if job.name in endings or job.name not in waiting:
+                        continue
+                    if waiting[job.name].done(force_check=ask):
+                        endings[job.name] = ending = self.ending(job, waiting[job.name])
+                        print(f"run {job.number} of {job.total}: {job.name} {ending.state}")
+                    ask = False  # one question answers for all jobs
+        for name in waiting.keys() - endings.keys():
+            endings[name] = Ending("stays", f"in the queue as {waiting[name].job_id}", time.time())
+        return stops.received, endings
+
+    def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
+        """submitit's handles by the runs' names; one job array for all that are new."""
+        import submitit
+
+        settings = self.settings(directory.path.name)
+        folder = str(Path(settings.pop("submitit_folder")).absolute())
+        tasks = settings["nodes"] * settings["tasks_per_node"]
+        handles = {}
+        for job in jobs:
+            job_id = directory.record["jobs"].get(job.name)
+            if job_id and self.kind == "slurm" and in_queue(job_id):
+                handles[job.name] = slurm_job(folder, job_id, tasks)
+        new = [job for job in jobs if job.name not in handles]
+        if new:
+            executor = self.executor(folder, settings)
+            try:
+                submitted = executor.map_array(ClusterTask(), new)
+            except submitit.core.utils.FailedJobError as error:
+                raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
+            handles |= {job.name: handle for job, handle in zip(new, submitted, strict=True)}
+            if self.kind == "slurm":
+                ids = {job.name: handles[job.name].job_id for job in new}
+                directory.record["jobs"] |= ids
+                directory.write()
+        for job in jobs:
+            how = "is" if job not in new else "submitted as"
+            print(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
+        return handles
+
+    def executor(self, folder: str, settings: dict[str, Any]) -> Any:
+        """submitit's executor, with the launcher's keys under its names.
+
+        Raises:
+            ConfigError: there is no such cluster here, or it refuses the keys.
+        """
+        import submitit
+        from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+
+        package = str(Path(diffllm.__file__).parents[1])  # for tasks that unpickle ours
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        common = {*OmegaConf.structured(BaseQueueConf)}
+        retries = {"slurm_max_num_timeout": settings.pop("max_num_timeout", None)}
+        if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
+            retries = {}  # submitit's: the plugin's 0 is for code that does not resume
+        try:
+            executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
+            executor.update_parameters(
+                **{k if k in common else f"slurm_{k}": v for k, v in settings.items()}
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
+        return executor
+
+    def ending(self, job: Job, handle: Any) -> Ending:
+        """How a job ended that is no longer in the queue."""
+        import submitit
+
+        try:
+            return first_failed(handle.results())
+        except submitit.core.utils.UncompletedJobError as error:
+            if job.has_summary:
+                return Ending("finished", "", time.time())
+            return Ending("failed", f"{why(error)}, {job.progress()}", time.time())
+
+
+def first_failed(endings: list[Ending]) -> Ending:
+    """Of a run's ranks, the one that failed before the others and says why; else rank 0."""
+    failed = [ending for ending in endings if ending.state == "failed"]
+    return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
+
+
+def why(error: Exception) -> str:
+    """What submitit says of a job that gave no result: the scheduler's word, or the last line."""
+    state = re.search(r"\(state: (.*?)\)", str(error))
+    if state:
+        return f"ended by the scheduler ({state[1]})"
+    lines = [line for line in str(error).splitlines() if "Error: " in line]
+    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "gave no result"
+    return text.replace("too many times", "more often than hydra.launcher.max_num_timeout")
+
+
+def in_queue(job_id: str) -> bool:
+    """Whether SLURM still has the job, waiting or running."""
+    words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
+    return bool(subprocess.run(words, capture_output=True, text=True).stdout.strip())
+
+
+def slurm_job(folder: str, job_id: str, tasks: int) -> Any:
+    """submitit's handle on a job that an earlier sweep process submitted."""
+    import submitit
+
+    return submitit.SlurmJob(folder, job_id, tasks=list(range(tasks)))

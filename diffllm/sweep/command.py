@@ -1,0 +1,69 @@
+"""A sweep from its command line to its table."""
+
+import os
+import time
+from typing import Any
+
+from diffllm.distributed.world import DistributedConfig, World, join
+from diffllm.sweep.cluster import Cluster
+from diffllm.sweep.job import Job
+from diffllm.sweep.local import run_here
+from diffllm.sweep.names import experiment_words, parse
+from diffllm.sweep.plan import SweepDirectory, plan
+from diffllm.sweep.report import report, write_comparison
+
+
+def sweep(words: list[str], script: str) -> int:
+    """Run every combination that is not finished yet, and say how each ended.
+
+    All configs are checked before the first run starts. A run that fails does not stop the others.
+    With run.sweep=<name> an earlier sweep goes on: finished runs start no process, the others
+    resume from their newest checkpoint.
+
+    Args:
+        words: the overrides of the command line.
+        script: the train.py that each run is started with.
+
+    Returns:
+        0 if every run is finished, 128 + n if signal n stopped the sweep, else 1.
+
+    Raises:
+        ConfigError: a sweep that could not run; nothing has been started or changed.
+    """
+    world = join(DistributedConfig())
+    if world.size > 1:  # the runs meet through the store that this process met through
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    directory: SweepDirectory | None = None
+    cluster: Cluster | None = None
+
+    def choose() -> list[dict[str, Any]]:
+        """Rank 0's plan: every run with its overrides."""
+        nonlocal directory, cluster
+        own, launcher = parse([*experiment_words(words), *words])
+        if not any(o.get_key_element() == "run.sweep" for o in own):
+            own += parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
+        cluster = Cluster.of(launcher, world.size)
+        directory, runs = plan(own, cluster.world_size if cluster else world.size)
+        return runs
+
+    jobs = [Job(script, **run) for run in world.decide("sweep", choose)]
+    return execute(jobs, world, cluster, directory)
+
+
+def execute(
+    jobs: list[Job], world: World, cluster: Cluster | None, directory: SweepDirectory | None
+) -> int:
+    """Run what is not finished, here or on a cluster, and report on rank 0, which has both."""
+    if not directory:
+        run_here(jobs, world)
+        return 0
+    directory.announce(jobs)
+    if cluster:
+        stopped, endings = cluster.run(jobs, directory)
+    else:
+        stopped, endings = run_here(jobs, world)
+    unfinished = report(jobs, endings, directory)
+    if stopped:
+        return 128 + stopped
+    write_comparison(directory.path)
+    return 1 if unfinished else 0

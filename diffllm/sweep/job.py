@@ -1,0 +1,133 @@
+"""One run of a sweep, as a child process; imports little, for the tasks of a cluster's jobs."""
+
+import ctypes
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+PR_SET_PDEATHSIG = 1
+ERROR = re.compile(
+    r"error: .*|(\[rank\d+\]: ?)?([A-Za-z_]\w*\.)*\w*(Error|Exception|Interrupt)\b.*"
+)
+
+
+class Ending(NamedTuple):
+    """How a run's process ended."""
+
+    state: str
+    """finished, stopped (saved; it can go on), or failed."""
+    reason: str
+    at: float
+    """When, in seconds since the epoch."""
+    silent: bool = False
+    """Failed without a word: a rank that leaves it to another to say why."""
+
+
+@dataclass
+class Job:
+    """A run: what to start, and what is known of it."""
+
+    script: str
+    number: int
+    """Its place in the sweep, from 1 to `total`."""
+    total: int
+    name: str
+    path: str
+    """The run directory."""
+    steps: int
+    words: list[str]
+    finished: bool
+    """Before this sweep."""
+
+    @property
+    def log(self) -> Path:
+        """What the run's first process said on standard error, start by start."""
+        return Path(f"{self.path}.log")
+
+    @property
+    def has_summary(self) -> bool:
+        return Path(self.path, "summary.json").is_file()
+
+    def progress(self) -> str:
+        """The newest checkpoint, in words."""
+        saved = Path(self.path, "checkpoints").glob("step-*/state.json")
+        steps = [int(file.parent.name.removeprefix("step-")) for file in saved]
+        return f"saved at step {max(steps)} of {self.steps}" if steps else "nothing saved yet"
+
+
+class JobProcess:
+    """A job that has been started. Its standard error goes on to ours and to the job's log."""
+
+    def __init__(self, job: Job, rank: int = 0):
+        self.job, self.rank, self.signalled = job, rank, False
+        self.log = job.log.with_name(f"{job.log.stem}.rank{rank}.log") if rank else job.log
+        command = [sys.executable, job.script, *job.words]
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "a") as log:
+            log.write(f"{when} on {socket.gethostname()}: {shlex.join(command)}\n")
+            self.begin = log.tell()
+        self.tee = subprocess.Popen(  # a process, so that the child can still write without us
+            ["tee", "-a", self.log], stdin=subprocess.PIPE, stdout=2, start_new_session=True
+        )
+        assert self.tee.stdin
+        with self.tee.stdin as pipe:
+            self.child = subprocess.Popen(
+                command,
+                env={**os.environ, "DIFFLLM_SWEEP_JOB": str(job.number)},
+                stderr=pipe,
+                process_group=0,  # a terminal's Ctrl-C reaches it once, through us
+                preexec_fn=tie_to_parent,
+            )
+
+    def stop(self, number: int) -> None:
+        """Pass a signal on: the first lets the run save, another SIGINT interrupts it at once."""
+        self.child.send_signal(number if self.signalled else signal.SIGTERM)
+        self.signalled = True
+
+    def wait(self) -> Ending:
+        """How it ended; the log says so, too."""
+        code = self.child.wait()
+        at = time.time()
+        try:
+            self.tee.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # a process that the run has left behind holds its end
+            self.tee.terminate()
+            self.tee.wait()
+        if code == 0 and (self.rank or self.job.has_summary):
+            return Ending("finished", "", at)
+        if code == 0 or self.signalled:
+            return Ending("stopped", self.job.progress(), at)
+        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        ended += " (out of memory?)" if -code == signal.SIGKILL else ""
+        said = last_error(self.log, self.begin)
+        with open(self.log, "a") as log:
+            log.write(f"{ended}\n")
+        reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
+        return Ending("failed", reason, at, silent=code > 0 and not said)
+
+
+def tie_to_parent() -> None:
+    """In the new process: the parent's death stops it, saved; a scheduler's SIGUSR2 does not."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if LIBC:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def last_error(log: Path, begin: int) -> str:
+    """The last line since byte `begin` that looks like an error, or the last line."""
+    with open(log, errors="replace") as file:
+        file.seek(begin)
+        lines = [line.strip() for line in file if line.strip()]
+    errors = [line for line in lines if ERROR.fullmatch(line)]
+    text = (errors or lines or [""])[-1].removeprefix("error: ")
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,146 @@
+"""From the command line of a sweep to its jobs, and from a job's values to the name of its run."""
+
+import hashlib
+import itertools
+import json
+import re
+from enum import Enum
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from diffllm.config import GROUPS, TrainConfig, config_directory, explain, one_line
+from diffllm.errors import ConfigError
+
+LONGEST = 40
+"""Characters of a value that a name shows; a longer one is told apart by its hash."""
+
+
+def experiment_words(words: list[str]) -> list[str]:
+    """The values that the chosen experiment sweeps over, as overrides: its hydra.sweeper.params."""
+    chosen = [word for word in words if word.startswith("experiment=")]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        try:
+            cfg = compose("train", overrides=chosen, return_hydra_config=True)
+        except HydraException:
+            return []  # several experiments, or one that is not there: the jobs' own check says so
+    return [f"{key}={values}" for key, values in (cfg.hydra.sweeper.params or {}).items()]
+
+
+def parse(words: list[str]) -> tuple[list[Override], list[str]]:
+    """The overrides of the runs, the last one for each key, and the words about Hydra's launcher.
+
+    Raises:
+        ConfigError: a word that Hydra's grammar does not know, or a key that a sweep sets itself.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()  # for glob(...)
+        try:
+            overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
+        except HydraException as error:
+            raise ConfigError(explain(error, words)) from error
+    own: dict[str, Override] = {}
+    launcher: list[str] = []
+    for override in overrides:
+        word, key = str(override.input_line), override.get_key_element().lstrip("+~")
+        if key in ("run.name", "run.dir"):
+            raise ConfigError(
+                "a sweep names its runs: use run.sweep=<name>, not run.name or run.dir"
+            )
+        if key == "run.swept" or (key.startswith("run.") and override.is_sweep_override()):
+            raise ConfigError(f"{word}: a sweep has one run.sweep and fills in run.swept itself")
+        if key == "hydra/launcher" or key.startswith("hydra.launcher."):
+            if override.is_sweep_override():
+                raise ConfigError(f"{word}: all runs of a sweep have one launcher")
+            launcher.append(word)
+        elif key.split(".")[0].split("/")[0] == "hydra":
+            raise ConfigError(
+                f"{word}: a sweep takes its values from keys like seed=0,1,2 and its directory "
+                "from run.sweep; of Hydra's keys it has hydra/launcher and hydra.launcher.*"
+            )
+        else:
+            own[override.get_key_element()] = override
+    return list(own.values()), launcher
+
+
+def combinations(overrides: list[Override]) -> list[list[str]]:
+    """The overrides of every job; the values of the last swept key change fastest."""
+    return [list(job) for job in itertools.product(*(choices(o) for o in overrides))]
+
+
+def choices(override: Override) -> list[str]:
+    """One override for every value."""
+    word, key = str(override.input_line), override.get_key_element()
+    if not override.is_sweep_override():
+        return [word]
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            f"{word}: a sweep needs single values: {key}=1,2,3 or choice(...) or range(...)"
+        )
+    try:
+        values = list(override.sweep_string_iterator())
+    except (HydraException, ValueError) as error:
+        raise ConfigError(f"{word}: {one_line(error)}") from error
+    if key in GROUPS:
+        values = [value for value in values if not value.endswith("_schema")]  # glob(*) finds them
+    if not values:
+        raise ConfigError(f"{word}: these are no values")
+    return [f"{key}={value}" for value in values]
+
+
+def run_name(cfg: TrainConfig, keys: list[str]) -> str:
+    """What the values of `keys` make of a run: diff_v1-lr0.001-seed0.
+
+    The name depends on a value, not on its spelling, and two values never have one name.
+    """
+    labels = short_labels(keys)
+    parts = [label_value(labels[key], value_of(cfg, key)) for key in keys]
+    return "-".join(parts) or "run"
+
+
+def short_labels(keys: list[str]) -> dict[str, str]:
+    """The end of each key that no other key has; nothing for a config group."""
+    paths = {key: key.lstrip("+").split(".") for key in keys}
+    labels = {}
+    for key, path in paths.items():
+        others = [other for name, other in paths.items() if name != key and name not in GROUPS]
+        ends = (path[-n:] for n in range(1, len(path) + 1))
+        label = next((e for e in ends if all(o[-len(e) :] != e for o in others)), path)
+        labels[key] = "" if key in GROUPS else ".".join(label)
+    return labels
+
+
+def value_of(cfg: TrainConfig, key: str) -> Any:
+    """A typed config's value of a dotted key, or the choice in a config group."""
+    if key in GROUPS:
+        return cfg.run.choices[key]
+    value: Any = cfg
+    for part in key.lstrip("+").split("."):
+        value = getattr(value, part)
+    return value
+
+
+def label_value(label: str, value: Any) -> str:
+    """seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    text = plain(value)
+    safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
+    if safe != text or len(safe) > LONGEST:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:6]
+        safe = "-".join(filter(None, [safe[-LONGEST:].lstrip("_.-"), digest]))
+    return f"{label}{'' if number or not label else '_'}{safe}"
+
+
+def plain(value: Any) -> str:
+    """A value as text; a list of one text is that text."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    return value if isinstance(value, str) else json.dumps(value)

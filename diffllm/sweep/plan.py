@@ -1,0 +1,148 @@
+"""What a sweep will run: every job checked, and compared with what its directory already holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from hydra.core.override_parser.types import Override
+
+from diffllm.config import TrainConfig, load_config
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.run_directory import choose_path, differences, write_atomic
+from diffllm.sweep.job import Job
+from diffllm.sweep.names import combinations, run_name
+
+
+class SweepDirectory:
+    """Rank 0's hold on `outputs/<sweep>/`; one sweep at a time.
+
+    sweep.json has the keys that name its runs, and for each run the overrides of these keys.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}}
+        if self.file.is_file():
+            self.record |= json.loads(self.file.read_text())
+
+    @property
+    def file(self) -> Path:
+        return self.path / "sweep.json"
+
+    def hold(self) -> None:
+        """Keep other processes out until this one ends.
+
+        Raises:
+            ConfigError: another process is there, or was since the record was read.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.path / ".lock")
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(f"sweep {self.path} is in use by another process") from None
+        except OSError as error:
+            raise ConfigError(
+                f"sweep directory {self.path} cannot be written ({error.strerror}); "
+                "choose another run.sweep"
+            ) from error
+        if SweepDirectory(self.path).record != self.record:
+            raise ConfigError(f"sweep {self.path} has just been started by another process")
+
+    def write(self) -> None:
+        """Put the record on disk."""
+        write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")
+
+    def announce(self, jobs: list[Job]) -> None:
+        """Say what there is to do."""
+        done = sum(job.finished for job in jobs)
+        others = f", {done} of them finished" if done else ""
+        print(f"sweep {self.path}: {len(jobs)} runs{others}", flush=True)
+
+
+def plan(overrides: list[Override], world_size: int) -> tuple[SweepDirectory, list[dict[str, Any]]]:
+    """Check every job, take the sweep's directory, find out which runs are finished.
+
+    Returns:
+        The directory, and the fields of each Job but its script, in order.
+
+    Raises:
+        ConfigError: a job that cannot run, or a directory that holds other runs under this name.
+    """
+    configs: dict[str, TrainConfig] = {}
+    words: dict[str, list[str]] = {}
+    by_key = [o.get_key_element() for o in overrides]
+    swept = [o.get_key_element() for o in overrides if o.is_sweep_override()]
+    keys = swept
+    directory: SweepDirectory | None = None
+    for job in combinations(overrides):
+        cfg = load_config(job)
+        cfg.check_world(world_size)
+        if directory is None:
+            cfg.run.name = "run"
+            directory = SweepDirectory(choose_path(cfg).parent)
+            keys = naming_keys(directory, swept, by_key)
+        cfg.run.name = name = run_name(cfg, keys)
+        cfg.run.swept = keys
+        words[name], configs[name] = job, cfg  # two spellings of a value are one run
+    assert directory
+    directory.hold()
+    check_runs(directory, configs, overrides)
+    for name, job in words.items():
+        directory.record["runs"][name] = [job[by_key.index(key)] for key in keys]
+    directory.record["keys"] = keys
+    directory.write()
+    added = f"run.swept=[{','.join(keys)}]"
+    return directory, [
+        {
+            "number": number,
+            "total": len(configs),
+            "name": name,
+            "path": str(directory.path / name),
+            "steps": cfg.steps,
+            "words": [*words[name], added, f"run.name={name}"],
+            "finished": (directory.path / name / "summary.json").is_file(),
+        }
+        for number, (name, cfg) in enumerate(configs.items(), start=1)
+    ]
+
+
+def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
+    """The keys that name the runs: those of the directory's sweep, if it has one already."""
+    keys = directory.record["keys"]
+    if keys is None:
+        return swept
+    if set(swept) <= set(keys) <= set(given):
+        return keys
+    raise ConfigError(
+        f"{directory.path} is a sweep over {', '.join(keys) or 'nothing'}, not over "
+        f"{', '.join(swept) or 'nothing'}; choose another run.sweep"
+    )
+
+
+def check_runs(
+    directory: SweepDirectory, configs: dict[str, TrainConfig], overrides: list[Override]
+) -> None:
+    """Raise ConfigError if a run in the directory was made with other fixed overrides."""
+    keys = directory.record["keys"]
+    fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in (keys or [])]
+    there = {
+        name: load_config([*fixed, *swept])
+        for name, swept in directory.record["runs"].items()
+        if name not in configs and (directory.path / name / "config.yaml").is_file()
+    }
+    for name, cfg in {**there, **configs}.items():
+        path = directory.path / name
+        try:
+            changed = differences(path, cfg)
+        except CheckpointError:
+            continue  # the run itself will say so, and the others can go on
+        if changed:
+            raise ConfigError(
+                f"the sweep {directory.path} was made with another config "
+                f"({'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}, "
+                f"in {path.name}); choose another run.sweep"
+            )
+        if cfg.resume == "never" and (path / "config.yaml").is_file():
+            raise ConfigError(f"{path} holds a run and resume=never; choose another run.sweep")

@@ -1,0 +1,51 @@
+"""What is said when a sweep has ended."""
+
+import json
+from pathlib import Path
+
+from diffllm.sweep.job import Ending, Job
+from diffllm.sweep.plan import SweepDirectory
+
+
+def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
+    """Print a line a run and, if some are not finished, how to go on.
+
+    Returns:
+        How many runs are not finished.
+    """
+    width = max(len(job.path) for job in jobs)
+    print()
+    failed = unfinished = 0
+    for job in jobs:
+        ending = endings.get(job.name)
+        if job.has_summary:
+            summary = json.loads(Path(job.path, "summary.json").read_text())
+            result = f"held-out loss {summary['heldout_loss']:.4f}"
+        else:
+            unfinished += 1
+            result = "not started"
+            if ending:
+                failed += ending.state == "failed"
+                state = "FAILED" if ending.state == "failed" else ending.state
+                result = f"{state}, {ending.reason}"
+        print(f"{job.path:<{width}}  {result}")
+        if ending and ending.state == "failed":
+            print(f"{'':<{width}}  log {job.log}")
+    if unfinished:
+        print(
+            f"{unfinished} of {len(jobs)} runs did not finish"
+            f"{f', {failed} failed' if failed else ''}; the same command with "
+            f"run.sweep={directory.path.name} goes on with them"
+        )
+    return unfinished
+
+
+def write_comparison(directory: Path) -> None:
+    """Compare the sweep's runs in a page of its own; that this fails is no failure of the sweep."""
+    try:
+        from diffllm.report import write_report
+
+        page, table = write_report([directory])
+        print(f"comparison {page}, {table}")
+    except Exception as error:
+        print(f"no comparison of the runs: {' '.join(str(error).split()) or type(error).__name__}")

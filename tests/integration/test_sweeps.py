@@ -1,0 +1,131 @@
+"""Sweeps that are killed, stopped and started again, here and through submitit."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+from cli_helpers import Result, command, metrics, train_command
+from filelock import FileLock
+from runs import descendants, wait_for
+
+STEPS = 40
+LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
+SCRIPT = train_command([])[1]
+
+
+def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """A real sweep, leader of a process group."""
+    return subprocess.Popen(
+        train_command(words),
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_of(process: subprocess.Popen, name: str) -> int:
+    """The process that trains the run of this name."""
+    for pid in descendants(process.pid):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if f"run.name={name}".encode() in words and SCRIPT.encode() in words:
+                return pid
+    raise AssertionError(f"no process of {name}")
+
+
+def has_saved(run: Path) -> bool:
+    return any(run.glob("checkpoints/step-*/state.json"))
+
+
+def started(run: Path) -> int:
+    """When the run last began to train."""
+    return (run / "run.json").stat().st_mtime_ns
+
+
+def assert_finished(run: Path) -> None:
+    """Every logged step once, whatever happened between."""
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == STEPS
+
+
+def test_killed_sweeps_go_on_where_they_were(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    words = ["-m", "attention=standard,diff_v2", *tiny, *LONGER, "run.sweep=mine"]
+    runs = [tmp_path / "outputs" / "mine" / name for name in ("standard", "diff_v2")]
+
+    sweep = start(words, tmp_path, environment)
+    wait_for(lambda: has_saved(runs[0]), sweep, "checkpoint")
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.communicate()
+    with FileLock(runs[0] / ".lock", timeout=60):  # the run stops by itself, saved
+        assert not (runs[0] / "summary.json").exists()
+
+    before = started(runs[0])
+    sweep = start(words, tmp_path, environment)
+    wait_for(lambda: started(runs[0]) > before, sweep, "second start")
+    os.kill(run_of(sweep, "standard"), signal.SIGKILL)
+    output = sweep.communicate(timeout=120)[0]
+    assert sweep.returncode == 1, output
+    assert re.search(r"^run 1 of 2: standard$", output, re.M), output
+    assert re.search(r"^run 2 of 2: diff_v2$", output, re.M), output
+    table = output[output.rindex("outputs/mine/standard ") :]
+    assert re.match(r"outputs/mine/standard +FAILED, killed by SIGKILL", table), table
+    assert re.search(r"^ +log outputs/mine/standard.log$", table, re.M), table
+    assert re.search(r"^outputs/mine/diff_v2 +held-out loss \d", table, re.M), table
+    assert "1 of 2 runs did not finish, 1 failed" in table
+    assert_finished(runs[1])
+
+    last = command(train_command(words), tmp_path, environment)
+    assert last.code == 0, last
+    assert "outputs/mine/diff_v2 is finished" in last.out
+    assert re.search(r"^outputs/mine/standard continues after step \d+$", last.out, re.M), last.out
+    assert "run 2 of 2" not in last.out
+    assert_finished(runs[0])
+
+
+def test_ctrl_c_saves_the_run_and_ends_the_sweep(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    words = ["-m", "seed=0,1", *tiny, *LONGER, "steps=5000", "run.sweep=mine"]
+    sweep = start(words, tmp_path, environment)
+    run = tmp_path / "outputs" / "mine" / "seed0"
+    wait_for(lambda: has_saved(run), sweep, "checkpoint")
+    os.killpg(sweep.pid, signal.SIGINT)
+    output = sweep.communicate(timeout=60)[0]
+    assert sweep.returncode == 130, output
+    assert "Traceback" not in output
+    assert re.search(r"^outputs/mine/seed0 +stopped, saved at step \d+ of 5000$", output, re.M)
+    assert re.search(r"^outputs/mine/seed1 +not started$", output, re.M), output
+    assert "2 of 2 runs did not finish; the same command with run.sweep=mine" in output
+
+
+def test_a_sweep_through_submitit(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    """Two jobs, one of two ranks that works and one that cannot."""
+    obstacle = tmp_path / "outputs" / "mine" / "seed1"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("in the way")
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+    words = ["-m", "seed=0,1", *tiny, *launcher, "run.sweep=mine"]
+    result: Result = command(train_command(words), tmp_path, environment)
+    assert result.code == 1, result
+    assert re.search(r"^outputs/mine/seed0 +held-out loss \d", result.out, re.M), result.out
+    reason = "exit status 2: run directory outputs/mine/seed1 cannot be written"
+    assert re.search(rf"^outputs/mine/seed1 +FAILED, {reason}", result.out, re.M), result.out
+    assert "Traceback" not in result.out + result.err
+    run = tmp_path / "outputs" / "mine" / "seed0"
+    assert json.loads((run / "run.json").read_text())["ranks"] == 2
+    assert [line["step"] for line in metrics(run)][-1] == 4
+    logs = list((obstacle.parent / ".submitit").glob("*/*_log.out"))
+    assert any("2 x CPU" in log.read_text() for log in logs)

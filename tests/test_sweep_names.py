@@ -1,0 +1,106 @@
+"""From a sweep's command line to its runs: names, values, order, and what is refused."""
+
+import re
+
+import pytest
+
+from diffllm.config import load_config
+from diffllm.errors import ConfigError
+from diffllm.run_directory import NAME
+from diffllm.sweep.names import combinations, label_value, parse, run_name, short_labels
+
+
+def names(*words: str) -> list[str]:
+    overrides, _ = parse(["model=tiny", *words])
+    keys = [o.get_key_element() for o in overrides if o.is_sweep_override()]
+    found = [run_name(load_config(job), keys) for job in combinations(overrides)]
+    assert all(NAME.fullmatch(name) for name in found)
+    return found
+
+
+def test_the_last_swept_key_changes_fastest() -> None:
+    words = ("attention=diff_v1,standard", "optim.lr=6e-4,1e-3")
+    assert names(*words) == [
+        *("diff_v1-lr0.0006", "diff_v1-lr0.001", "standard-lr0.0006", "standard-lr0.001")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optim.lr=6e-4,0.0006,6.0E-4", ["lr0.0006"] * 3),
+        ("optim.lr=1,1.0", ["lr1.0"] * 2),
+        ("optim.lr=1e-5,1e20", ["lr1e-05", "lr1e+20"]),
+        ("seed=range(2)", ["seed0", "seed1"]),
+        ("seed=-1,1_000", ["seed-1", "seed1000"]),
+        ("compile=null,true,False", ["compile_null", "compile_true", "compile_false"]),
+        ("model=tiny,mini", ["tiny", "mini"]),
+        ("optim=adamw,wsd", ["adamw", "wsd"]),
+        ("parallel=fsdp,hsdp", ["fsdp", "hsdp"]),
+        ("attention=glob(gated*)", ["gated", "gated_headwise"]),
+        ("precision=auto,fp32", ["precision_auto", "precision_fp32"]),
+        ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
+    ],
+)
+def test_a_value_has_one_name_however_it_is_spelled(word: str, expected: list[str]) -> None:
+    assert names(word) == expected
+
+
+def test_a_field_of_one_variant() -> None:
+    words = ("attention=diff_v2_lambda_fixed", "model.attention.lambda_value=0.3,5e-1")
+    assert names(*words) == ["lambda_value0.3", "lambda_value0.5"]
+
+
+def test_paths_are_told_apart() -> None:
+    found = names("data=files", "data.paths=[/a/b.txt],[/a_b.txt],[b.txt],[b.txt,c.txt]")
+    assert len(set(found)) == 4
+    assert re.fullmatch(r"paths_a_b.txt-\w{6}", found[0])
+    assert found[2] == "paths_b.txt"
+
+
+def test_long_values_end_in_a_hash() -> None:
+    one, other = (label_value("prompt", "x" * 300 + last) for last in "ab")
+    assert one != other
+    assert len(one) < 60
+
+
+@pytest.mark.parametrize(
+    ("keys", "labels"),
+    [
+        (["attention", "optim.lr", "seed"], ["", "lr", "seed"]),
+        (["data.seed", "seed"], ["data.seed", "seed"]),
+        (["model.rope.factor", "x.factor"], ["rope.factor", "x.factor"]),
+    ],
+)
+def test_labels_are_as_short_as_they_can_be(keys: list[str], labels: list[str]) -> None:
+    assert list(short_labels(keys).values()) == labels
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("run.name=a", "run.sweep"),
+        ("run.dir=a,b", "run.sweep"),
+        ("run.sweep=a,b", "one run.sweep"),
+        ("run.swept=[seed]", "run.swept"),
+        ("hydra.sweep.dir=here", "run.sweep"),
+        ("hydra/sweeper=optuna", "seed=0,1,2"),
+        ("+hydra.sweeper.params.seed=1", "seed=0,1,2"),
+        ("hydra.launcher.partition=a,b", "one launcher"),
+    ],
+)
+def test_what_a_sweep_decides_itself_is_refused(word: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        parse(["seed=0,1", word])
+
+
+def test_an_interval_has_no_single_values() -> None:
+    with pytest.raises(ConfigError, match=r"optim.lr=interval\(0,1\): a sweep needs single values"):
+        combinations(parse(["optim.lr=interval(0,1)"])[0])
+
+
+def test_the_launchers_words_are_kept_apart() -> None:
+    words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
+    overrides, launcher = parse(["seed=0,1", *words])
+    assert launcher == words
+    assert combinations(overrides) == [["seed=0"], ["seed=1"]]

@@ -1,0 +1,218 @@
+"""What a sweep does with a directory that holds runs already, without any training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from diffllm.config import load_config
+from diffllm.errors import ConfigError
+from diffllm.sweep import report as report_module
+from diffllm.sweep.cluster import Cluster, first_failed, why
+from diffllm.sweep.job import Ending, Job, last_error
+from diffllm.sweep.names import parse
+from diffllm.sweep.plan import SweepDirectory, plan
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(*words: str) -> list[dict[str, Any]]:
+    directory, runs = plan(parse(["model=tiny", "run.sweep=mine", *words])[0], 1)
+    directory.lock.release()
+    return runs
+
+
+def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
+    """Write what such runs leave."""
+    for run in runs:
+        path = Path(run["path"])
+        path.mkdir()
+        cfg = OmegaConf.structured(load_config(run["words"]))
+        (path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+        if finished:
+            (path / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}))
+
+
+def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
+    return {run["name"]: run["finished"] for run in runs}
+
+
+def test_more_values_run_only_what_is_new() -> None:
+    pretend(planned("attention=gated,standard", "seed=0,1"))
+    runs = planned("seed=0,2", "attention=standard,gated")  # the names keep their order
+    assert states(runs) == {
+        "standard-seed0": True,
+        "gated-seed0": True,
+        "standard-seed2": False,
+        "gated-seed2": False,
+    }
+    assert [run["number"] for run in runs] == [1, 2, 3, 4]
+
+
+def test_one_value_of_a_swept_key_is_one_of_the_runs() -> None:
+    pretend(planned("attention=gated,standard", "optim.lr=6e-4,1e-3"))
+    assert states(planned("optim.lr=0.00060", "attention=gated")) == {"gated-lr0.0006": True}
+
+
+def test_two_spellings_are_one_run() -> None:
+    assert list(states(planned("optim.lr=6e-4,0.0006"))) == ["lr0.0006"]
+
+
+def test_another_fixed_value_is_refused_by_name() -> None:
+    pretend(planned("seed=0,1", "steps=200"), finished=False)
+    before = Path("outputs/mine/sweep.json").read_text()
+    for values in ("0,1", "2,3"):  # the same runs, and others
+        with pytest.raises(ConfigError, match=r"outputs/mine .*steps: 200 there, 300 here"):
+            planned(f"seed={values}", "steps=300")
+    assert Path("outputs/mine/sweep.json").read_text() == before
+    planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
+
+
+def test_another_key_is_refused() -> None:
+    planned("seed=0,1")
+    with pytest.raises(ConfigError, match="a sweep over seed, not over seed, attention"):
+        planned("seed=0,1", "attention=gated,standard")
+    with pytest.raises(ConfigError, match="a sweep over seed, not over nothing"):
+        planned()
+
+
+def test_never_to_resume_is_refused_where_runs_are() -> None:
+    pretend(planned("seed=0,1")[:1])
+    with pytest.raises(ConfigError, match="mine/seed0 holds a run and resume=never"):
+        planned("seed=0,1", "resume=never")
+
+
+def test_a_damaged_run_leaves_the_others_to_run() -> None:
+    pretend(planned("seed=0,1"), finished=False)
+    Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [")
+    assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
+
+
+def test_one_sweep_at_a_time() -> None:
+    directory, _ = plan(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
+    with pytest.raises(ConfigError, match="outputs/mine is in use by another process"):
+        planned("seed=0,1")
+    directory.lock.release()
+    planned("seed=0,1")
+
+
+def test_a_bad_job_leaves_nothing_behind(workplace: Path) -> None:
+    with pytest.raises(ConfigError, match="positive"):
+        planned("optim.lr=1e-3,0")
+    assert not list(workplace.iterdir())
+
+
+# Reports
+
+
+def job(path: Path, number: int = 1) -> Job:
+    return Job("train.py", number, 2, path.name, str(path), 10, [], False)
+
+
+def test_the_report_is_a_table_with_reasons(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, failed = Path("s/done"), Path("s/failed")
+    done.mkdir(parents=True)
+    (done / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}))
+    ending = Ending("failed", "exit status 1: OSError: no", 0.0)
+    jobs = [job(done), job(failed, 2)]
+    assert report_module.report(jobs, {"failed": ending}, SweepDirectory(Path("s"))) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "s/done    held-out loss 1.5000",
+        "s/failed  FAILED, exit status 1: OSError: no",
+        "          log s/failed.log",
+        "1 of 2 runs did not finish, 1 failed; the same command with run.sweep=s goes on with them",
+    ]
+
+
+def test_a_report_that_fails_says_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(paths: list[Path]) -> None:
+        raise RuntimeError(f"cannot\nread {paths[0]}")
+
+    monkeypatch.setattr("diffllm.report.write_report", fails, raising=False)
+    report_module.write_comparison(Path("s"))
+    assert capsys.readouterr().out == "no comparison of the runs: cannot read s\n"
+    written = (Path("s/report.html"), Path("s/report.csv"))
+    monkeypatch.setattr("diffllm.report.write_report", lambda paths: written, raising=False)
+    report_module.write_comparison(Path("s"))
+    assert capsys.readouterr().out == "comparison s/report.html, s/report.csv\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", ""),
+        ("error: no such corpus\nsome cleaning up\n", "no such corpus"),
+        (
+            "Traceback\n  line\ntorch.OutOfMemoryError: CUDA\nwarning\n",
+            "torch.OutOfMemoryError: CUDA",
+        ),
+        ("[rank1]: ValueError: x\n[rank1]: more\n", "[rank1]: ValueError: x"),
+        ("only words\n", "only words"),
+    ],
+)
+def test_the_last_error_of_a_log(workplace: Path, said: str, expected: str) -> None:
+    log = workplace / "run.log"
+    log.write_text(f"error: of an earlier start\n{said}")
+    assert last_error(log, len("error: of an earlier start\n")) == expected
+
+
+# Clusters, without one
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "named"),
+    [
+        (["hydra/launcher=joblib"], 1, "choose from basic, submitit_slurm, submitit_local"),
+        (["hydra.launcher.partition=gpu"], 1, "needs hydra/launcher=submitit_slurm"),
+        (["hydra/launcher=submitit_slurm", "hydra.launcher.partitoin=gpu"], 1, "partitoin"),
+        (["hydra/launcher=submitit_local"], 2, "without torchrun"),
+    ],
+)
+def test_a_launcher_that_cannot_be_is_refused(words: list[str], ranks: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Cluster.of(words, ranks)
+
+
+def test_a_missing_launcher_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install "diffllm\[slurm\]"'):
+        Cluster.of(["hydra/launcher=submitit_slurm"], 1)
+
+
+def test_a_job_has_the_ranks_of_its_tasks() -> None:
+    words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
+    cluster = Cluster.of(["hydra/launcher=submitit_slurm", *words], 1)
+    assert cluster
+    assert cluster.world_size == 8
+
+
+def test_the_rank_that_failed_first_is_the_reason() -> None:
+    ended = [Ending("failed", "lost a peer", 2.0), Ending("failed", "out of memory", 1.0)]
+    assert first_failed(ended).reason == "out of memory"
+    assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
+    assert first_failed([Ending("finished", "", 2.0)] * 2).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "Job 7_0 (task: 0) ... (state: CANCELLED by 0)",
+            "ended by the scheduler (CANCELLED by 0)",
+        ),
+        ("...\nsubmitit.UncompletedJobError: Job not requeued.\n---", "Job not requeued"),
+        ("nothing known", "gave no result"),
+    ],
+)
+def test_why_a_job_gave_no_result(said: str, expected: str) -> None:
+    assert why(RuntimeError(said)) == expected
