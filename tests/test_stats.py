@@ -132,6 +132,58 @@ def test_context_rms_of_uniform_heads_is_one_over_root_n_and_of_one_hot_heads_on
     assert context_rms(one_hot, one_hot, v) == pytest.approx([1.0] * 3, abs=1e-4)
 
 
+N, WIDE = 8192, 256
+
+
+def values(heads, width):
+    """Of RMS 1 and, nearly, uncorrelated over N positions."""
+    v = torch.randn(1, N, heads, width)
+    return v / v.square().mean(-1, keepdim=True).sqrt()
+
+
+def looking(attention, q, k, v):
+    """(what enters wo, context RMS that is shown) of queries (1, T, heads, d) that see all keys."""
+    show, x = {}, torch.zeros(1, q.shape[1], 128)
+    everything = torch.ones(q.shape[1], N, dtype=torch.bool)
+    with torch.no_grad():
+        out = attention.context(x, q, k, v, everything, show)
+    return out, block_stats(x, show)["context_rms"].item()
+
+
+def one_hot(positions, keys):
+    """A query head for each position, which sees it alone among random keys (1, N, K, d)."""
+    group = len(positions) // keys.shape[2]
+    rows = [100 * keys[0, at, i // group] for i, at in enumerate(positions)]
+    return torch.stack(rows).view(1, 1, len(positions), -1)
+
+
+def test_context_rms_of_diff_v2_at_lambda_one_half_follows_theory():
+    attention = tiny("diff_v2_lambda_fixed", f"model.head_dim={WIDE}").layers[0].attention
+    k = torch.nn.functional.normalize(torch.randn(1, N, 2, WIDE), dim=-1)
+    v, uniform = values(2, WIDE), torch.zeros(1, 1, 8, WIDE)
+    _, rms = looking(attention, uniform, k, v)
+    assert rms == pytest.approx(0.5 / math.sqrt(N), rel=0.1)
+    same = one_hot([7, 7, 9, 9, 7, 7, 9, 9], k)
+    assert looking(attention, 8 * same, k, v)[1] == pytest.approx(0.5, abs=1e-3)
+    different = one_hot([7, 8, 9, 10, 11, 12, 13, 14], k)
+    _, rms = looking(attention, 8 * different, k, v)
+    assert rms == pytest.approx(math.sqrt(1 + 0.5**2), rel=0.05)  # below sqrt(2), V2's bound
+
+
+def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n():
+    wide, eps = f"model.head_dim={WIDE}", "model.attention.head_norm_eps=1e-12"  # 1e-5 dampens it
+    attention = tiny("diff_v1", wide, eps).layers[1].attention
+    for name in attention.fp32_parameters:  # lambda is then lambda_init
+        torch.nn.init.zeros_(getattr(attention, name))
+    k, v = torch.randn(1, N, 2, WIDE), values(1, 2 * WIDE)
+    out, rms = looking(attention, torch.zeros(1, 1, 4, WIDE), k, v)
+    kept = 1 - attention.lambda_init.item()
+    assert rms == pytest.approx(kept / math.sqrt(N), rel=0.1)
+    after = rms_over_channels(out).mean().item()
+    assert after == pytest.approx(kept, rel=1e-3)
+    assert after / rms == pytest.approx(math.sqrt(N), rel=0.1)  # 90
+
+
 def test_context_rms_is_a_mean_over_tokens_and_heads_of_roots():
     context = torch.tensor([0.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 8)
     stats = block_stats(torch.zeros(1, 2, 4), {"context": context})
