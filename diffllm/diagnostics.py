@@ -1,5 +1,6 @@
 """What a step measures besides training: when, and combined over micro-batches and ranks."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Due(NamedTuple):
     probes: bool = False
     """Numbers from explicit maps."""
     update: bool = False
-    """The norm of the parameters' change."""
+    """The norm of the parameters' change; takes a copy of what this rank holds of them."""
 
     @property
     def diagnose(self) -> bool:
@@ -88,6 +89,10 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
         if not names:
             continue
         packed = torch.cat([stats[name].flatten() for name in names])
+        if kind != "mean":  # minima and maxima of some backends leave NaN out
+            packed = packed.nan_to_num(
+                math.inf if kind == "max" else -math.inf, math.inf, -math.inf
+            )
         dist.all_reduce(packed, op)
         if kind == "mean":
             packed = packed / (micro_batches * dist.get_world_size())

@@ -54,8 +54,3 @@ SUMMARIES = {
     "expert_load_min/*": "min",
     "router_bias_range/*": "max",
 }
-
-
-def covers(pattern: str, name: str) -> bool:
-    """Whether a name of the table, or one with a `*` at its end, stands for this metric."""
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern

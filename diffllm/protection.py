@@ -29,7 +29,7 @@ class ProtectionConfig:
 
     skip_step: SkipStep = SkipStep.nonfinite
     max_consecutive_skips: int = 20
-    """Skipped updates in a row after which a run saves and stops."""
+    """Skipped updates in a row after which a run saves and stops, at the next logged step."""
 
     def validate(self) -> None:
         """Raise ConfigError for a limit below 1."""

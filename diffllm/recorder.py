@@ -1,7 +1,7 @@
 """From device tensors of steps to lines in metrics.jsonl, wandb and the terminal.
 
-Nothing is read from the device between logged steps: a step adds its tensors to a list, and the
-list goes through one collective and one copy when it is logged or saved.
+Nothing is read from the device between logged steps: a step adds its tensors to a list, which is
+read when a step is logged or saved, the scalars of all its steps in one copy.
 """
 
 import contextlib

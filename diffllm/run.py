@@ -148,8 +148,9 @@ def execute(
     except SkippedTooOften:
         if outputs:
             outputs.file.close()
-            outputs.wandb.finish()
+            outputs.wandb.finish(exit_code=1)
             display.say(f"report: {report_on(path)}")
+        dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
     finally:
         display.stop()

@@ -113,6 +113,8 @@ class SpikeMonitor:
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0
+        self.longest_skip = 0
+        """Most skipped updates in a row since `forget_skips`."""
         self.counters = {
             f"{prefix}/{series}": make()
             for prefix, make in (("spikes", window128), ("spikes_olmo2", olmo2))
@@ -123,8 +125,13 @@ class SpikeMonitor:
         """Take one optimizer step's values, in order of steps."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
         for name, counter in self.counters.items():
             counter.update(loss if name.endswith("/loss") else grad_norm)
+
+    def forget_skips(self) -> None:
+        """Count skips in a row from here on."""
+        self.skipped_in_a_row = self.longest_skip = 0
 
     def metrics(self) -> dict[str, float]:
         """`<definition>/{loss,grad}_[rolling_]{total,score}`, and `spikes/skipped_total`.
@@ -149,10 +156,11 @@ class SpikeMonitor:
             **counters,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "longest_skip": self.longest_skip,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, counter in self.counters.items():
             counter.load_state_dict(state[name])
-        self.skipped_total = state["skipped_total"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        for name in ("skipped_total", "skipped_in_a_row", "longest_skip"):
+            setattr(self, name, state[name])

@@ -21,7 +21,7 @@ from diffllm.distributed.stop import StopFlag
 from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
-from diffllm.model.documents import Documents
+from diffllm.model.documents import Documents, moved
 from diffllm.model.stats import Stats
 from diffllm.optim import (
     build_optimizer,
@@ -52,6 +52,7 @@ class Training:
     document_end: int | None
     """The token that ends a document, where documents are masked."""
     guard: Guard
+    compiled: bool
 
     def documents(self, inputs: Tensor) -> Documents | None:
         """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
@@ -85,7 +86,9 @@ def build(cfg: TrainConfig, device: torch.device, document_end: int | None = Non
     params: dict[str, Tensor] = dict(model.named_parameters())
     optimizer = build_optimizer(params, cfg.optim)
     guard = Guard(cfg.train.skip_step, device)
-    return Training(cfg, device, mesh, model, params, optimizer, dtype, document_end, guard)
+    return Training(
+        cfg, device, mesh, model, params, optimizer, dtype, document_end, guard, compile
+    )
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -114,9 +117,9 @@ def train_step(
     losses = torch.zeros(2, device=t.device)
     stats: Stats = {}
     probe = None
-    if due.diagnose:
+    if due.probes or (due.diagnose and t.compiled):  # one compiled graph measures all there is
         probe = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, step)
-        probe = None if probe is None else probe.to(t.device, non_blocking=True)
+        probe = None if probe is None else moved(probe, t.device)
     for i in range(count):
         batch = next(batches)
         documents = t.documents(batch[0])
@@ -129,19 +132,22 @@ def train_step(
     dist.all_reduce(losses)
     nll, z = (losses / tokens).unbind()
     average_replicated(t.params.values())
-    grads = [local(p.grad) for p in t.params.values() if p.grad is not None]
-    grad_norms = norms(t.params, grads, t.mesh)
+    trained = {name: p for name, p in t.params.items() if p.grad is not None}
+    grads = [local(p.grad) for p in trained.values() if p.grad is not None]
+    grad_norms = norms(trained, grads, t.mesh)
     if cfg.optim.clip_norm:
         clip_(grads, grad_norms.total, cfg.optim.clip_norm)
     skipped = t.guard.judge(nll, grad_norms.total)
+    if t.mesh.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
+        dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = [local(p).detach().clone() for p in t.params.values()] if due.update else None
     set_learning_rate(t.optimizer, learning_rate(cfg.optim, step, cfg.steps))
     step_unless(t.optimizer, skipped)
     t.optimizer.zero_grad(set_to_none=True)
     update_norm = None
     if before:
-        after = [local(p).detach() for p in t.params.values()]
-        update_norm = norms(t.params, list(torch._foreach_sub(after, before)), t.mesh).total
+        torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
+        update_norm = norms(t.params, before, t.mesh).total
     return StepOutput(nll, z, skipped, grad_norms, update_norm, reduce_stats(stats, count))
 
 
@@ -216,8 +222,9 @@ def train(
             params = [local(p).detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
             recorder.log(step, lr, norms(t.params, params, t.mesh).total)
-            if state.spikes.skipped_in_a_row >= cfg.train.max_consecutive_skips:
-                stuck, state.spikes.skipped_in_a_row = state.spikes.skipped_in_a_row, 0
+            if state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
+                stuck = state.spikes.longest_skip
+                state.spikes.forget_skips()
         saving = every(cfg.checkpoint.interval, step) or last or stopping or stuck
         if saving or recorder.line:
             recorder.end_line(step)

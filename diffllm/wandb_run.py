@@ -117,6 +117,7 @@ class WandbRun:
         self.working = self.mode != "disabled"
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
         self.summary: dict[str, Any] = {}
+        self.exit_code = 0
         self.started = threading.Event()
         if not self.working:
             return
@@ -150,11 +151,11 @@ class WandbRun:
             self._give_up(f"it has not taken the last {BACKLOG} lines")
             abandon_service()
 
-    def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """Flush and end, within FINISH_SECONDS."""
+    def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
+        """Flush and end, within FINISH_SECONDS; wandb shows a run with another code as failed."""
         if not self.working:
             return
-        self.summary = summary or {}
+        self.summary, self.exit_code = summary or {}, exit_code
         with contextlib.suppress(queue.Full):
             self.lines.put_nowait(None)
         self.thread.join(FINISH_SECONDS)
@@ -171,7 +172,7 @@ class WandbRun:
             while (values := self.lines.get()) is not None:
                 run.log(values)
             run.summary.update(self.summary)
-            run.finish()
+            run.finish(exit_code=self.exit_code)
         except Exception as error:
             self._give_up(repr(error))
             tear_down()

@@ -8,6 +8,7 @@ import torch
 from gloo import run_ranks
 
 from diffllm.config import load_config
+from diffllm.diagnostics import Due
 from diffllm.errors import ConfigError
 from diffllm.protection import Guard, ProtectionConfig, SkipStep
 from diffllm.spikes import SpikeMonitor
@@ -117,13 +118,13 @@ def tensors(t):
     return {name: value.clone().numpy() for name, value in full.items()}
 
 
-def train_with(fault, mode, variant, left_out=None):
+def train_with(fault, mode, variant, *extra, left_out=None):
     """Steps of which number BAD is faulty, or left out: (skip flags, all tensors after each)."""
     cfg = load_config(
         [
             *("model=tiny", f"attention={variant}", "model.vocab_size=64", "data.vocab_size=64"),
             *("seq_len=8", "global_batch_size=4", "optim.warmup_steps=2", f"steps={STEPS}"),
-            *("precision=fp32", f"train.skip_step={mode}"),
+            *("precision=fp32", f"train.skip_step={mode}", *extra),
         ]
     )
     t = build(cfg, CPU)
@@ -160,22 +161,25 @@ FAULTS = {
 }
 
 
-def train_with_every_fault(variant):
+def train_with_every_fault(variant, *extra):
     """{fault: (flags, states)}, and under None the run in which the step is left out."""
-    runs = {None: train_with((1.0, 1.0), "off", variant, left_out=BAD)}
+    runs = {None: train_with((1.0, 1.0), "off", variant, *extra, left_out=BAD)}
     for fault, factors in FAULTS.items():
         mode = "spike" if fault.endswith("spike") else "nonfinite"
-        runs[fault] = train_with(factors, mode, variant)
+        runs[fault] = train_with(factors, mode, variant, *extra)
     return runs
 
 
-@pytest.mark.parametrize(("ranks", "variant"), [(1, "diff_v2"), (2, "diff_v1")])
-def test_a_bad_step_leaves_everything_as_it_was(ranks, variant, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(1, ["diff_v2"]), (2, ["diff_v1"]), (2, ["diff_v1", "parallel.replicate=2"])],
+)
+def test_a_bad_step_leaves_everything_as_it_was(ranks, words, tmp_path):
     """Parameters, moments and step counts, bit for bit, as if the step had never been taken.
 
     V1 has parameters that are replicated, not sharded.
     """
-    for runs in run_ranks(train_with_every_fault, ranks, tmp_path, variant):
+    for runs in run_ranks(train_with_every_fault, ranks, tmp_path, *words):
         expected = runs[None][1]
         for fault in FAULTS:
             flags, states = runs[fault]
@@ -217,7 +221,7 @@ def steps_without_the_host():
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
         setattr(torch.Tensor, name, refuse)
     for step, batches in enumerate(data, 1):
-        train_step(t, batches, step)
+        train_step(t, batches, step, Due(True, True, True))
     return True
 
 

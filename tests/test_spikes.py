@@ -92,15 +92,16 @@ def test_recorded_series_give_the_spikes_of_a_plain_recomputation(seed):
 def test_rolling_counts_are_those_of_the_last_window(definition, window):
     series = training_like()
     found = {"spikes": spikes_window128, "spikes_olmo2": spikes_olmo2}[definition](series)
+    so_far = np.isin(np.arange(len(series)), found).cumsum()
     monitor, counts = SpikeMonitor(), []
     for i, value in enumerate(series):
         monitor.update(value, 0.0)
         metrics = monitor.metrics()
         counts.append(metrics[f"{definition}/loss_rolling_total"])
-        assert counts[i] == sum(i - window < at <= i for at in found)
+        assert counts[i] == so_far[i] - (so_far[i - window] if i >= window else 0)
         assert metrics[f"{definition}/loss_rolling_score"] == counts[i] / min(i + 1, window)
-        assert metrics[f"{definition}/loss_total"] == sum(at <= i for at in found)
-        assert metrics[f"{definition}/loss_score"] == sum(at <= i for at in found) / (i + 1)
+        assert metrics[f"{definition}/loss_total"] == so_far[i]
+        assert metrics[f"{definition}/loss_score"] == so_far[i] / (i + 1)
     assert counts[-1] < max(counts), "nothing has left the window"
 
 
@@ -109,7 +110,10 @@ def test_skipped_updates_are_counted_in_all_and_in_a_row():
     for skipped in (True, True, False, True):
         monitor.update(1.0, 1.0, skipped)
     assert monitor.metrics()["spikes/skipped_total"] == 3
-    assert monitor.skipped_in_a_row == 1
+    assert (monitor.skipped_in_a_row, monitor.longest_skip) == (1, 2)
+    monitor.forget_skips()
+    monitor.update(1.0, 1.0, True)
+    assert (monitor.skipped_in_a_row, monitor.longest_skip) == (1, 1)
 
 
 def alternating(count):
@@ -250,6 +254,7 @@ def test_state_survives_json_in_the_middle_of_a_series(cut):
     assert second.metrics() == whole.metrics()
     assert second.recent_loss(100) == whole.recent_loss(100)
     assert second.skipped_in_a_row == whole.skipped_in_a_row
+    assert second.longest_skip == whole.longest_skip
 
 
 def test_recent_loss_is_the_mean_of_the_last_finite_losses():

@@ -79,3 +79,8 @@ def complete_records(path: Path) -> list[Record]:
             return found
         time.sleep(0.1)
     raise AssertionError(f"{path} has no exit record")
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether a name of the table, or one with a `*` at its end, stands for this metric."""
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern

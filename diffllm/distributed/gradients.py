@@ -27,12 +27,12 @@ class Norms(NamedTuple):
 
     names: list[str]
     squares: Tensor
-    """(n,) float32, on the device."""
+    """(n,) float64, on the device."""
 
     @property
     def total(self) -> Tensor:
         """L2 norm of all of them together, a float32 scalar."""
-        return self.squares.sum().sqrt()
+        return self.squares.sum().sqrt().float()
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
@@ -45,7 +45,7 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     names = sharded + [name for name in params if name not in sharded]
-    squares = torch.stack(torch._foreach_norm([named[name] for name in names])).square()
+    squares = torch.stack(torch._foreach_norm([named[name] for name in names])).double().square()
     shards = mesh.get_group("shard")
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(squares[: len(sharded)], group=shards)

@@ -36,12 +36,17 @@ class Documents(NamedTuple):
         return cls(positions, ids, boundaries)
 
     def to(self, device: torch.device) -> "Documents":
-        """On another device; a GPU reads pinned memory, without anyone waiting."""
-        parts = (part.pin_memory() if device.type == "cuda" else part for part in self)
-        return Documents(*(part.to(device, non_blocking=True) for part in parts))
+        """On another device, without anyone waiting."""
+        return Documents(*(moved(part, device) for part in self))
 
     def mask(self) -> Tensor:
         """(B, 1, T, T) boolean: True where a query sees a key, in its document and not after it."""
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
         return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on another device; a GPU reads pinned memory, so nobody waits."""
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)

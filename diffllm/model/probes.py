@@ -40,9 +40,11 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
 
     attn_logit_top1: largest q k / sqrt(d) over visible keys. attn_entropy: of the softmax maps,
     in nats; a sink's share is left out. sink_mass: weight of the effective, signed map on the
-    first visible token. attn_negative_share: magnitude of its negative weights over that of all.
+    first token that the query sees, its document's; a document's first token sees itself alone.
+    attn_negative_share: magnitude of the effective map's negative weights over that of all.
     lambda_head: mean over all tokens; absent where lambda does not depend on the head.
-    The others are means over sequences, heads and probed positions.
+    The others are means over sequences, heads and probed positions. Where the maps of a pair
+    weight different values (`attention.maps_note`), their difference is still what is measured.
 
     Args:
         x: (B, T, D), what the layer read.
@@ -59,7 +61,7 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
         "sink_mass": effective.gather(-1, first).mean(),
     }
     lam = show.get("lambda")
-    if lam is not None and lam.ndim == 3 and lam.shape[-1] > 1:
+    if lam is not None and lam.ndim == 3 and lam.shape[-1] == effective.shape[1]:
         stats["lambda_head"] = lam.mean((0, 1))
     return {name: value.float() for name, value in stats.items()}
 
@@ -67,9 +69,10 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
 def entropy(weights: Tensor) -> Tensor:
     """In nats, of each query's distribution over the keys: (..., S), not negative -> (...).
 
-    What a sink keeps is left out.
+    What a sink keeps is left out; 0 where it keeps everything.
     """
-    return torch.special.entr(weights / weights.sum(-1, keepdim=True)).sum(-1)
+    total = weights.sum(-1, keepdim=True)
+    return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
 
 
 def negative_share(weights: Tensor) -> Tensor:

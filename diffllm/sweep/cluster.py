@@ -205,9 +205,19 @@ def why(error: Exception) -> str:
 
 
 def in_queue(job_id: str) -> bool:
-    """Whether SLURM still has the job, waiting or running."""
+    """Whether SLURM still has the job, waiting or running.
+
+    Raises:
+        ConfigError: SLURM does not answer; to submit then could start a run twice.
+    """
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
-    return bool(subprocess.run(words, capture_output=True, text=True).stdout.strip())
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"squeue cannot be run: {error.strerror}") from error
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise ConfigError(f"squeue does not answer: {' '.join(answer.stderr.split())}")
+    return bool(answer.stdout.strip())
 
 
 def slurm_job(folder: str, job_id: str, tasks: int) -> Any:

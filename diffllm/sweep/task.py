@@ -36,8 +36,6 @@ class ClusterTask:
 
         if self.process:
             self.process.stop(signal.SIGTERM)
-            with contextlib.suppress(
-                ChildProcessError
-            ):  # a handler must not reap it: __call__ does
+            with contextlib.suppress(ChildProcessError):  # WNOWAIT: reaping it is __call__'s
                 os.waitid(os.P_PID, self.process.child.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(ClusterTask(), job)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 from runs import command, descendants, finish, start, wait_for, write_corpus
-from wandb_file import OfflineRun
+from wandb_file import OfflineRun, covers
 
-from diffllm.metric_names import SUMMARIES, covers
+from diffllm.metric_names import SUMMARIES
 
 SMALL = ("wandb.mode=offline", "seq_len=32", "global_batch_size=2", "data.num_workers=0")
 KEY = "0123456789" * 4
