@@ -1,43 +1,73 @@
-"""What in-block diagnostics cost at their default interval, on against off in one run.
+"""What diagnostics cost at their default intervals, on against off in one run.
 
-    python benchmarks/diagnostics_cost.py [overrides] [--rounds 12] [--json FILE]
+    python benchmarks/diagnostics_cost.py [overrides] [--rounds 40] [--json FILE]
 
-Both sides share one model and optimizer; blocks of 10 steps alternate between "off" and "every
-10th step diagnosed", in changing order, and the ratio of their times is taken pair by pair.
+Three kinds of steps alternate, in changing order: one that measures nothing; one with in-block
+statistics, update norm and gradient norms by group, read by the host (every 10th step of a run);
+one with probes as well (every 100th). The cost is that of the extra time at these rates over the
+time of a step that measures nothing.
 """
 
 import argparse
 import json
+import random
 import statistics
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from diffllm.config import load_config
-from diffllm.diagnostics import named_values
+from diffllm.diagnostics import Due, named_values
 from diffllm.distributed.world import join
+from diffllm.recorder import grad_norm_by_group
 from diffllm.trainer import Training, build, train_step
 
+KINDS = {
+    "off": Due(),
+    "statistics": Due(statistics=True, update=True),
+    "probes": Due(statistics=True, probes=True, update=True),
+}
 
-def block_seconds(t: Training, diagnose: bool, steps: int) -> float:
-    """Time of `steps` steps, the last one diagnosed and read by the host or not."""
+
+def step_seconds(t: Training, due: Due) -> float:
+    """Time of one step, its measurements on the host."""
     cfg = t.cfg
+    tokens = torch.randint(0, cfg.model.vocab_size, (cfg.global_batch_size, cfg.seq_len + 1))
     start = time.perf_counter()
-    for i in range(steps):
-        tokens = torch.randint(0, cfg.model.vocab_size, (cfg.global_batch_size, cfg.seq_len + 1))
-        batch = iter([(tokens[:, :-1], tokens[:, 1:])])
-        out = train_step(t, batch, 0, diagnose=diagnose and i == steps - 1)
-        if i == steps - 1:
-            named_values(out.stats)
-            out.grad_norm.item()
+    out = train_step(t, iter([(tokens[:, :-1], tokens[:, 1:])]), 0, due)
+    if due.update:
+        named_values(out.stats)
+        grad_norm_by_group(out.grad_norms)
+    out.nll.item()  # waits for a GPU
     return time.perf_counter() - start
+
+
+def cost(t: Training, times: dict[str, np.ndarray]) -> float:
+    """Extra time over a step's time, from medians."""
+    off, taken, probed = (float(np.median(times[kind])) for kind in KINDS)
+    probes = 1 / t.cfg.diagnostics.probe_interval
+    taken_only = 1 / t.cfg.diagnostics.interval - probes
+    return (taken_only * (taken - off) + probes * (probed - off)) / off
+
+
+def interval(t: Training, times: dict[str, np.ndarray], draws: int = 2000) -> tuple[float, float]:
+    """95% of `cost` over rounds drawn with replacement."""
+    rng = np.random.default_rng(0)
+    rounds = len(times["off"])
+    costs = []
+    for _ in range(draws):
+        drawn = rng.integers(0, rounds, rounds)
+        costs.append(cost(t, {kind: values[drawn] for kind, values in times.items()}))
+    low, high = np.quantile(costs, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cfg = load_config([*args.overrides, "micro_batch_size=null"])
@@ -45,20 +75,22 @@ def main() -> None:
     device = world.device()
     world.init_process_group(device, cfg.distributed)
     t = build(cfg, device)
-    interval = cfg.diagnostics.interval
-    for diagnose in (True, False):
-        block_seconds(t, diagnose, 2)
-    ratios = []
-    for round_ in range(args.rounds):
-        order = (True, False) if round_ % 2 else (False, True)
-        seconds = {diagnose: block_seconds(t, diagnose, interval) for diagnose in order}
-        ratios.append(seconds[True] / seconds[False])
-    cost = statistics.median(ratios) - 1
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    order = list(KINDS)
+    for round_ in range(args.rounds + 2):
+        random.Random(round_).shuffle(order)
+        for kind in order:
+            taken = step_seconds(t, KINDS[kind])
+            if round_ >= 2:  # the first two warm up
+                seconds[kind].append(taken)
+    times = {kind: np.array(values) for kind, values in seconds.items()}
+    low, high = interval(t, times)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     choices = cfg.run.choices
     print(
-        f"{choices['model']} {choices['attention']}: {100 * cost:+.2f}% step time "
-        f"(median of {args.rounds} pairs; {100 * min(ratios) - 100:+.1f}% to "
-        f"{100 * max(ratios) - 100:+.1f}%), one step in {interval} diagnosed"
+        f"{choices['model']} {choices['attention']}: {100 * cost(t, times):+.2f}% of a step "
+        f"({100 * low:+.2f}% to {100 * high:+.2f}%, {args.rounds} rounds); "
+        + ", ".join(f"{kind} {1e3 * value:.0f} ms" for kind, value in medians.items())
     )
     if args.json:
         result = {
@@ -67,9 +99,11 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "model": choices["model"],
             "attention": choices["attention"],
-            "interval": interval,
-            "cost_median": cost,
-            "ratios": ratios,
+            "interval": cfg.diagnostics.interval,
+            "probe_interval": cfg.diagnostics.probe_interval,
+            "cost": cost(t, times),
+            "cost_95": [low, high],
+            "seconds": {kind: values.tolist() for kind, values in times.items()},
         }
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     torch.distributed.destroy_process_group()

@@ -85,6 +85,22 @@ def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
     return checkpointer.directory / f"step-{number:08d}"
 
 
+def test_spike_protection_goes_on_with_its_windows(checkpointer):
+    spike = ["train.skip_step=spike"]
+    t, state = training("diff_v2", *spike), LoopState()
+    for i in range(130):
+        values_of_step = 4 + 0.1 * (i % 3), 1 + 0.1 * (i % 2)
+        state.spikes.update(*values_of_step)
+        t.guard.judge(*(torch.tensor(value) for value in values_of_step))
+    save(t, state, checkpointer)
+    checkpointer.wait()
+    fresh = training("diff_v2", *spike)
+    restore(fresh, LoopState(), checkpointer.directory / "step-00000000")
+    torch.testing.assert_close(fresh.guard.windows, t.guard.windows)
+    assert fresh.guard.judge(torch.tensor(6.0), torch.tensor(1.0)) == 1
+    assert fresh.guard.judge(torch.tensor(4.1), torch.tensor(1.0)) == 0
+
+
 # What is saved
 
 

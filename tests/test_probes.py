@@ -14,8 +14,9 @@ from diffllm.config import variants
 from diffllm.diagnostics import DiagnosticsConfig, Due, named_values, probe_positions, reduce_stats
 from diffllm.errors import ConfigError
 from diffllm.model.documents import Documents
-from diffllm.model.probes import PROBED, probe_at, probe_stats
+from diffllm.model.probes import PROBED, entropy, probe_at, probe_stats
 from diffllm.model.rope import apply_rope
+from diffllm.trainer import due
 
 LENGTH, END = 12, 7
 POSITIONS = torch.tensor([1, 4, 10])
@@ -209,6 +210,21 @@ def test_only_what_is_due_is_kept():
     assert Due(True, True).chosen(stats).keys() == stats.keys()
     assert Due(update=True).chosen(stats) == {}
     assert not Due(update=True).diagnose
+
+
+def test_each_measurement_is_due_at_its_own_interval():
+    words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
+    cfg = load_config(["model=tiny", "optim.warmup_steps=1", *words])
+    steps = {step: due(cfg, step) for step in range(1, 15)}
+    assert [step for step, what in steps.items() if what.statistics] == [3, 6, 9, 12]
+    assert [step for step, what in steps.items() if what.probes] == [6, 12]
+    assert [step for step, what in steps.items() if what.update] == [1, 4, 8, 12, 14]
+    cfg.diagnostics.interval = cfg.diagnostics.probe_interval = 0
+    assert not any(due(cfg, step).diagnose for step in steps)
+
+
+def test_a_sink_that_takes_everything_leaves_no_entropy():
+    assert entropy(torch.zeros(2, 4)).tolist() == [0, 0]
 
 
 # Where

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gloo import run_ranks
 from single_process import gloo_group
 
 from diffllm import build_model, load_config
@@ -368,3 +369,20 @@ def test_the_gate_of_gated_attention_is_the_sigmoid_of_w_gate():
 def test_a_negative_interval_is_refused():
     with pytest.raises(ConfigError, match=r"diagnostics.interval=-1"):
         DiagnosticsConfig(interval=-1).validate()
+
+
+def reduced_with_nan(values):
+    """What rank 0 and rank 1 make of a statistic of each kind, NaN on one rank only."""
+    own = torch.tensor(values[torch.distributed.get_rank()])
+    stats = {name: own.clone() for name in ("x_min", "x_max", "hidden_top1", "attn_entropy")}
+    return {name: value.tolist() for name, value in reduce_stats(stats, 1).items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_nan_on_one_rank_is_seen_on_all(rank, tmp_path):
+    values = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    values[rank][0] = values[rank][2] = math.nan
+    for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):
+        for name, row in reduced.items():
+            assert [math.isfinite(value) for value in row] == [False, True, False], name
+        assert reduced["x_max"][1] == reduced["attn_entropy"][1] == 2.0

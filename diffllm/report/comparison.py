@@ -33,6 +33,10 @@ class Row:
     where the two cannot be compared."""
     values: dict[str, Any]
     """All columns of the CSV, in order."""
+    baseline: "Row | None" = None
+    """The row that the gap is measured from; None where `gap` is, and for the baseline itself."""
+    diverged: int = 0
+    """Finished runs whose loss is not finite: they are in no mean."""
 
 
 @dataclass(frozen=True)

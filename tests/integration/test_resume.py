@@ -17,7 +17,10 @@ from runs import (
     write_corpus,
 )
 
-INTERVALS = ("steps=60", "checkpoint.interval=30", "eval.interval=20", "log_interval=5")
+INTERVALS = (
+    *("steps=60", "checkpoint.interval=30", "eval.interval=20", "log_interval=5"),
+    *("diagnostics.interval=4", "diagnostics.probe_interval=7", "train.skip_step=spike"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,23 @@ def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(corpus, tm
     assert "continues after step 30" in output
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, 60)
+    assert_measured_when_due(straight)
+
+
+def assert_measured_when_due(run: Path) -> None:
+    """Each family of metrics stands in the lines of its own interval, and in no other."""
+    cadence = {
+        "hidden_top1/layer_01": set(range(4, 61, 4)),
+        "lambda_mean/layer_00": set(range(4, 61, 4)),
+        "attn_entropy/layer_01": set(range(7, 61, 7)),
+        "lambda_head_03/layer_00": set(range(7, 61, 7)),
+        "train/update_norm": {1, *range(5, 61, 5)},
+        "grad_norm/lambda": {1, *range(5, 61, 5)},
+        "eval/loss": {20, 40, 60},
+    }
+    lines = metric_lines(run)
+    for name, steps in cadence.items():
+        assert {line["step"] for line in lines if name in line} == steps, name
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
