@@ -62,12 +62,12 @@ def print_comparison(comparison: Comparison) -> None:
         values = row.values
         made.add_row(
             Text(row.label),
-            number(values["parameters"], ",.0f"),
+            formatted(values["parameters"], ",.0f"),
             str(values["seeds"]),
-            interval(row.loss, ".4f"),
-            interval(row.gap, "+.4f"),
-            number(values["spikes/loss_total"], ".3g"),
-            number(values["perf/tokens_per_s"], ",.0f"),
+            with_interval(row.loss, ".4f"),
+            with_interval(row.gap, "+.4f"),
+            formatted(values["spikes/loss_total"], ".3g"),
+            formatted(values["perf/tokens_per_s"], ",.0f"),
         )
     width = console.measure(made, options=console.options.update(width=10_000)).maximum
     Console(highlight=False, width=width).print(made)
@@ -79,7 +79,7 @@ def print_comparison(comparison: Comparison) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def interval(estimate: Estimate | None, form: str) -> str:
+def with_interval(estimate: Estimate | None, form: str) -> str:
     """A mean and its interval: "3.9120 (3.9001 to 3.9239)"."""
     if estimate is None:
         return "-"
@@ -89,5 +89,5 @@ def interval(estimate: Estimate | None, form: str) -> str:
     return f"{mean} ({format(estimate.low, form)} to {format(estimate.high, form)})"
 
 
-def number(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
