@@ -36,6 +36,8 @@ class Metrics:
             steps.append(line["step"])
             tokens.append(line["tokens"])
             for name, value in line.items():
+                if name in ("step", "tokens"):
+                    continue
                 places, values = columns.setdefault(name, (array("q"), array("d")))
                 places.append(at)
                 values.append(math.nan if value is None else value)
@@ -109,7 +111,7 @@ class Run:
 
     @property
     def names(self) -> set[str]:
-        """Every metric that some line holds."""
+        """Every metric that some line holds; `step` and `tokens` are none."""
         return set(self.metrics.columns)
 
     @property
@@ -128,7 +130,8 @@ class Run:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """metrics.jsonl again, a dict a line; NaN for null."""
-        lines: list[dict[str, Any]] = [{} for _ in self.metrics.steps]
+        both = zip(self.metrics.steps.tolist(), self.metrics.tokens.tolist(), strict=True)
+        lines: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in both]
         for name, (places, values) in self.metrics.columns.items():
             for at, value in zip(places.tolist(), values.tolist(), strict=True):
                 lines[at][name] = value

@@ -18,8 +18,9 @@ diffllm report DIR... [key=value ...]: report.html and report.csv about runs
 
 DIR is a run, a sweep or another directory of runs, or a quoted glob of them. One row for every
 combination of swept keys: held-out loss with a 95% interval over seeds, and its gap to the
-baseline over the same seeds. Runs that differ in data, tokens, tokenizer, batch, schedule,
-held-out evaluation, precision or model shape are named, and no gap is measured between them.
+baseline over the same seeds. Runs that differ in data, steps, tokenizer, batch, schedule, held-out
+evaluation, precision or model shape, or of which that is unknown, are named, and no gap is
+measured between them.
 
 diffllm report outputs/sweep-20261120-195742
 diffllm report 'outputs/cmp*' baseline=gated out=reports"""
@@ -33,9 +34,7 @@ class Arguments:
     baseline: str = field(
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
     )
-    out: str = field(
-        default="", metadata={"help": "where the files go; what holds all that is named"}
-    )
+    out: str = field(default="", metadata={"help": "where the files go; else beside what is named"})
 
 
 def main(argv: list[str]) -> None:
