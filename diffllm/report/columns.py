@@ -27,13 +27,17 @@ COLUMNS = {
     "flops_per_token": "training FLOPs a token, forward and backward, attention counted causally",
     "tokens": "that a whole run trains on: steps x global_batch_size x seq_len",
     "seeds": "finished runs that the loss is the mean of",
+    "seeds_diverged": "finished runs with a held-out loss that is not finite: in no loss or gap",
     "loss": "held-out loss after the last step, nats a token, mean over seeds",
     "loss_low": "lower end of its 95% interval, Student's t over seeds",
     "loss_high": "upper end of its 95% interval",
     "gap": "loss minus the baseline's, mean over the seeds that both have",
     "gap_low": "lower end of its 95% interval, paired Student's t over these seeds",
     "gap_high": "upper end of its 95% interval",
-    "baseline": "variant that the gap is measured from",
+    "gap_seeds": "how many seeds these are",
+    "baseline": "label of the row that the gap is measured from; empty where there is no gap",
+    "incomparable": "keys that differ between rows and that no loss can be compared across, as "
+    "JSON; empty where all rows are comparable",
     "spikes/loss_score": "share of steps with a loss over mean + 6 sigma of the 128 before; mean "
     "over seeds",
     "spikes/grad_score": "the same of the gradient norm",
@@ -45,14 +49,16 @@ COLUMNS = {
     "spikes_olmo2/loss_total": "number of such steps in a run, mean over seeds",
     "spikes_olmo2/grad_total": "the same of the gradient norm",
     SKIPPED: "updates that were skipped in a run, mean over seeds",
-    "train/grad_norm": "largest before clipping, over logged steps and seeds",
-    "hidden_top1": "largest magnitude in a block's output, over layers, diagnosed steps and seeds",
+    "train/grad_norm": "largest before clipping, over logged steps, warm-up included, and seeds; "
+    "often that of the first steps, and the larger the more seeds there are",
+    "hidden_top1": "largest magnitude in a block's output, over layers, diagnosed steps, warm-up "
+    "included, and seeds; the larger the more seeds there are",
     "hidden_kurtosis": "of a block's output over channels at the last diagnosed step, the largest "
     "of the layers, mean over seeds; 3 for a normal law",
     "context_rms_min": "smallest context RMS of a token and head at the last diagnosed step, over "
-    "layers and seeds",
+    "layers and seeds; the smaller the more seeds there are",
     "context_rms_max": "largest context RMS of a token and head at the last diagnosed step, over "
-    "layers and seeds",
+    "layers and seeds; the larger the more seeds there are",
     "perf/tokens_per_s": "median over logged intervals, mean over seeds",
     "perf/mfu": "model FLOPs utilisation, median over logged intervals, mean over seeds",
 }
@@ -60,11 +66,11 @@ COLUMNS = {
 unknown is None, an empty cell."""
 
 
-def row_values(row: Row, baseline: str | None, skips: bool) -> dict[str, Any]:
+def row_values(row: Row, incomparable: list[str], skips: bool) -> dict[str, Any]:
     """The columns of a row, in order.
 
     Args:
-        baseline: the variant that gaps are measured from.
+        incomparable: keys that no loss of the report can be compared across.
         skips: whether some run of the report counts skipped updates.
     """
     finished = [run for run in row.runs if run.summary is not None]
@@ -79,9 +85,12 @@ def row_values(row: Row, baseline: str | None, skips: bool) -> dict[str, Any]:
         },
         "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len,
         "seeds": row.loss.seeds if row.loss else 0,
-        **interval("loss", row.loss),
-        **interval("gap", row.gap),
-        "baseline": baseline,
+        "seeds_diverged": row.diverged,
+        **estimate_columns("loss", row.loss),
+        **estimate_columns("gap", row.gap),
+        "gap_seeds": row.gap.seeds if row.gap else None,
+        "baseline": row.baseline.label if row.baseline else None,
+        "incomparable": incomparable or None,
         **{name: mean(final(run, name) for run in finished) for name in SPIKES},
     }
     if skips:
@@ -114,7 +123,7 @@ def cell(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (bool, list, dict)) else str(value)
 
 
-def interval(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+def estimate_columns(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     """The three columns of an estimate."""
     mean, low, high = (
         (estimate.mean, estimate.low, estimate.high) if estimate else (None, None, None)
@@ -127,7 +136,7 @@ def final(run: Run, name: str) -> float | None:
     value = finite_number((run.summary or {}).get(name))
     if value is not None:
         return value
-    values = finite(run.series(name))
+    values = finite_values(run.series(name))
     return float(values[-1]) if len(values) else None
 
 
@@ -137,19 +146,19 @@ def end(run: Run, quantity: str) -> Series:
     return Series(series.tokens[-1:], series.values[-1:])
 
 
-def finite(series: Series) -> np.ndarray:
+def finite_values(series: Series) -> np.ndarray:
     """Its numbers, (n,): NaN and infinity left out."""
     return series.values[np.isfinite(series.values)]
 
 
 def most(extreme: Any, parts: Iterable[Series]) -> float | None:
     """The largest (`max`) or smallest (`min`) number of several series."""
-    ends = [float(extreme(values)) for values in map(finite, parts) if len(values)]
+    ends = [float(extreme(values)) for values in map(finite_values, parts) if len(values)]
     return extreme(ends) if ends else None
 
 
 def median(series: Series) -> float | None:
-    values = finite(series)
+    values = finite_values(series)
     return float(np.median(values)) if len(values) else None
 
 

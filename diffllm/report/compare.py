@@ -4,9 +4,9 @@ from typing import Any
 
 from diffllm.report.columns import SKIPPED, row_values
 from diffllm.report.comparison import Comparison, Difference, Row
-from diffllm.report.gaps import baseline_row, choose_baseline, gap
-from diffllm.report.keys import FACTS, as_text, distinguish
-from diffllm.report.notes import parameter_notes, run_notes, speed_notes
+from diffllm.report.gaps import baseline_row, choose_baseline, gap, one_variant_notes
+from diffllm.report.keys import FACTS, as_text, distinguish, fact_text
+from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.report.rows import make_rows
 from diffllm.report.runs import Run
 
@@ -33,10 +33,12 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     pairs = [(row, base) for row in rows if (base := baseline_row(row, rows, chosen, notes))]
     for row, base in pairs:
         row.gap = gap(row, base, notes)
+        row.baseline = base if row.gap else None
+    notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
     skips = any(SKIPPED in (run.summary or {}) or SKIPPED in run.names for run in kept)
     for row in rows:
-        row.values = row_values(row, chosen, skips)
+        row.values = row_values(row, keys.incomparable, skips)
     differences = [difference(key, rows_and_values) for key in keys.incomparable]
     return Comparison(title, rows, chosen, differences, notes)
 
@@ -46,6 +48,6 @@ def difference(key: str, rows: list[tuple[Row, dict[str, Any]]]) -> Difference:
     labels: dict[str, list[str]] = {}
     for row, values in rows:
         value = values[key]
-        text = "unknown" if value is None and key in FACTS else as_text(value)
+        text = fact_text(value) if key in FACTS else as_text(value)
         labels.setdefault(text, []).append(row.label)
     return Difference(key, labels)

@@ -9,6 +9,8 @@ from diffllm.errors import ConfigError
 
 DEPTH = 4
 """How far below a named directory runs are looked for."""
+NAMES = 4
+"""How many named directories a title has."""
 
 
 class Found(NamedTuple):
@@ -16,8 +18,13 @@ class Found(NamedTuple):
 
     runs: list[Path]
     """Each once, in order of their paths."""
-    home: Path
-    """The named directory, or the closest one that holds all that were named."""
+    sweeps: list[Path]
+    """Searched directories that hold a sweep.json; each once."""
+    title: str
+    """The names of the named directories; of several runs, of what holds them."""
+    home: Path | None
+    """The named directory, or the closest one that holds all that were named; None where that one
+    is in no way theirs."""
 
 
 def find_runs(named: list[Path]) -> Found:
@@ -30,20 +37,57 @@ def find_runs(named: list[Path]) -> Found:
     if not named:
         raise ConfigError("no run is named: give run directories, sweep directories or globs")
     directories: list[Path] = []
-    runs: dict[Path, Path] = {}
+    runs: list[Path] = []
+    sweeps: list[Path] = []
     for path in map(Path.expanduser, named):
         below = expand(path)
-        found = [run for directory in below for run in runs_below(directory)]
+        searched = [found for directory in below for found in search(directory)]
+        found = [directory for directory in searched if is_run(directory)]
         if not found:
             raise ConfigError(f"{path}: no run in it (a run has config.yaml and metrics.jsonl)")
         directories += below
-        for run in found:
-            same = run.resolve()
-            runs[same] = min(run, runs.get(same, run), key=lambda path: (len(path.parts), path))
-    home = Path(os.path.commonpath([os.path.abspath(directory) for directory in directories]))
+        runs += found
+        sweeps += [directory for directory in searched if os.path.isfile(directory / "sweep.json")]
+    return Found(each_once(runs), each_once(sweeps), title_of(directories), home_of(directories))
+
+
+def each_once(paths: list[Path]) -> list[Path]:
+    """One of all names of a directory, the shortest, in order of the directories."""
+    names: dict[Path, Path] = {}
+    for path in paths:
+        same = path.resolve()
+        names[same] = min(path, names.get(same, path), key=lambda path: (len(path.parts), path))
+    return [names[same] for same in sorted(names)]
+
+
+def title_of(directories: list[Path]) -> str:
+    """ "compare-a, compare-b"."""
+    tops = outermost(directories)
+    if len(tops) > 1:
+        tops = outermost([top.parent if is_run(top) else top for top in tops])
+    names = [top.name for top in tops[:NAMES]]
+    more = f" and {len(tops) - NAMES} more" if len(tops) > NAMES else ""
+    return ", ".join(names) + more
+
+
+def home_of(directories: list[Path]) -> Path | None:
+    """The directory that holds them all, relative to the current one if it is in it.
+
+    None for the root, and for a directory outside the current one that holds none of them
+    directly: it may be anyone's.
+    """
+    tops = outermost(directories)
+    home = Path(os.path.commonpath(tops))
     if home.is_relative_to(Path.cwd()):
-        home = home.relative_to(Path.cwd())
-    return Found([runs[same] for same in sorted(runs)], home)
+        return home.relative_to(Path.cwd())
+    theirs = home in tops or home in [top.parent for top in tops]
+    return home if theirs and home != home.parent else None
+
+
+def outermost(directories: list[Path]) -> list[Path]:
+    """As absolute paths, those that are in none of the others, each once, in their order."""
+    paths = dict.fromkeys(Path(os.path.abspath(directory)) for directory in directories)
+    return [path for path in paths if not any(parent in paths for parent in path.parents)]
 
 
 def expand(path: Path) -> list[Path]:
@@ -70,11 +114,9 @@ def is_run(path: Path) -> bool:
     return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
 
 
-def runs_below(path: Path, depth: int = DEPTH) -> list[Path]:
-    """The directory itself if it is a run, else the runs below it that can be reached."""
-    if is_run(path):
+def search(path: Path, depth: int = DEPTH) -> list[Path]:
+    """The directory and those below it that can be reached; a run's own are left out."""
+    if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]
-    if not depth or not os.access(path, os.R_OK | os.X_OK):
-        return []
     children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]
-    return [run for child in children for run in runs_below(child, depth - 1)]
+    return [path, *(found for child in children for found in search(child, depth - 1))]

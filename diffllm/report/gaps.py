@@ -2,7 +2,7 @@
 
 from diffllm.errors import ConfigError
 from diffllm.report.comparison import Estimate, Row
-from diffllm.report.keys import ATTENTION, overrides
+from diffllm.report.keys import ATTENTION, MATCH, overrides
 from diffllm.report.statistics import paired_gap
 
 
@@ -24,8 +24,9 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[str]) -> Row | None:
     """The row that a gap is measured from: the baseline's, all keys outside of attention equal.
 
-    Of several, which then differ in fields of the variant, the one as its YAML has them. None for
-    that row itself, and where there is none, which is noted.
+    A row that others are matched to goes with these. Of several, which then differ in fields of the
+    variant, the one as its YAML has them. None for that row itself, and where there is none, which
+    is noted.
     """
     if baseline is None:
         return None
@@ -36,9 +37,10 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[st
         and all(
             other.keys[key] == value
             for key, value in row.keys.items()
-            if key != "attention" and not key.startswith(ATTENTION)
+            if key not in ("attention", MATCH) and not key.startswith(ATTENTION)
         )
     ]
+    found = equally_matched(row, found, rows)
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     if not found:
@@ -49,6 +51,41 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[st
         notes.append(f"{row.label} has no gap: there is no run of {what}.")
         return None
     return None if found[0] is row else found[0]
+
+
+def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
+    """Those of `found` with parameters matched as the row's are.
+
+    The target of a matching needs none to have the parameters of those that are matched to it.
+    """
+    variant, target = row.keys["attention"], row.keys.get(MATCH)
+    targets = [target]
+    if target is None and not any(
+        other.keys["attention"] == other.keys.get(MATCH) == variant for other in rows
+    ):
+        targets = [variant, None]
+    for wanted in targets:
+        matched = [other for other in found if other.keys.get(MATCH) == wanted]
+        itself = [
+            other
+            for other in found
+            if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
+        ]
+        if matched or itself:
+            return matched or itself
+    return []
+
+
+def one_variant_notes(rows: list[Row]) -> list[str]:
+    """Why there is no gap where other keys than the variant were swept."""
+    variants = {row.keys["attention"] for row in rows}
+    others = [k for k in rows[0].keys if k != "attention"]
+    if len(rows) == 1 or len(variants) > 1 or any(key.startswith(ATTENTION) for key in others):
+        return []
+    return [
+        f"There is no gap: all rows are of {variants.pop()}, and a gap is between variants that "
+        f"agree on all other keys; these rows differ in {', '.join(others)}."
+    ]
 
 
 def gap(row: Row, base: Row, notes: list[str]) -> Estimate | None:

@@ -30,6 +30,7 @@ CAUSES = {
 }
 """What a difference in such a fact can come from; then it need not be told in a label too."""
 
+MATCH = "model.match_params_to"
 SETTLED = {key for keys in FACTS.values() for key in keys}
 IGNORED = ({*FREE} - {"eval", "resume", *SETTLED}) | {
     "run", "eval.interval", "model.loss_chunk", *SEEDS,
@@ -70,19 +71,24 @@ def distinguish(runs: list[Run]) -> Keys:
 
     Seeds are left out, what only says where or how fast a run runs, and what follows from another
     key: the fields of `model.attention` as the variant's YAML has them, and a `model.ffn_dim` that
-    was solved for.
+    was solved for. A fact that only some runs know differs between these and the others; where
+    none knows it, the config keys behind it decide alone.
     """
     values = [settings(run) for run in runs]
     count_targets_as_matched(values)
-    assume_missing_facts(values)
     for key, source in FOLLOWS.items():
         if all(each[key] == each[source] for each in values):
             for each in values:
                 del each[key]
     hidden = set()
     for fact, keys in FACTS.items():
-        if all(each[fact] is not None for each in values):
-            hidden |= {key for key in keys if not decides([fact], key, values)}
+        known = [each for each in values if each[fact] is not None]
+        unknown = [each for each in values if each[fact] is None]
+        hidden |= {
+            key
+            for key in keys
+            if known and not decides([fact], key, known) and not differs(key, unknown)
+        }
     names = {key for each in values for key in each} - hidden
     differing = {key for key in names if differs(key, values)}
     follow = {
@@ -111,23 +117,12 @@ def settings(run: Run) -> dict[str, Any]:
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
     """A target has its own parameters: it counts as matched where all other variants are."""
-    key = "model.match_params_to"
-    targets = {each[key] for each in values} - {None}
-    if len(targets) == 1 and all(each["attention"] in targets for each in values if not each[key]):
+    targets = {each[MATCH] for each in values} - {None}
+    if len(targets) == 1 and all(
+        each["attention"] in targets for each in values if not each[MATCH]
+    ):
         for each in values:
-            each[key] = next(iter(targets))
-
-
-def assume_missing_facts(values: list[dict[str, Any]]) -> None:
-    """Give runs without run.json the facts of those that are alike in all that decides them."""
-    for fact, causes in CAUSES.items():
-        likeness = [as_text([each[cause] for cause in causes]) for each in values]
-        known: dict[str, set[Any]] = {}
-        for each, like in zip(values, likeness, strict=True):
-            known.setdefault(like, set()).update({each[fact]} - {None})
-        for each, like in zip(values, likeness, strict=True):
-            if each[fact] is None and len(known[like]) == 1:
-                each[fact] = next(iter(known[like]))
+            each[MATCH] = next(iter(targets))
 
 
 def overrides(run: Run) -> dict[str, Any]:
@@ -177,3 +172,8 @@ def as_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def fact_text(value: Any) -> str:
+    """A fact as text; "unknown" where no run.json says it."""
+    return "unknown" if value is None else str(value)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from diffllm.report.comparison import Row
-from diffllm.report.keys import ATTENTION, FACTS, Keys, as_text, decides, overrides
+from diffllm.report.keys import ATTENTION, FACTS, Keys, as_text, decides, fact_text, overrides
 from diffllm.report.runs import Run
 from diffllm.report.statistics import estimate
 
@@ -30,6 +30,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[tuple[Row, 
         losses = [run.final_loss for run in kept if run.final_loss is not None]
         swept = {key: values[key] for key in keys.swept}
         row = Row("", swept, kept, estimate(losses) if losses else None, None, {})
+        row.diverged = sum(run.summary is not None for run in kept) - len(losses)
         found.append((row, values))
     found.sort(key=lambda pair: row_order(pair[0].keys))
     rows = [row for row, _ in found]
@@ -91,7 +92,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str]) -> str:
                 continue  # the variant's own, or none of its fields
         name = key.rpartition(".")[2]
         ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
-        text = as_text(value)[:HASH] if key in FACTS else as_text(value)
+        text = fact_text(value)[:HASH] if key in FACTS else as_text(value)
         parts.append(f"{key if ambiguous else name}={text}")
     if shown_together:
         parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")

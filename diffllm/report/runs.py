@@ -2,8 +2,10 @@
 
 import json
 import math
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,56 @@ class Series(NamedTuple):
     """(n,), or (n, L) for a quantity of every layer; float64, NaN for null."""
 
 
-@dataclass
+class Metrics:
+    """metrics.jsonl, a column a metric."""
+
+    def __init__(self, lines: Iterable[dict[str, Any]]):
+        """Keep the numbers of lines that each have `step` and `tokens`; null becomes NaN."""
+        steps, tokens = array("q"), array("q")
+        columns: dict[str, tuple[array[int], array[float]]] = {}
+        for at, line in enumerate(lines):
+            steps.append(line["step"])
+            tokens.append(line["tokens"])
+            for name, value in line.items():
+                if name in ("step", "tokens"):
+                    continue
+                places, values = columns.setdefault(name, (array("q"), array("d")))
+                places.append(at)
+                values.append(math.nan if value is None else value)
+        self.steps = np.array(steps)
+        """(n,) int64, of every line."""
+        self.tokens = np.array(tokens)
+        """(n,) int64, of every line."""
+        self.columns = {
+            name: (np.array(places), np.array(values)) for name, (places, values) in columns.items()
+        }
+        """Metric to the places of the lines that hold it, and its values there."""
+
+    def series(self, name: str) -> Series:
+        """A metric by its full name; empty if it was never logged."""
+        if name not in self.columns:
+            return Series(np.zeros(0, np.int64), np.zeros(0))
+        places, values = self.columns[name]
+        return Series(self.tokens[places], values)
+
+    def by_layer(self, quantity: str) -> Series:
+        """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
+        prefix = f"{quantity}/layer_"
+        names = [name for name in self.columns if name.startswith(prefix)]
+        names.sort(key=lambda name: int(name.removeprefix(prefix)))
+        if not names:
+            return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
+        common = reduce(np.intersect1d, (self.columns[name][0] for name in names))
+        if not len(common):
+            return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
+        layers = [
+            values[np.searchsorted(places, common)]
+            for places, values in (self.columns[name] for name in names)
+        ]
+        return Series(self.tokens[common], np.stack(layers, axis=1))
+
+
+@dataclass(eq=False)
 class Run:
     """A run directory."""
 
@@ -33,8 +84,7 @@ class Run:
     """run.json: parameters, active_parameters, flops_per_token, corpus, tokenizer, ..."""
     summary: dict[str, Any] | None
     """summary.json; None until the run has reached its last step."""
-    lines: list[dict[str, Any]]
-    """metrics.jsonl."""
+    metrics: Metrics
     damaged_lines: int = 0
     """Lines of metrics.jsonl that could not be read, a last one that is still being written left
     out."""
@@ -59,28 +109,33 @@ class Run:
         """Held-out loss after the last step, nats a token; None unless finished and finite."""
         return finite_number((self.summary or {}).get("heldout_loss"))
 
+    @property
+    def names(self) -> set[str]:
+        """Every metric that some line holds; `step` and `tokens` are none."""
+        return set(self.metrics.columns)
+
+    @property
+    def last_step(self) -> int:
+        """That of the last line; 0 before the first."""
+        return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
+
     def series(self, name: str) -> Series:
         """A metric by its full name; empty if it was never logged."""
-        rows = [(line["tokens"], line[name]) for line in self.lines if name in line]
-        tokens = np.array([t for t, _ in rows], dtype=np.int64)
-        return Series(tokens, np.array([v for _, v in rows], dtype=np.float64))
+        return self.metrics.series(name)
 
     def by_layer(self, quantity: str) -> Series:
         """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
-        prefix = f"{quantity}/layer_"
-        names = [name for name in self.names if name.startswith(prefix)]
-        names.sort(key=lambda name: int(name.removeprefix(prefix)))
-        lines = [line for line in self.lines if all(name in line for name in names)]
-        if not names or not lines:
-            return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
-        tokens = np.array([line["tokens"] for line in lines], dtype=np.int64)
-        values = [[line[name] for name in names] for line in lines]
-        return Series(tokens, np.array(values, dtype=np.float64))
+        return self.metrics.by_layer(quantity)
 
-    @cached_property
-    def names(self) -> set[str]:
-        """Every metric that some line holds."""
-        return {name for line in self.lines for name in line}
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl again, a dict a line; NaN for null."""
+        both = zip(self.metrics.steps.tolist(), self.metrics.tokens.tolist(), strict=True)
+        lines: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in both]
+        for name, (places, values) in self.metrics.columns.items():
+            for at, value in zip(places.tolist(), values.tolist(), strict=True):
+                lines[at][name] = value
+        return lines
 
 
 def load_run(path: Path) -> Run:
@@ -99,18 +154,35 @@ def load_run(path: Path) -> Run:
         text = ""
     except OSError as error:
         raise CheckpointError(f"{path}/metrics.jsonl: {error.strerror}") from error
-    complete, _, cut_short = text.rpartition("\n")
-    read = [metrics_line(line) for line in complete.splitlines()]
-    last = metrics_line(cut_short)
-    lines = [line for line in (*read, last) if line is not None]
+    metrics, damaged_lines = read_metrics(text)
     return Run(
         path,
         cfg,
         read_object(path / "run.json") or {},
         read_object(path / "summary.json"),
-        lines,
-        read.count(None),
+        metrics,
+        damaged_lines,
     )
+
+
+def read_metrics(text: str) -> tuple[Metrics, int]:
+    """The metrics of a file's text, and how many of its lines cannot be read."""
+    complete, _, cut_short = text.rpartition("\n")
+    damaged = 0
+
+    def lines() -> Iterator[dict[str, Any]]:
+        nonlocal damaged
+        for each in complete.splitlines():
+            line = metrics_line(each)
+            if line is None:
+                damaged += 1
+            else:
+                yield line
+        if last := metrics_line(cut_short):
+            yield last
+
+    metrics = Metrics(lines())
+    return metrics, damaged
 
 
 def metrics_line(text: str) -> dict[str, Any] | None:
@@ -120,6 +192,8 @@ def metrics_line(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     if not isinstance(line, dict) or not all(type(line.get(k)) is int for k in ("step", "tokens")):
+        return None
+    if any(type(v) is int and abs(v) >= 2**63 for v in line.values()):
         return None
     return {k: v for k, v in line.items() if v is None or type(v) in (int, float)}
 

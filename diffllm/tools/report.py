@@ -18,8 +18,9 @@ diffllm report DIR... [key=value ...]: report.html and report.csv about runs
 
 DIR is a run, a sweep or another directory of runs, or a quoted glob of them. One row for every
 combination of swept keys: held-out loss with a 95% interval over seeds, and its gap to the
-baseline over the same seeds. Runs that differ in data, tokens, tokenizer, batch, schedule,
-held-out evaluation, precision or model shape are named, and no gap is measured between them.
+baseline over the same seeds. Runs that differ in data, steps, tokenizer, batch, schedule, held-out
+evaluation, precision or model shape, or of which that is unknown, are named, and no gap is
+measured between them.
 
 diffllm report outputs/sweep-20261120-195742
 diffllm report 'outputs/cmp*' baseline=gated out=reports"""
@@ -33,9 +34,7 @@ class Arguments:
     baseline: str = field(
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
     )
-    out: str = field(
-        default="", metadata={"help": "where the files go; what holds all that is named"}
-    )
+    out: str = field(default="", metadata={"help": "where the files go; else beside what is named"})
 
 
 def main(argv: list[str]) -> None:
@@ -62,12 +61,12 @@ def print_comparison(comparison: Comparison) -> None:
         values = row.values
         made.add_row(
             Text(row.label),
-            number(values["parameters"], ",.0f"),
+            formatted(values["parameters"], ",.0f"),
             str(values["seeds"]),
-            interval(row.loss, ".4f"),
-            interval(row.gap, "+.4f"),
-            number(values["spikes/loss_total"], ".3g"),
-            number(values["perf/tokens_per_s"], ",.0f"),
+            with_interval(row.loss, ".4f"),
+            with_interval(row.gap, "+.4f"),
+            formatted(values["spikes/loss_total"], ".3g"),
+            formatted(values["perf/tokens_per_s"], ",.0f"),
         )
     width = console.measure(made, options=console.options.update(width=10_000)).maximum
     Console(highlight=False, width=width).print(made)
@@ -79,7 +78,7 @@ def print_comparison(comparison: Comparison) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def interval(estimate: Estimate | None, form: str) -> str:
+def with_interval(estimate: Estimate | None, form: str) -> str:
     """A mean and its interval: "3.9120 (3.9001 to 3.9239)"."""
     if estimate is None:
         return "-"
@@ -89,5 +88,5 @@ def interval(estimate: Estimate | None, form: str) -> str:
     return f"{mean} ({format(estimate.low, form)} to {format(estimate.high, form)})"
 
 
-def number(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 import diffllm
 from diffllm.config import TrainConfig
-from diffllm.report.comparison import Comparison, Difference, Estimate, Row
-from diffllm.report.runs import Run
+from diffllm.report.compare import compare
+from diffllm.report.comparison import Comparison, Difference, Estimate
+from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
 
 FOUR = ("standard", "gated", "diff_v1", "diff_v2")
@@ -84,6 +84,8 @@ def run(
                     for group, share in (("attention", 0.5), ("ffn", 0.7), ("embedding", 0.2))
                 },
             }
+        else:
+            del line["spikes/skipped_total"]
         if step % (len(steps) // 10 or 1) == 0:
             window = loss[max(0, step - 50) : step]
             line["eval/loss"] = float(np.median(window) + 0.04 + rng.normal(0, 0.004))
@@ -91,10 +93,13 @@ def run(
     parameters = 1_100_000 + 60_000 * NINE.index(variant) if variant in NINE else 1_000_000
     facts = {
         "parameters": parameters, "active_parameters": parameters,
-        "flops_per_token": 6.4 * parameters, "corpus": "stdlib", "device": "CPU", "ranks": 1,
+        "flops_per_token": 6.4 * parameters, "corpus": "stdlib", "tokenizer": "own",
+        "compute_dtype": "float32", "device": "CPU", "ranks": 1,
     }  # fmt: skip
     path = Path("outputs/compare") / f"{label or variant}-{seed}"
-    return Run(path, cfg, facts, {"steps": n * every} if finished else None, lines)
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    summary = {"steps": n * every, "heldout_loss": losses[-1]} if finished else None
+    return Run(path, cfg, facts, summary, Metrics(lines))
 
 
 def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> dict[str, float]:
@@ -132,102 +137,47 @@ def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> 
     }
 
 
-def estimate(values: list[float]) -> Estimate | None:
-    if not values:
-        return None
-    mean, n = float(np.mean(values)), len(values)
-    if n == 1:
-        return Estimate(mean)
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return Estimate(mean, mean - half, mean + half, n)
-
-
-def final(runs: list[Run]) -> dict[int, float]:
-    """The last held-out loss of each seed."""
-    losses = {r.cfg.seed: r.series("eval/loss").values for r in runs}
-    return {seed: float(v[-1]) for seed, v in losses.items() if len(v)}
-
-
-def row(runs: list[Run], baseline: list[Run] | None = None, label: str | None = None, **keys: Any):
-    """A row; `baseline` None for the baseline itself."""
-    first, losses = runs[0], final(runs)
-    others = final(baseline or [])
-    gap = estimate([losses[s] - others[s] for s in losses if s in others])
-    last = first.lines[-1] if first.lines else {}
-    norms = [
-        float(np.nanmax(s)) for s in (r.series("train/grad_norm").values for r in runs) if s.size
-    ]
-
-    def at_end(quantity: str, pick: Any) -> float | None:
-        values = first.by_layer(quantity).values
-        return float(pick(values[-1])) if values.size else None
-
-    values = {
-        "variant": first.variant,
-        **keys,
-        **{k: first.facts.get(k) for k in ("parameters", "active_parameters", "flops_per_token")},
-        "tokens": last.get("tokens"),
-        "seeds": len(runs),
-        "baseline": baseline[0].variant if baseline else None,
-        **{
-            f"{p}/{s}_{w}": last.get(f"{p}/{s}_{w}")
-            for p in ("spikes", "spikes_olmo2")
-            for s in ("loss", "grad")
-            for w in ("score", "total")
-        },
-        "spikes/skipped_total": last.get("spikes/skipped_total"),
-        "train/grad_norm": max(norms, default=None),
-        "hidden_top1": at_end("hidden_top1", np.max),
-        "hidden_kurtosis": at_end("hidden_kurtosis", np.max),
-        "context_rms_min": at_end("context_rms_min", np.min),
-        "context_rms_max": at_end("context_rms_max", np.max),
-        "perf/tokens_per_s": last.get("perf/tokens_per_s"),
-        "perf/mfu": None,
-    }
-    keys = {"attention": first.variant, **keys}
-    return Row(label or first.variant, keys, runs, estimate([*losses.values()]), gap, values)
-
-
 def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool = False):
     """A row a variant, gaps to the first."""
-    runs = {v: [run(v, seed, n, probes=probes) for seed in range(seeds)] for v in variants}
-    base = runs[variants[0]]
-    rows = [row(runs[v], None if v == variants[0] else base) for v in variants]
+    runs = [run(v, seed, n, probes=probes) for v in variants for seed in range(seeds)]
     title = (
         " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
     )
-    return Comparison(title, rows, variants[0] if variants[1:] else None)
+    return compare(runs, variants[0] if variants[1:] else None, title)
 
 
 def incomparable() -> Comparison:
-    """Rows of different length, one of them unfinished."""
-    long, short = [run("standard", s, 80) for s in (0, 1)], [run("diff_v2", 0, 40, finished=False)]
-    rows = [row(long), row(short)]
-    difference = Difference("steps", {"800": ["standard"], "400": ["diff_v2"]})
-    notes = ["diff_v2, seed 0, has not finished: 400 of 800 steps."]
-    return Comparison("diff_v2 against standard", rows, "standard", [difference], notes)
+    """Rows of different length, one of them unfinished, called by their variant alone."""
+    long, short = [run("standard", s, 80) for s in (0, 1)], run("diff_v2", 0, 40, finished=False)
+    made = compare([*long, short], title="diff_v2 against standard")
+    for row in made.rows:
+        row.label = row.keys["attention"]
+    made.differences = [Difference("steps", {"800": ["standard"], "400": ["diff_v2"]})]
+    made.notes = ["diff_v2, seed 0, has not finished: 400 of 800 steps."]
+    return made
 
 
 def barely_started() -> Comparison:
     """One run with one line, and one with none."""
     one, none = run("diff_v2", n=1, finished=False), run("standard", n=1, finished=False)
-    one.lines, none.lines = one.lines[:1], []
-    notes = ["standard, seed 0, has logged nothing yet."]
-    return Comparison("Two young runs", [row([one]), row([none])], "standard", notes=notes)
+    one.metrics, none.metrics = Metrics(one.lines[:1]), Metrics([])
+    return compare([one, none], title="Two young runs")
 
 
 def not_finite() -> Comparison:
-    """A run that diverged, with null where its numbers were NaN."""
+    """A run that diverged, with null where its numbers were NaN; and a row of such numbers."""
     runs = [run("standard", s, 60) for s in (0, 1)]
-    for at, line in enumerate(runs[1].lines):
-        if at > 30:
-            for name in line:
-                if name.startswith(("train/", "eval/", "hidden", "context")):
-                    line[name] = None
-    made = row(runs)
-    made.values |= {"train/grad_norm": math.nan, "hidden_top1": math.inf, "tokens": None}
-    made.loss = Estimate(math.nan, math.nan, math.nan, 2)
-    return Comparison("A divergence", [made], None)
+    lines = runs[1].lines
+    for line in lines[31:]:
+        for name in line:
+            if name.startswith(("train/", "eval/", "hidden", "context")):
+                line[name] = None
+    runs[1].metrics, runs[1].summary = Metrics(lines), {"heldout_loss": None}
+    made = compare(runs, title="A divergence")
+    (row,) = made.rows
+    row.values |= {"train/grad_norm": math.nan, "hidden_top1": math.inf, "tokens": None}
+    row.loss = Estimate(math.nan, math.nan, math.nan, 2)
+    return made
 
 
 HOSTILE = '<script>alert("x")</script>&\'"{{ 7 * 7 }}#fe0000'
@@ -235,19 +185,20 @@ HOSTILE = '<script>alert("x")</script>&\'"{{ 7 * 7 }}#fe0000'
 
 def hostile() -> Comparison:
     """Names that would be markup."""
-    runs = {v: [run(v, 0, 30, label=HOSTILE)] for v in ("standard", "gated")}
-    rows = [row(runs["standard"], label=HOSTILE), row(runs["gated"], runs["standard"])]
-    rows[1].label = "</title></svg><img src=x onerror=alert(1)>"
-    difference = Difference(HOSTILE, {HOSTILE: [HOSTILE]})
-    return Comparison(HOSTILE, rows, "standard", [difference], [HOSTILE])
+    made = compare([run(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE)
+    made.rows[0].label, made.rows[1].label = HOSTILE, "</title></svg><img src=x onerror=alert(1)>"
+    made.differences = [Difference(HOSTILE, {HOSTILE: [HOSTILE]})]
+    made.notes = [HOSTILE]
+    return made
 
 
 def sweep_of_rates() -> Comparison:
     """Two variants at three learning rates."""
-    rows = []
+    runs = []
     for rate in (3e-4, 1e-3, 3e-3):
-        runs = {v: [run(v, s, 60) for s in (0, 1)] for v in ("standard", "diff_v2")}
-        base = runs["standard"]
-        rows.append(row(base, label=f"standard lr={rate:g}", **{"optim.lr": rate}))
-        rows.append(row(runs["diff_v2"], base, f"diff_v2 lr={rate:g}", **{"optim.lr": rate}))
-    return Comparison("diff_v2 against standard at three learning rates", rows, "standard")
+        for variant in ("standard", "diff_v2"):
+            for seed in (0, 1):
+                made = run(variant, seed, 60, label=f"{variant}-lr{rate:g}")
+                made.cfg.optim.lr = rate
+                runs.append(made)
+    return compare(runs, title="diff_v2 against standard at three learning rates")

@@ -1,6 +1,7 @@
 """`diffllm report`: which runs it finds, where its files go, what it prints and refuses."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -80,6 +81,63 @@ def test_a_run_named_twice_counts_once(swept):
     comparison, _ = read(paths)
     assert comparison.notes == read([Path("cmp1")])[0].notes
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        (["cmp1"], "cmp1"),
+        (["cmp1", "cmp2"], "cmp1, cmp2"),
+        (["cmp*", "cmp1/standard-seed0"], "cmp1, cmp2"),
+        (["cmp1/*-seed0"], "cmp1"),
+        (["cmp1/standard-seed0"], "standard-seed0"),
+        (["cmp1/*-seed0", "cmp2/gated-seed0"], "cmp1, cmp2"),
+    ],
+)
+def test_a_title_is_what_was_named(swept, words, title):
+    assert read([Path(word) for word in words])[0].title == title
+
+
+def test_a_title_has_few_names(tmp_path):
+    for at in range(6):
+        write_run(tmp_path / f"s{at}" / "run", "attention=standard", f"seed={at}")
+    assert find_runs([tmp_path / "s*"]).title == "s0, s1, s2, s3 and 2 more"
+
+
+def test_a_directory_that_is_not_theirs_is_never_written(swept, tmp_path, monkeypatch, capsys):
+    for name in ("a/x", "b/y", "b/z"):
+        sweep(tmp_path / name, {"standard": [4.0]})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_runs([tmp_path / "b/y", tmp_path / "b/z"]).home == tmp_path / "b"
+    assert find_runs([tmp_path / "a/x", tmp_path / "b/y"]).home is None
+    before = files(tmp_path)
+    code, out, err = report(capsys, tmp_path / "a/x", tmp_path / "b/y")
+    assert (code, out) == (2, "")
+    assert "out=DIR" in err
+    assert files(tmp_path) == before
+    assert report(capsys, tmp_path / "a/x", tmp_path / "b/y", "out=.")[0] == 0
+    assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
+
+
+def test_runs_of_a_sweep_that_have_not_started_are_said(swept):
+    names = [path.name for path in sorted(Path("cmp1").iterdir())]
+    planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
+    (swept / "cmp1/sweep.json").write_text(json.dumps({"runs": {key: [] for key in planned}}))
+    (swept / "cmp1/gated-seed0.log").write_text("it failed")
+    for paths in ([Path("cmp1")], [Path("."), Path("cmp1")]):
+        notes = [note for note in read(paths)[0].notes if "not started" in note]
+        assert notes == [
+            "10 of 14 runs of cmp1 have not started: "
+            + ", ".join(f"gated-seed{seed}" for seed in range(8))
+            + " and 2 more."
+        ]
+    assert not [note for note in read([Path("cmp1/*")])[0].notes if "not started" in note]
+    (swept / "cmp1/sweep.json").write_text(json.dumps({"runs": {key: [] for key in names}}))
+    assert not [note for note in read([Path("cmp1")])[0].notes if "not started" in note]
+    for text in ("{", "{}", "[]"):
+        (swept / "cmp1/sweep.json").write_text(text)
+        assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
 
 
 def test_a_name_with_glob_characters_is_a_name_first(tmp_path):

@@ -11,6 +11,7 @@ from written_runs import facts_of, loaded, metric_lines, parameters, sweep, writ
 from diffllm.errors import ConfigError
 from diffllm.report.columns import COLUMNS, SPIKES, csv_text
 from diffllm.report.compare import compare
+from diffllm.report.runs import Metrics
 from diffllm.report.statistics import estimate
 
 FOUR = {
@@ -56,6 +57,7 @@ def test_a_sweep_of_variants_and_seeds_is_a_row_a_variant(four):
     gap = row_of(found, "diff_v2").gap
     assert gap == estimate([3.8 - 4.0, 4.1 - 4.2, 3.9 - 4.1])
     assert gap.seeds == 3
+    assert [row.baseline for row in found.rows] == [None, *[found.rows[0]] * 3]
 
 
 def test_the_order_of_runs_changes_nothing(four):
@@ -143,6 +145,15 @@ def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
     assert all("no gap" not in note for note in found.notes)
 
 
+def test_a_sweep_of_one_variant_says_why_there_is_no_gap(tmp_path):
+    for lr in ("1e-3", "1e-2"):
+        sweep(tmp_path / lr, {"diff_v2": [4.0, 4.1]}, f"optim.lr={lr}")
+    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
+    (note,) = found.notes
+    assert note.startswith("There is no gap: all rows are of diff_v2")
+    assert "differ in optim.lr" in note
+
+
 def test_keys_are_called_by_their_last_part_unless_two_share_it(tmp_path):
     fewer = ("model.vocab_size=1024", "data.vocab_size=1000", "optim.beta1=0.8")
     for name, more in (("a", ()), ("b", fewer)):
@@ -204,7 +215,28 @@ def test_matching_may_be_swept(tmp_path):
         f"{variant} match_params_to={target}" for variant in both for target in ("null", "diff_v2")
     ]
     assert [row.gap and round(row.gap.mean, 6) for row in found.rows] == [None, None, -0.1, -0.05]
+    assert [row.baseline and row.baseline.label for row in found.rows[2:]] == labels(found)[:2]
     assert found.differences == []
+    assert not said(found, "makes them equal")
+
+
+def test_a_target_is_measured_from_what_is_matched_to_it(tmp_path):
+    sweep(tmp_path / "a", {"standard": [4.0], "gated": [3.95], "diff_v2": [3.9]})
+    sweep(tmp_path / "b", {"standard": [3.92]}, "model.match_params_to=diff_v2")
+    runs = loaded(sorted(tmp_path.glob("*/*")))
+    found = compare(runs)
+    bases = {row.label: row.baseline and row.baseline.label for row in found.rows}
+    assert bases == {
+        "standard match_params_to=null": None,
+        "standard match_params_to=diff_v2": None,
+        "gated match_params_to=null": "standard match_params_to=null",
+        "diff_v2 match_params_to=null": "standard match_params_to=diff_v2",
+    }
+    assert found.rows[-1].gap.mean == pytest.approx(-0.02)
+    assert not said(found, "match_params_to=diff_v2 makes them equal")
+    found = compare(runs, "diff_v2")
+    gaps = [row.gap and round(row.gap.mean, 6) for row in found.rows]
+    assert gaps == [0.1, 0.02, 0.05, None]
 
 
 def test_the_target_itself_counts_as_matched(tmp_path):
@@ -286,6 +318,7 @@ def test_a_key_that_forbids_a_comparison_is_named(tmp_path, override, key):
     assert standard.startswith(f"standard {key.rpartition('.')[2]}=")
     assert [row.gap for row in found.rows] == [None, None]
     assert [row.loss.mean for row in found.rows] == [4.0, 3.0]
+    assert all(key in row.values["incomparable"] for row in found.rows)
 
 
 @pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
@@ -339,22 +372,38 @@ def test_without_facts_the_config_decides(tmp_path):
     found = compare(runs[:2])
     assert found.differences == []
     assert found.rows[1].gap is not None
-    assert len(said(found, "run.json does not say")) == 2
+    (note,) = said(found, "No run.json says the corpus, tokenizer and compute_dtype")
+    assert note in found.notes
     assert [difference.key for difference in compare(runs).differences] == ["data.dataset"]
 
 
-def test_a_run_without_facts_takes_those_of_a_like_config(tmp_path):
+def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
+    for name, variant in (("a", "standard"), ("b", "gated"), ("c", "standard"), ("d", "diff_v2")):
+        write_run(tmp_path / name, f"attention={variant}")
+    for name in "cd":
+        (tmp_path / name / "run.json").unlink()
+    runs = loaded(sorted(tmp_path.iterdir()))
+    found = compare(runs[:2] + runs[3:])
+    assert [each.key for each in found.differences] == ["compute_dtype", "corpus", "tokenizer"]
+    for each in found.differences:
+        assert each.values["unknown"] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
+    assert [row.gap is not None for row in found.rows] == [False, True, False]
+    assert found.rows[2].values["parameters"] is None
+    assert said(found, "d/run.json does not say the corpus, tokenizer and compute_dtype")
+    gaps = [row.gap is not None for row in compare(runs).rows]
+    assert gaps == [False, False, True, True]  # both of the last pair are unknown, as if alone
+
+
+def test_runs_without_facts_are_told_apart_by_their_config(tmp_path):
     write_run(tmp_path / "a", "attention=standard")
     write_run(tmp_path / "b", "attention=gated")
-    write_run(tmp_path / "c", "attention=gated", "data.dataset=other/corpus", "seed=1")
+    write_run(tmp_path / "c", "attention=gated", "data.dataset=other/corpus")
     for name in "bc":
         (tmp_path / name / "run.json").unlink()
     found = compare(loaded(sorted(tmp_path.iterdir())))
-    assert [each.key for each in found.differences] == ["corpus", "data.dataset", "tokenizer"]
-    assert "unknown" in found.differences[0].values
-    assert row_of(found, "gated dataset=null").gap is not None
-    assert row_of(found, "gated dataset=other/corpus").gap is None
-    assert row_of(found, "gated dataset=null").values["parameters"] is None
+    assert "data.dataset" in [each.key for each in found.differences]
+    assert len(found.rows) == 3
+    assert all(row.gap is None for row in found.rows)
 
 
 @pytest.mark.parametrize("override", [*INCOMPARABLE, "optim.lr=0.5", "attention=diff_v1"])
@@ -385,6 +434,8 @@ def test_unfinished_runs_are_shown_but_count_nowhere(tmp_path):
     assert len(gated.runs[0].series("train/loss").tokens) == 2
     assert len(diff_v2.runs) == 2
     assert (diff_v2.loss.seeds, diff_v2.gap.seeds, diff_v2.values["seeds"]) == (1, 1, 1)
+    assert [row.diverged for row in found.rows] == [0, 0, 0]
+    assert gated.baseline is None
     assert diff_v2.gap.mean == pytest.approx(-0.1)
     assert len(said(found, "has not finished: step 10 of 20")) == 2
     assert said(found, "gap of diff_v2 to standard is over seed 0 alone", "1.")
@@ -395,7 +446,9 @@ def test_a_loss_that_is_no_number_is_said_and_left_out(tmp_path):
     write_run(tmp_path / "b", "attention=standard", "seed=1", loss=math.nan)
     write_run(tmp_path / "c", "attention=standard", "seed=2", summary={"heldout_loss": None})
     found = compare(loaded(sorted(tmp_path.iterdir())))
-    assert (found.rows[0].loss.mean, found.rows[0].loss.seeds) == (4.0, 1)
+    (row,) = found.rows
+    assert (row.loss.mean, row.loss.seeds) == (4.0, 1)
+    assert row.diverged == row.values["seeds_diverged"] == 2
     assert len(said(found, "not a finite number")) == 2
 
 
@@ -486,11 +539,12 @@ def test_damaged_lines_are_said_but_a_last_one_cut_short_is_not(tmp_path):
     assert found.notes == []
     assert found.rows[0].runs[0].series("train/loss").tokens.tolist() == [256, 2560, 5120]
     lines = file.read_text().splitlines()
-    broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', *lines[1:3]]
+    huge = f'{{"step": 1, "tokens": {10**30}}}'
+    broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', huge, *lines[1:3]]
     file.write_text("\n".join(broken))  # the last line is complete but for its line break
     (run,) = loaded([path])
-    assert (len(run.lines), run.damaged_lines) == (3, 3)
-    assert said(compare([run]), "3 lines of", "cannot be read")
+    assert (len(run.metrics.steps), run.damaged_lines) == (3, 4)
+    assert said(compare([run]), "4 lines of", "cannot be read")
 
 
 # Columns
@@ -522,8 +576,11 @@ def test_columns_hold_what_they_say(tmp_path):
         "tokens": 20 * 8 * 32,
         "seeds": 2,
         "loss": 4.5,
-        "baseline": "standard",
+        "seeds_diverged": 0,
+        "baseline": None,
         "gap": None,
+        "gap_seeds": None,
+        "incomparable": None,
         **{name: 2.0 if name.endswith("total") else 0.1 for name in SPIKES},
         "spikes/loss_total": 2.5,
         "spikes/skipped_total": 3.0,
@@ -542,6 +599,7 @@ def test_columns_hold_what_they_say(tmp_path):
         found.rows[0].loss.high,
     )
     assert (gated["gap"], gated["gap_low"]) == (pytest.approx(-0.5), None)
+    assert (gated["gap_seeds"], gated["baseline"]) == (1, "standard")
     assert gated["spikes/skipped_total"] is gated["perf/mfu"] is None
 
 
@@ -560,7 +618,7 @@ def test_layers_are_in_order_of_their_numbers(tmp_path):
     last = run.by_layer("hidden_kurtosis").values[-1]
     assert last.tolist() == pytest.approx([5.0 + layer for layer in range(103)])
     assert run.by_layer("nothing").values.shape == (0, 0)
-    run = replace(run, lines=[{**run.lines[0], "hidden_top1/layer_00": None}])
+    run = replace(run, metrics=Metrics([{**lines[0], "hidden_top1/layer_00": None}]))
     assert math.isnan(run.by_layer("hidden_top1").values[0, 0])
 
 
