@@ -9,13 +9,13 @@ import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from diffllm.report.bands import POINTS, SMOOTHING
+from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison, Row
-from diffllm.report.figures import Figures
 from diffllm.report.numbers import compact, fixed, number
 from diffllm.report.runs import Run
+from diffllm.report.sections import sections
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import columns
+from diffllm.report.table import table_columns
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,17 @@ def page(comparison: Comparison) -> str:
     environment.filters["breakable"] = breakable
     styles = row_styles(comparison.rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        sections = Figures(comparison, styles).sections()
-        table = columns(comparison, styles)
+        figures = sections(comparison, styles)
+        table = table_columns(comparison, styles)
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
         summary=summary(comparison),
         styles=styles,
         columns=table,
-        sections=sections,
+        sections=figures,
         several=any(len(row.runs) > 1 for row in comparison.rows),
         runs=run_lines(comparison.rows),
         points=POINTS,
-        smoothing=100 // SMOOTHING,
     )
 
 

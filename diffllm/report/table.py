@@ -38,7 +38,7 @@ class Column:
     cells: list[Cell]
 
 
-def columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
+def table_columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
     """All that some row has a value for; labels not included."""
     rows = comparison.rows
 
@@ -48,7 +48,7 @@ def columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column]:
     def spikes(name: str) -> list[Cell]:
         return [spike_cell(row, name) for row in rows]
 
-    sure = any(row.loss and interval(row.loss) for row in rows)
+    sure = any(row.loss and in_words(row.loss) for row in rows)
     small, window, olmo = partial(short, digits=3), "128 steps", "OLMo 2"
     every = "Share of steps, and their number"
     made = [
@@ -118,10 +118,10 @@ def estimate_cell(estimate: Estimate | None) -> Cell:
     """A mean with its interval."""
     if estimate is None or number(estimate.mean) is None:
         return Cell(MISSING, tag="not finite" if estimate else "")
-    return Cell(fixed(estimate.mean), estimate.mean, interval(estimate))
+    return Cell(fixed(estimate.mean), estimate.mean, in_words(estimate))
 
 
-def interval(estimate: Estimate, signed: bool = False) -> str:
+def in_words(estimate: Estimate, signed: bool = False) -> str:
     """Its 95% interval in words; nothing from a single seed."""
     if number(estimate.low) is None or number(estimate.high) is None:
         return ""
@@ -146,7 +146,7 @@ def gap_cell(row: Row, baseline: str | None, style: RowStyle, limit: float) -> C
     if gap is None or number(gap.mean) is None:
         is_baseline = bool(row.runs) and row.runs[0].variant == baseline
         return Cell("", tag="baseline") if is_baseline else Cell(MISSING)
-    bounds = interval(gap, signed=True)
+    bounds = in_words(gap, signed=True)
     tag = ""
     if not bounds:
         tag = "no interval from one seed" if gap.seeds == 1 else "no interval"
@@ -166,9 +166,8 @@ def forest(gap: Estimate, style: RowStyle, limit: float) -> Markup:
     if number(gap.low) is not None and number(gap.high) is not None:
         axes.plot((gap.low, gap.high), (0, 0), color=style.colour, linewidth=2.2)  # type: ignore[arg-type]
     axes.plot(gap.mean, 0, "o", color=style.colour, markersize=6.5)
-    name = f"gap{style.index}"
-    label = f"{fixed(gap.mean, signed=True)}, {interval(gap, True) or 'no interval'}"
-    return Markup(to_svg(figure, name, label, [style]))
+    label = f"{fixed(gap.mean, signed=True)}, {in_words(gap, True) or 'no interval'}"
+    return Markup(to_svg(figure, f"gap{style.index}", [style], label))
 
 
 def spike_cell(row: Row, name: str) -> Cell:

@@ -3,17 +3,20 @@
 import re
 from functools import cache
 from html.parser import HTMLParser
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
 import sample_comparison as sample
+from matplotlib.axes import Axes
 
 from diffllm.report import bands
-from diffllm.report.comparison import Comparison, Estimate
+from diffllm.report.comparison import Comparison, Estimate, Row
+from diffllm.report.curves import draw_curves
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
-from diffllm.report.runs import Series
+from diffllm.report.runs import Run, Series
 from diffllm.report.style import RC, VARIANTS, row_styles
 from diffllm.report.table import gap_cell
 
@@ -170,43 +173,135 @@ def test_size_of_a_page():
     assert len(html_of("nine rows")) < 1_500_000
 
 
-def test_seeds_of_different_length_meet_where_both_have_values():
-    a = Series(np.array([10, 20, 30]), np.array([3.0, 2.0, 1.0]))
-    b = Series(np.array([10, 20, 30]), np.array([5.0, np.nan, np.nan]))
-    band = bands.over_seeds([a, b])
-    assert band.x.tolist() == [10, 20, 30]
-    assert band.mean.tolist() == [4, 2, 1]
-    assert band.low.tolist() == [3, 2, 1]
-    assert band.high.tolist() == [5, 2, 1]
+def series(*values: float) -> Series:
+    return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
+
+
+def test_a_mean_ends_where_a_seed_does():
+    band = bands.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
+    assert band.x.tolist() == [10, 20, 30, 40]
+    for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
+        assert values[:2].tolist() == expected
+        assert np.isnan(values[2:]).all()
+    assert band.singles[0].values[1:].tolist() == [2, 1, 0]
+    assert band.stops.tolist() == [[20, 4], [20, 6]]
     assert bands.over_seeds([]) is None
+    assert bands.over_seeds([series(np.nan, np.inf)]) is None
 
 
-def test_a_running_mean_is_one():
+def test_a_value_that_is_not_finite_leaves_a_gap():
+    band = bands.over_seeds([series(1, np.inf, 3), series(1, 2, 3)])
+    assert np.isnan(band.mean).tolist() == [False, True, False]
+    assert not len(band.stops)
+    assert band.singles[-1].values.tolist() == [1, 2, 3]
+    smooth = bands.smoothed(series(1, np.nan, 5, 6, 7), 3).values
+    assert np.isnan(smooth).tolist() == [False, True, False, False, False]
+    assert smooth[2:].tolist() == [5.5, 6, 6.5]
+
+
+def test_seeds_logged_at_different_steps_are_interpolated():
+    sparse = Series(np.array([10, 30]), np.array([1.0, 3.0]))
+    band = bands.over_seeds([sparse, series(1, 4, 5)])
+    assert band.mean.tolist() == [1, 3, 4]
+
+
+@pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])
+def test_a_running_mean_is_one(n, points):
+    assert bands.window(n) == points
     rng = np.random.default_rng(0)
-    series = Series(np.arange(500), rng.normal(size=500))
-    smooth = bands.smoothed(series).values
-    assert smooth[250] == pytest.approx(series.values[245:256].mean())
-    assert smooth[0] == pytest.approx(series.values[:6].mean())
+    series = Series(np.arange(n), rng.normal(size=n))
+    smooth, half = bands.smoothed(series, points).values, points // 2
+    middle = n // 2
+    assert smooth[middle] == pytest.approx(series.values[middle - half : middle + half + 1].mean())
+    assert smooth[0] == pytest.approx(series.values[: half + 1].mean())
 
 
-def test_thinning_keeps_extremes():
-    rng = np.random.default_rng(0)
-    y = rng.normal(size=2000)
-    y[777], y[1234] = 50, -50
-    thin = bands.thinned(bands.Band(np.arange(2000), y, y - 1, y + 1))
+@pytest.mark.parametrize("missing", [False, True])
+def test_thinning_keeps_extremes_and_the_mean_in_its_band(missing):
+    y = np.random.default_rng(0).normal(size=(3, 2000))
+    y[:, 777], y[:, 1234] = 50, -50
+    y[0, 333], y[1, 1555] = 90, -90
+    if missing:
+        y[2, 1700:1800] = np.nan
+        y[2, 1900:] = np.nan
+    x = np.arange(2000)
+    band = bands.over_seeds([Series(x, seed) for seed in y])
+    thin = bands.thinned(band)
     assert len(thin.x) <= bands.POINTS
-    assert (thin.mean.min(), thin.mean.max()) == (-50, 50)
-    assert (np.diff(thin.x) >= 0).all()
+    assert (np.nanmin(thin.mean), np.nanmax(thin.mean)) == (-50, 50)
+    assert (np.nanmin(thin.low), np.nanmax(thin.high)) == (-90, 90)
+    assert (np.diff(thin.x) > 0).all()
+    there = np.isfinite(thin.mean)
+    assert there.all() == (not missing)
+    assert (thin.low[there] <= thin.mean[there]).all()
+    assert (thin.mean[there] <= thin.high[there]).all()
+    assert len(thin.singles) == 3 * missing
+    for single in thin.singles:
+        assert len(single.tokens) <= bands.POINTS
 
 
-def test_gaps_are_of_the_same_seed():
-    comparison = CASES["four variants"]()
+def with_baseline(comparison: Comparison) -> Comparison:
+    """Every row with a gap is measured from the first."""
+    for row in comparison.rows:
+        row.baseline = comparison.rows[0] if row.gap else None
+    return comparison
+
+
+def test_gaps_are_of_the_same_seeds():
+    comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
-    band = bands.gap_band(other, base)
+    band = bands.gap_band(other)
     final = [o.series("eval/loss").values[-1] for o in other.runs]
     below = [b.series("eval/loss").values[-1] for b in base.runs[1:]]
     assert band.mean[-1] == pytest.approx(np.mean(np.subtract(final, below)))
+    for run in other.runs:
+        run.cfg.model.init_seed += 10
+    assert bands.gap_band(other) is None
+    assert bands.gap_band(base) is None
+
+
+def test_layers_show_finished_runs_or_a_common_step():
+    row = CASES["four variants"]().rows[0]
+    row.runs[0].summary, row.runs[0].lines = None, row.runs[0].lines[:5]
+    row.runs[1].summary = {"steps": 1}
+    row.runs[2].summary = {"steps": 1}
+
+    def ends(*runs: Run, at: int = -1) -> np.ndarray:
+        return np.mean([run.by_layer("hidden_top1").values[at] for run in runs], axis=0)
+
+    assert bands.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs[1:]))
+    for run in row.runs:
+        run.summary = None
+    assert bands.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
+
+
+def drawn(y: list[np.ndarray], **how: Any) -> Axes:
+    """The axes of curves, a row each."""
+    rows = [Row(f"row {i}", {}, [], None, None, {}) for i in range(len(y))]
+    curves = [bands.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
+    with matplotlib.rc_context(RC):
+        return draw_curves(curves, row_styles(rows), "unit", **how).axes[0]
+
+
+def test_a_spike_does_not_set_the_scale():
+    calm = np.linspace(9, 3, 50)
+    spiky = calm.copy()
+    spiky[20] = 1000
+    low, high = drawn([calm, spiky], top=10).get_ylim()
+    assert high == 10
+    assert 2 < low < 3
+
+
+def test_a_logarithmic_scale_stays_one_with_a_zero():
+    y = np.linspace(9, 3, 50)
+    y[20] = 0
+    axes = drawn([y], log=True)
+    assert axes.get_yscale() == "log"
+    assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
+    comparison = CASES["four variants"]()
+    comparison.rows[0].runs[0].lines[7]["train/update_norm"] = 0.0
+    assert "Logarithmic scale; values that are not above 0 leave a gap." in page(comparison)
 
 
 def test_numbers_as_written():
