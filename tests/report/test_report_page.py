@@ -18,7 +18,7 @@ from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RC, VARIANTS, row_styles
-from diffllm.report.table import gap_cell
+from diffllm.report.table import Cell, forest_limit, table_columns
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -138,18 +138,55 @@ def test_sections_appear_with_their_metrics_only():
     assert "Gap to" not in html_of("one run")
 
 
+def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
+    """Cells of every column by its title."""
+    with matplotlib.rc_context(RC):
+        made = table_columns(comparison, row_styles(comparison.rows))
+    return {column.title: column.cells for column in made}
+
+
 def test_a_gap_says_whether_it_shows_a_difference():
-    comparison = sample.compared(("standard", "gated"), 2, 10)
-    row, style = comparison.rows[1], row_styles(comparison.rows)[1]
+    comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
+    base, row = comparison.rows
 
-    def tag(low: float | None, high: float | None, seeds: int = 3) -> str:
+    def tags(low: float | None, high: float | None, seeds: int = 3) -> list[str]:
         row.gap = Estimate(-0.01, low, high, seeds)
-        with matplotlib.rc_context(RC):
-            return gap_cell(row, "standard", style, 0.1).tag
+        return [cell.tag for cell in cells_of(comparison)["Gap to standard"]]
 
-    assert tag(-0.03, -0.01) == ""
-    assert tag(-0.03, 0.01) == tag(-0.02, 0.0) == "no difference shown"
-    assert tag(None, None, 1) == "no interval from one seed"
+    assert tags(-0.03, -0.01) == ["baseline", ""]
+    assert tags(-0.03, 0.01) == tags(-0.02, 0.0) == ["baseline", "no difference shown"]
+    assert tags(None, None, 1) == ["baseline", "no interval from one seed"]
+    base.diverged = 1
+    assert tags(-0.03, 0.01) == ["baseline", "1 of 2 seeds of standard diverged"]
+    row.diverged = 1
+    assert tags(-0.03, 0.01) == ["baseline", "1 of 2 seeds diverged"]
+    assert [cell.tag for cell in cells_of(comparison)["Held-out loss"]] == [tags(0, 0)[1]] * 2
+    row.gap = row.baseline = None
+    assert "Gap to standard" not in cells_of(comparison)
+
+
+def test_only_what_others_are_measured_from_is_the_baseline():
+    comparison = with_baseline(sample.sweep_of_rates())
+    comparison.rows[2].gap = comparison.rows[4].gap = None
+    tags = [cell.tag for cell in cells_of(comparison)["Gap to standard"]]
+    assert tags[0] == "baseline"
+    assert "baseline" not in tags[1:]
+
+
+def test_a_wide_interval_does_not_set_the_scale():
+    narrow, wide = Estimate(0.01, 0, 0.02, 3), Estimate(0.01, -9, 9, 2)
+    assert forest_limit([narrow, narrow, wide]) == pytest.approx(0.022)
+    assert forest_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
+    assert forest_limit([wide]) == pytest.approx(9.9)
+    assert forest_limit([Estimate(0.0)]) == 1
+    assert forest_limit([]) is None
+
+
+def test_incomparable_rows_say_so_where_losses_are():
+    text = Reader(html_of("incomparable")).text
+    assert "not comparable across steps" in text
+    assert text.count("Rows are not comparable: they differ in steps.") >= 3
+    assert "not comparable" not in Reader(html_of("four variants")).text
 
 
 def test_values_that_are_not_finite_are_dashes():
