@@ -12,11 +12,13 @@ import sample_comparison as sample
 from matplotlib.axes import Axes
 
 from diffllm.report import bands
+from diffllm.report.columns import COLUMNS
 from diffllm.report.comparison import Comparison, Estimate, Row
 from diffllm.report.curves import draw_curves
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
 from diffllm.report.runs import Run, Series
+from diffllm.report.settings import settings
 from diffllm.report.style import RC, VARIANTS, row_styles
 from diffllm.report.table import Cell, forest_limit, table_columns
 
@@ -187,6 +189,35 @@ def test_incomparable_rows_say_so_where_losses_are():
     assert "not comparable across steps" in text
     assert text.count("Rows are not comparable: they differ in steps.") >= 3
     assert "not comparable" not in Reader(html_of("four variants")).text
+
+
+def test_settings_are_those_of_all_runs():
+    comparison = sample.sweep_of_rates()
+    for row in comparison.rows:
+        for run in row.runs:
+            run.cfg.optim.lr = row.keys["optim.lr"]
+    comparison.rows[1].runs[0].cfg.model.ffn_dim += 64
+    shown = settings(comparison.rows)
+    assert "lr 0.0003 or 0.001 or 0.003" in shown["Optimizer"]
+    assert "steps 600" in shown["Training"]
+    assert "device CPU" in shown["Machine"]
+    assert shown["FFN width"].endswith(f" in {comparison.rows[1].label}")
+    assert "lr 0.0003 or 0.001 or 0.003" in Reader(page(comparison)).text
+
+
+def test_finished_runs_are_counted():
+    comparison = sample.compared(("standard", "gated"), 3, 10)
+    row = comparison.rows[1]
+    row.runs[0].summary, row.values["seeds"] = None, 2
+    assert "2 rows × 3 seeds: 5 of 6 runs finished" in page(comparison)
+    assert [cell.text for cell in cells_of(comparison)["Seeds"]] == ["3", "2 of 3"]
+
+
+def test_every_column_is_explained():
+    text = Reader(html_of("four variants")).text
+    explained = text[text.index("Columns of the table") :]
+    for name in ("loss", "gap", "seeds", "spikes/loss_score", "context_rms_max"):
+        assert COLUMNS[name] in explained
 
 
 def test_values_that_are_not_finite_are_dashes():
