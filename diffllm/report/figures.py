@@ -109,7 +109,7 @@ class Figures:
             return
         kind = maps.scale.kind
         colour = f"colour on {kind}" if maps.scale.colours == "viridis" else kind
-        shared = " that all panels share" if len(panels) > 1 else ""
+        shared = ", the same in all panels" if len(panels) > 1 else ""
         several = " Mean over a row's seeds, as far as all of them got." if self.several else ""
         name = self.next_name()
         bar = to_svg(draw_bar(maps), name, self.styles)

@@ -52,7 +52,9 @@ def sections(comparison: Comparison, styles: list[RowStyle]) -> list[Section]:
             list(context(draw)),
         ),
         (
-            " and ".join(n for n, made in zip(("Lambda", "Gate"), weights, strict=True) if made),
+            " and ".join(
+                name for name, made in zip(("Lambda", "Gate"), weights, strict=True) if made
+            ).capitalize(),
             " ".join(
                 text
                 for text, made in zip((LAMBDA, GATE, by_layer(draw)), (*weights, True), strict=True)
