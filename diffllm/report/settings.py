@@ -35,7 +35,7 @@ LINES = {
     },
 }  # fmt: skip
 """Config keys and facts, and what the page calls them."""
-UNSET = (None, [], "")
+UNSET: tuple[Any, ...] = (None, [], "")
 HASH = 8
 """Characters of a hash that are shown."""
 

@@ -47,7 +47,7 @@ def table_columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column
     rows = comparison.rows
 
     def column(title: str, unit: str, names: str, cells: list[Cell]) -> Column:
-        return Column(title, unit, "; ".join(COLUMNS[name] for name in names.split()), cells)
+        return Column(title, unit, hint(names.split()), cells)
 
     def plain(title: str, unit: str, name: str, how: Callable[[Any], str]) -> Column:
         return column(title, unit, name, [plain_cell(row.values.get(name), how) for row in rows])
@@ -87,6 +87,13 @@ def table_columns(comparison: Comparison, styles: list[RowStyle]) -> list[Column
         plain("MFU", "", "perf/mfu", percent),
     ]
     return [c for c in made if any(cell != Cell(MISSING) for cell in c.cells)]
+
+
+def hint(names: list[str]) -> str:
+    """What these columns of the CSV mean."""
+    if len(names) == 1:
+        return COLUMNS[names[0]]
+    return "; ".join(f"{name}: {COLUMNS[name]}" for name in names)
 
 
 def unit(estimates: list[Estimate | None], kind: str) -> str:
