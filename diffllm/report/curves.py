@@ -39,10 +39,11 @@ def draw_curves(
     start: float = 0,
     top: float | None = None,
 ) -> Figure:
-    """Means as lines and seeds as bands, over tokens.
+    """Means as lines, seeds as bands and alone as thin lines, over tokens.
 
     Args:
         spikes: of every row, the tokens to mark in a lane below the curves.
+        log: leaves out what is not positive.
         zero: whether to draw a line at zero.
         start: tokens at which the axis begins.
         top: where a linear scale ends; None shows everything.
@@ -50,15 +51,17 @@ def draw_curves(
     lanes = len(styles) * LANE + 8 if spikes is not None and any(map(len, spikes)) else 0
     figure = new_figure(height=HEIGHT + lanes)
     axes = place(figure, LEFT, TOP, RIGHT, BOTTOM + lanes)
-    end = draw_bands(axes, bands, styles)
+    end = draw_bands(axes, bands, styles, log)
+    draw_stops(axes, bands, styles, log)
     name_axes(axes, unit)
     axes.set_xlim(start, end + 0.01 * (end - start) or 1)
     if zero:
         axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
     if log:
-        logarithmic(axes, bands)
+        logarithmic(axes)
     elif top is not None:
-        axes.set_ylim(top=top)
+        bottom = min(float(band.drawn.min()) for band in bands if band and len(band.drawn))
+        axes.set_ylim(bottom - 0.05 * (top - bottom), top)
     last = axes
     if lanes and spikes is not None:
         box = axes.get_position()
@@ -83,14 +86,15 @@ def draw_layers(
     """Means as lines and seeds as bands, over layers.
 
     Args:
+        log: leaves out what is not positive.
         reference: a value to draw a line at, and what it is.
     """
     figure = new_figure()
     axes = place(figure, LEFT, TOP, RIGHT, BOTTOM)
-    draw_bands(axes, bands, styles)
+    draw_bands(axes, bands, styles, log)
     name_axes(axes, unit)
     if log:
-        logarithmic(axes, bands)
+        logarithmic(axes)
     axes.margins(x=0.04)
     if reference is not None:
         value, name = reference
@@ -110,7 +114,7 @@ def draw_layers(
     return figure
 
 
-def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle]) -> float:
+def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle], log: bool) -> float:
     """All rows; returns the largest x."""
     end = 0.0
     for band, style in zip(bands, styles, strict=True):
@@ -120,11 +124,15 @@ def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle]) -> float:
         band = thinned(band)
         few = len(band.x) <= FEW
         marker = {"marker": style.marker, "markersize": 3.6} if few else {}
-        axes.plot(band.x, band.mean, linewidth=1.6, **style.line, **marker)  # type: ignore[arg-type]
+        mean, low = (positive(y) if log else y for y in (band.mean, band.low))
+        axes.plot(band.x, mean, linewidth=1.6, **style.line, **marker)  # type: ignore[arg-type]
+        for x, y in band.singles:
+            line = {**style.line, **marker, "linewidth": 0.7, "markersize": 2}
+            axes.plot(x, positive(y) if log else y, **line)  # type: ignore[arg-type]
         if (band.high > band.low).any():
             axes.fill_between(
                 band.x,
-                band.low,
+                low,
                 band.high,
                 color=style.colour,
                 alpha=0.16 if len(styles) <= MANY else 0.09,
@@ -132,6 +140,21 @@ def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle]) -> float:
                 gid=style.gid,
             )
     return end
+
+
+def draw_stops(axes: Axes, bands: Bands, styles: list[RowStyle], log: bool) -> None:
+    """A cross where a seed ends early or is no longer finite."""
+    for band, style in zip(bands, styles, strict=True):
+        if band is not None and len(band.stops):
+            x, y = band.stops.T
+            cross = {"marker": "x", "markersize": 6, "markeredgewidth": 1.6, "linestyle": "none"}
+            y = positive(y) if log else y
+            axes.plot(x, y, color=style.colour, gid=style.gid, **cross)  # type: ignore[arg-type]
+
+
+def positive(values: np.ndarray) -> np.ndarray:
+    """NaN for the rest, which has no place on a logarithmic scale."""
+    return np.where(values > 0, values, np.nan)
 
 
 def name_axes(axes: Axes, unit: str) -> None:
@@ -152,11 +175,8 @@ def name_axes(axes: Axes, unit: str) -> None:
     axes.yaxis.set_major_formatter(plain)
 
 
-def logarithmic(axes: Axes, bands: Bands) -> None:
-    """A logarithmic scale with plain numbers, if all is positive."""
-    drawn = [band for band in bands if band is not None and len(band.x)]
-    if not drawn or min(float(band.low.min()) for band in drawn) <= 0:
-        return
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic scale with plain numbers."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     decades = np.log10(high / low)

@@ -14,12 +14,12 @@ from diffllm.report.curves import ROUND, TOKENS
 from diffllm.report.numbers import short
 from diffllm.report.style import MUTED, SMALL, new_figure, place
 
-COLUMNS = 100
+STRETCHES = 100
 """Most stretches of tokens that a map tells apart."""
 WIDE = 20
 """Ratio of largest to smallest from which the scale is logarithmic."""
-WIDTH, HEIGHT, BAR_HEIGHT = 300, 144, 40
-LEFT, TOP, RIGHT, BOTTOM = 26, 6, 10, 22
+WIDTH, HEIGHT, BAR_HEIGHT = 300, 168, 40
+LEFT, TOP, RIGHT, BOTTOM = 26, 18, 10, 34
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def maps_of(rows: list[Row], quantity: str) -> Maps | None:
     end = max((float(tokens[-1]) for tokens in logged if len(tokens)), default=0.0)
     if not len(longest):
         return None
-    edges = np.linspace(0, end, min(len(longest), COLUMNS) + 1)
+    edges = np.linspace(0, end, min(len(longest), STRETCHES) + 1)
     values = [over_time(row, quantity, edges) for row in rows]
     seen = np.concatenate([v[np.isfinite(v)] for v in values if v is not None])
     return Maps(values, end, scale_of(seen)) if len(seen) else None
@@ -90,6 +90,8 @@ def draw_map(values: np.ndarray, maps: Maps) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
     axes.xaxis.set_major_formatter(TOKENS)
     axes.tick_params(labelsize=SMALL, pad=3)
+    figure.text(0, 0.99, "layer", ha="left", va="top", color=MUTED)
+    figure.text(1, 0.012, "tokens", ha="right", va="bottom", color=MUTED)
     return figure
 
 

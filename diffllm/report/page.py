@@ -3,19 +3,19 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from diffllm.report.bands import POINTS, SMOOTHING
+from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison, Row
-from diffllm.report.figures import Figures
-from diffllm.report.numbers import compact, fixed, number
-from diffllm.report.runs import Run
+from diffllm.report.numbers import compact, fixed
+from diffllm.report.sections import sections
+from diffllm.report.settings import settings, summary
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import columns
+from diffllm.report.table import table_columns
 
 
 @dataclass(frozen=True)
@@ -42,53 +42,25 @@ def page(comparison: Comparison) -> str:
     environment.filters["breakable"] = breakable
     styles = row_styles(comparison.rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        sections = Figures(comparison, styles).sections()
-        table = columns(comparison, styles)
+        figures = sections(comparison, styles)
+        table = table_columns(comparison, styles)
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
-        summary=summary(comparison),
+        summary=summary(comparison.rows),
+        settings=settings(comparison.rows),
+        gaps=sum(row.gap is not None for row in comparison.rows),
         styles=styles,
         columns=table,
-        sections=sections,
+        sections=figures,
         several=any(len(row.runs) > 1 for row in comparison.rows),
         runs=run_lines(comparison.rows),
         points=POINTS,
-        smoothing=100 // SMOOTHING,
     )
 
 
 def breakable(label: str) -> Markup:
     """A name that may go on in a new line after each underscore."""
     return Markup(escape(label).replace("_", Markup("_<wbr>")))
-
-
-def summary(comparison: Comparison) -> str:
-    """What was run, without a verdict."""
-    rows = comparison.rows
-    runs = [run for row in rows for run in row.runs]
-    if not runs:
-        return "No runs."
-    if len(runs) == 1:
-        parts = ["One run"]
-    else:
-        count = f"{len(rows)} rows" if len(rows) > 1 else rows[0].label
-        each = span([float(len(row.runs)) for row in rows], "seed", "seeds")
-        parts = [f"{count} × {each}: {len(runs)} runs"]
-    for name, what in (("tokens", "tokens a run"), ("parameters", "parameters")):
-        found = [number(row.values.get(name)) for row in rows]
-        known = [x for x in found if x is not None]
-        if known:
-            parts.append(span(known, what, what))
-    for group in ("model", "data"):
-        chosen = sorted({run.cfg.run.choices[group] for run in runs})
-        parts.append(f"{group} {', '.join(chosen)}")
-    return "; ".join(parts) + "."
-
-
-def span(values: list[float], one: str, many: str) -> str:
-    """One number or a range, with its noun."""
-    low, high = compact(min(values)), compact(max(values))
-    return f"{low if low == high else f'{low} to {high}'} {one if high == '1' else many}"
 
 
 def run_lines(rows: list[Row]) -> list[RunLine]:
@@ -100,8 +72,8 @@ def run_lines(rows: list[Row]) -> list[RunLine]:
             label=row.label,
             seed=run.cfg.seed,
             path=os.path.relpath(run.path.absolute(), root),
-            tokens=compact(last(run, "tokens")),
-            loss=fixed(last(run, "eval/loss")),
+            tokens=compact(last(run.series("train/loss").tokens)),
+            loss=fixed(last(run.series("eval/loss").values)),
             state="finished" if run.summary is not None else "unfinished",
         )
         for row in rows
@@ -109,6 +81,6 @@ def run_lines(rows: list[Row]) -> list[RunLine]:
     ]
 
 
-def last(run: Run, name: str) -> Any:
-    """The value in the last line that has it."""
-    return next((line[name] for line in reversed(run.lines) if name in line), None)
+def last(values: np.ndarray) -> float | None:
+    """None of no values."""
+    return float(values[-1]) if len(values) else None

@@ -164,11 +164,11 @@ def place(figure: Figure, left: float, top: float, right: float, bottom: float) 
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
-def to_svg(figure: Figure, name: str, label: str, styles: list[RowStyle]) -> str:
+def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "") -> str:
     """An <svg> for a page: themed, with ids under `name` and artists of rows as classes.
 
     Args:
-        name: unique in the page.
+        name: unique in the page; without a label the element `name`-title says what it is.
         label: read out in place of the figure.
     """
     out = io.StringIO()
@@ -193,7 +193,8 @@ def to_svg(figure: Figure, name: str, label: str, styles: list[RowStyle]) -> str
     for style in styles:
         group = f'<g class="row {style.gid}"><title>{escape(style.label)}</title>'
         body = body.replace(f'<g id="{name}-{style.gid}">', group)
-    return f'<svg viewBox="{view[1]}" role="img" aria-label="{escape(label)}">{body.strip()}</svg>'
+    named = f'aria-label="{escape(label)}"' if label else f'aria-labelledby="{name}-title"'
+    return f'<svg viewBox="{view[1]}" role="img" {named}>{body.strip()}</svg>'
 
 
 def shortened(attribute: re.Match[str]) -> str:

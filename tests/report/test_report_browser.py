@@ -1,6 +1,6 @@
 """The report page in a browser: no script error, nothing wider than the window, working controls.
 
-A page beside the report shows it in a frame of the wanted width and asks it questions.
+One page shows all reports in frames of the wanted widths and themes and asks them questions.
 """
 
 import json
@@ -25,8 +25,7 @@ console.error = (...said) => { errors.push(said.join(" ")); };
 document.addEventListener("securitypolicyviolation", (e) => errors.push(e.violatedDirective));
 </script>"""
 HARNESS = """<!DOCTYPE html><meta name="color-scheme" content="light dark">
-<body style="margin:0"><iframe src="report.html" style="border:0;width:WIDTHpx;height:900px">
-</iframe><script>
+<body style="margin:0">FRAMES<script>
 const shown = (element) => element.getClientRects().length > 0;
 function overlaps(svg) {
   const boxes = [...svg.querySelectorAll("text")].filter(shown).map((text) =>
@@ -47,7 +46,9 @@ function ask(page, view) {
     beyond: all("figure svg, h1, h3, h4, figcaption, .box").filter((element) => shown(element) &&
       element.getBoundingClientRect().right > view.innerWidth).length,
     overlaps: all("figure svg").flatMap(overlaps),
-    columns: new Set(all(".figures > figure").map((f) => f.getBoundingClientRect().left)).size,
+    widths: new Set(all(".figures > figure").map((f) =>
+      Math.round(root.clientWidth / f.getBoundingClientRect().width))).size,
+    forests: all(".forest").filter(shown).length,
   };
   const headers = all("#main thead th");
   const labels = () => all("#main tbody th").map((th) => th.dataset.order);
@@ -71,40 +72,54 @@ function ask(page, view) {
   answers.errors = view.errors;
   return answers;
 }
-const frame = document.querySelector("iframe");
-frame.onload = () => {
+window.onload = () => {
   const result = document.createElement("pre");
   result.id = "result";
-  try {
-    result.textContent = JSON.stringify(ask(frame.contentDocument, frame.contentWindow));
-  } catch (error) { result.textContent = JSON.stringify(String(error)); }
+  result.textContent = JSON.stringify([...document.querySelectorAll("iframe")].map((frame) => {
+    try { return ask(frame.contentDocument, frame.contentWindow); }
+    catch (error) { return String(error); }
+  }));
   document.body.append(result);
 };
 </script>"""
+FRAME = """<iframe src="{file}" style="border:0;display:block;width:{width}px;height:900px;
+color-scheme:{theme}"></iframe>"""
+
+FOUR = "four variants"
+ODD = {
+    make.__name__: make
+    for make in (sample.hostile, sample.barely_started, sample.not_finite, sample.incomparable)
+}
+VIEWS = [(FOUR, width, dark) for width in (360, 1400) for dark in (False, True)]
+VIEWS += [(name, 360, False) for name in ODD]
 
 
-def asked(folder: Path, text: str, width: int, dark: bool = False) -> dict:
-    """The page's answers."""
-    assert "<head>" in text
-    (folder / "report.html").write_text(text.replace("<head>", "<head>" + LISTENERS, 1))
-    (folder / "harness.html").write_text(HARNESS.replace("WIDTH", str(width)))
+def asked(folder: Path, texts: dict[str, str]) -> dict[tuple[str, int, bool], dict]:
+    """Every view's answers."""
+    files = {name: f"{i}.html" for i, name in enumerate(texts)}
+    for name, text in texts.items():
+        assert "<head>" in text
+        (folder / files[name]).write_text(text.replace("<head>", "<head>" + LISTENERS, 1))
+    frames = [
+        FRAME.format(file=files[name], width=width, theme="dark" if dark else "light")
+        for name, width, dark in VIEWS
+    ]
+    (folder / "harness.html").write_text(HARNESS.replace("FRAMES", "".join(frames)))
     flags = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --allow-file-access-from-files "
-        f"--virtual-time-budget=20000 --window-size=1500,1000 --user-data-dir={folder / 'profile'} "
-        f"--blink-settings=preferredColorScheme={0 if dark else 1} --dump-dom"
+        f"--virtual-time-budget=60000 --window-size=1500,1000 --user-data-dir={folder / 'profile'} "
+        "--dump-dom"
     )
     done = subprocess.run(
         [str(CHROMIUM), *flags.split(), f"file://{folder / 'harness.html'}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
     assert result, f"{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
-    answers = json.loads(unescape(result[1]))
-    assert isinstance(answers, dict), answers
-    return answers
+    return dict(zip(VIEWS, json.loads(unescape(result[1])), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -113,21 +128,24 @@ def comparison():
 
 
 @pytest.fixture(scope="module")
-def text(comparison):
-    return page(comparison)
+def views(comparison, tmp_path_factory):
+    texts = {FOUR: page(comparison), **{name: page(make()) for name, make in ODD.items()}}
+    return asked(tmp_path_factory.mktemp("pages"), texts)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1400])
-def test_fits_follows_the_theme_and_responds(comparison, text, tmp_path, width, dark):
-    answers = asked(tmp_path, text, width, dark)
+def test_fits_follows_the_theme_and_responds(comparison, views, width, dark):
+    answers = views[FOUR, width, dark]
+    assert isinstance(answers, dict), answers
     assert answers["errors"] == []
     assert answers["inner"] == width
     assert answers["wide"] <= width
     assert answers["beyond"] == 0
     assert answers["overlaps"] == []
     assert answers["figures"] > 20
-    assert answers["columns"] == (1 if width == 360 else 3)
+    assert answers["widths"] == (1 if width == 360 else 3)
+    assert answers["forests"] == (0 if width == 360 else 3)
     assert answers["dark"] == dark
     brightness = [sum(map(int, re.findall(r"\d+", answers[k])[:3])) for k in ("background", "text")]
     assert (brightness[0] < 100 < 600 < brightness[1]) == dark
@@ -153,13 +171,10 @@ def test_fits_follows_the_theme_and_responds(comparison, text, tmp_path, width, 
     assert again == [all_0, all_1]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [sample.hostile, sample.barely_started, sample.not_finite, sample.incomparable],
-    ids=lambda make: make.__name__,
-)
-def test_odd_pages_fit_a_phone(make, tmp_path):
-    answers = asked(tmp_path, page(make()), 360)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_pages_fit_a_phone(views, name):
+    answers = views[name, 360, False]
+    assert isinstance(answers, dict), answers
     assert answers["errors"] == []
     assert answers["wide"] <= 360
     assert answers["beyond"] == 0

@@ -3,19 +3,24 @@
 import re
 from functools import cache
 from html.parser import HTMLParser
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
 import sample_comparison as sample
+from matplotlib.axes import Axes
 
 from diffllm.report import bands
-from diffllm.report.comparison import Comparison, Estimate
+from diffllm.report.columns import COLUMNS
+from diffllm.report.comparison import Comparison, Estimate, Row
+from diffllm.report.curves import draw_curves
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
-from diffllm.report.runs import Series
+from diffllm.report.runs import Run, Series
+from diffllm.report.settings import settings
 from diffllm.report.style import RC, VARIANTS, row_styles
-from diffllm.report.table import gap_cell
+from diffllm.report.table import Cell, forest_limit, table_columns
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -135,18 +140,84 @@ def test_sections_appear_with_their_metrics_only():
     assert "Gap to" not in html_of("one run")
 
 
+def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
+    """Cells of every column by its title."""
+    with matplotlib.rc_context(RC):
+        made = table_columns(comparison, row_styles(comparison.rows))
+    return {column.title: column.cells for column in made}
+
+
 def test_a_gap_says_whether_it_shows_a_difference():
-    comparison = sample.compared(("standard", "gated"), 2, 10)
-    row, style = comparison.rows[1], row_styles(comparison.rows)[1]
+    comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
+    base, row = comparison.rows
 
-    def tag(low: float | None, high: float | None, seeds: int = 3) -> str:
+    def tags(low: float | None, high: float | None, seeds: int = 3) -> list[str]:
         row.gap = Estimate(-0.01, low, high, seeds)
-        with matplotlib.rc_context(RC):
-            return gap_cell(row, "standard", style, 0.1).tag
+        return [cell.tag for cell in cells_of(comparison)["Gap to standard"]]
 
-    assert tag(-0.03, -0.01) == ""
-    assert tag(-0.03, 0.01) == tag(-0.02, 0.0) == "no difference shown"
-    assert tag(None, None, 1) == "no interval from one seed"
+    assert tags(-0.03, -0.01) == ["baseline", ""]
+    assert tags(-0.03, 0.01) == tags(-0.02, 0.0) == ["baseline", "no difference shown"]
+    assert tags(None, None, 1) == ["baseline", "no interval from one seed"]
+    base.diverged = 1
+    assert tags(-0.03, 0.01) == ["baseline", "1 of 2 seeds of standard diverged"]
+    row.diverged = 1
+    assert tags(-0.03, 0.01) == ["baseline", "1 of 2 seeds diverged"]
+    assert [cell.tag for cell in cells_of(comparison)["Held-out loss"]] == [tags(0, 0)[1]] * 2
+    row.gap = row.baseline = None
+    assert "Gap to standard" not in cells_of(comparison)
+
+
+def test_only_what_others_are_measured_from_is_the_baseline():
+    comparison = with_baseline(sample.sweep_of_rates())
+    comparison.rows[2].gap = comparison.rows[4].gap = None
+    tags = [cell.tag for cell in cells_of(comparison)["Gap to standard"]]
+    assert tags[0] == "baseline"
+    assert "baseline" not in tags[1:]
+
+
+def test_a_wide_interval_does_not_set_the_scale():
+    narrow, wide = Estimate(0.01, 0, 0.02, 3), Estimate(0.01, -9, 9, 2)
+    assert forest_limit([narrow, narrow, wide]) == pytest.approx(0.022)
+    assert forest_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
+    assert forest_limit([wide]) == pytest.approx(9.9)
+    assert forest_limit([Estimate(0.0)]) == 1
+    assert forest_limit([]) is None
+
+
+def test_incomparable_rows_say_so_where_losses_are():
+    text = Reader(html_of("incomparable")).text
+    assert "not comparable across steps" in text
+    assert text.count("Rows are not comparable: they differ in steps.") >= 3
+    assert "not comparable" not in Reader(html_of("four variants")).text
+
+
+def test_settings_are_those_of_all_runs():
+    comparison = sample.sweep_of_rates()
+    for row in comparison.rows:
+        for run in row.runs:
+            run.cfg.optim.lr = row.keys["optim.lr"]
+    comparison.rows[1].runs[0].cfg.model.ffn_dim += 64
+    shown = settings(comparison.rows)
+    assert "lr 0.0003 or 0.001 or 0.003" in shown["Optimizer"]
+    assert "steps 600" in shown["Training"]
+    assert "device CPU" in shown["Machine"]
+    assert shown["FFN width"].endswith(f" in {comparison.rows[1].label}")
+    assert "lr 0.0003 or 0.001 or 0.003" in Reader(page(comparison)).text
+
+
+def test_finished_runs_are_counted():
+    comparison = sample.compared(("standard", "gated"), 3, 10)
+    row = comparison.rows[1]
+    row.runs[0].summary, row.values["seeds"] = None, 2
+    assert "2 rows × 3 seeds: 5 of 6 runs finished" in page(comparison)
+    assert [cell.text for cell in cells_of(comparison)["Seeds"]] == ["3", "2 of 3"]
+
+
+def test_every_column_is_explained():
+    text = Reader(html_of("four variants")).text
+    explained = text[text.index("Columns of the table") :]
+    for name in ("loss", "gap", "seeds", "spikes/loss_score", "context_rms_max"):
+        assert COLUMNS[name] in explained
 
 
 def test_values_that_are_not_finite_are_dashes():
@@ -170,43 +241,135 @@ def test_size_of_a_page():
     assert len(html_of("nine rows")) < 1_500_000
 
 
-def test_seeds_of_different_length_meet_where_both_have_values():
-    a = Series(np.array([10, 20, 30]), np.array([3.0, 2.0, 1.0]))
-    b = Series(np.array([10, 20, 30]), np.array([5.0, np.nan, np.nan]))
-    band = bands.over_seeds([a, b])
-    assert band.x.tolist() == [10, 20, 30]
-    assert band.mean.tolist() == [4, 2, 1]
-    assert band.low.tolist() == [3, 2, 1]
-    assert band.high.tolist() == [5, 2, 1]
+def series(*values: float) -> Series:
+    return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
+
+
+def test_a_mean_ends_where_a_seed_does():
+    band = bands.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
+    assert band.x.tolist() == [10, 20, 30, 40]
+    for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
+        assert values[:2].tolist() == expected
+        assert np.isnan(values[2:]).all()
+    assert band.singles[0].values[1:].tolist() == [2, 1, 0]
+    assert band.stops.tolist() == [[20, 4], [20, 6]]
     assert bands.over_seeds([]) is None
+    assert bands.over_seeds([series(np.nan, np.inf)]) is None
 
 
-def test_a_running_mean_is_one():
+def test_a_value_that_is_not_finite_leaves_a_gap():
+    band = bands.over_seeds([series(1, np.inf, 3), series(1, 2, 3)])
+    assert np.isnan(band.mean).tolist() == [False, True, False]
+    assert not len(band.stops)
+    assert band.singles[-1].values.tolist() == [1, 2, 3]
+    smooth = bands.smoothed(series(1, np.nan, 5, 6, 7), 3).values
+    assert np.isnan(smooth).tolist() == [False, True, False, False, False]
+    assert smooth[2:].tolist() == [5.5, 6, 6.5]
+
+
+def test_seeds_logged_at_different_steps_are_interpolated():
+    sparse = Series(np.array([10, 30]), np.array([1.0, 3.0]))
+    band = bands.over_seeds([sparse, series(1, 4, 5)])
+    assert band.mean.tolist() == [1, 3, 4]
+
+
+@pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])
+def test_a_running_mean_is_one(n, points):
+    assert bands.window(n) == points
     rng = np.random.default_rng(0)
-    series = Series(np.arange(500), rng.normal(size=500))
-    smooth = bands.smoothed(series).values
-    assert smooth[250] == pytest.approx(series.values[245:256].mean())
-    assert smooth[0] == pytest.approx(series.values[:6].mean())
+    series = Series(np.arange(n), rng.normal(size=n))
+    smooth, half = bands.smoothed(series, points).values, points // 2
+    middle = n // 2
+    assert smooth[middle] == pytest.approx(series.values[middle - half : middle + half + 1].mean())
+    assert smooth[0] == pytest.approx(series.values[: half + 1].mean())
 
 
-def test_thinning_keeps_extremes():
-    rng = np.random.default_rng(0)
-    y = rng.normal(size=2000)
-    y[777], y[1234] = 50, -50
-    thin = bands.thinned(bands.Band(np.arange(2000), y, y - 1, y + 1))
+@pytest.mark.parametrize("missing", [False, True])
+def test_thinning_keeps_extremes_and_the_mean_in_its_band(missing):
+    y = np.random.default_rng(0).normal(size=(3, 2000))
+    y[:, 777], y[:, 1234] = 50, -50
+    y[0, 333], y[1, 1555] = 90, -90
+    if missing:
+        y[2, 1700:1800] = np.nan
+        y[2, 1900:] = np.nan
+    x = np.arange(2000)
+    band = bands.over_seeds([Series(x, seed) for seed in y])
+    thin = bands.thinned(band)
     assert len(thin.x) <= bands.POINTS
-    assert (thin.mean.min(), thin.mean.max()) == (-50, 50)
-    assert (np.diff(thin.x) >= 0).all()
+    assert (np.nanmin(thin.mean), np.nanmax(thin.mean)) == (-50, 50)
+    assert (np.nanmin(thin.low), np.nanmax(thin.high)) == (-90, 90)
+    assert (np.diff(thin.x) > 0).all()
+    there = np.isfinite(thin.mean)
+    assert there.all() == (not missing)
+    assert (thin.low[there] <= thin.mean[there]).all()
+    assert (thin.mean[there] <= thin.high[there]).all()
+    assert len(thin.singles) == 3 * missing
+    for single in thin.singles:
+        assert len(single.tokens) <= bands.POINTS
 
 
-def test_gaps_are_of_the_same_seed():
-    comparison = CASES["four variants"]()
+def with_baseline(comparison: Comparison) -> Comparison:
+    """Every row with a gap is measured from the first."""
+    for row in comparison.rows:
+        row.baseline = comparison.rows[0] if row.gap else None
+    return comparison
+
+
+def test_gaps_are_of_the_same_seeds():
+    comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
-    band = bands.gap_band(other, base)
+    band = bands.gap_band(other)
     final = [o.series("eval/loss").values[-1] for o in other.runs]
     below = [b.series("eval/loss").values[-1] for b in base.runs[1:]]
     assert band.mean[-1] == pytest.approx(np.mean(np.subtract(final, below)))
+    for run in other.runs:
+        run.cfg.model.init_seed += 10
+    assert bands.gap_band(other) is None
+    assert bands.gap_band(base) is None
+
+
+def test_layers_show_finished_runs_or_a_common_step():
+    row = CASES["four variants"]().rows[0]
+    row.runs[0].summary, row.runs[0].lines = None, row.runs[0].lines[:5]
+    row.runs[1].summary = {"steps": 1}
+    row.runs[2].summary = {"steps": 1}
+
+    def ends(*runs: Run, at: int = -1) -> np.ndarray:
+        return np.mean([run.by_layer("hidden_top1").values[at] for run in runs], axis=0)
+
+    assert bands.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs[1:]))
+    for run in row.runs:
+        run.summary = None
+    assert bands.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
+
+
+def drawn(y: list[np.ndarray], **how: Any) -> Axes:
+    """The axes of curves, a row each."""
+    rows = [Row(f"row {i}", {}, [], None, None, {}) for i in range(len(y))]
+    curves = [bands.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
+    with matplotlib.rc_context(RC):
+        return draw_curves(curves, row_styles(rows), "unit", **how).axes[0]
+
+
+def test_a_spike_does_not_set_the_scale():
+    calm = np.linspace(9, 3, 50)
+    spiky = calm.copy()
+    spiky[20] = 1000
+    low, high = drawn([calm, spiky], top=10).get_ylim()
+    assert high == 10
+    assert 2 < low < 3
+
+
+def test_a_logarithmic_scale_stays_one_with_a_zero():
+    y = np.linspace(9, 3, 50)
+    y[20] = 0
+    axes = drawn([y], log=True)
+    assert axes.get_yscale() == "log"
+    assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
+    comparison = CASES["four variants"]()
+    comparison.rows[0].runs[0].lines[7]["train/update_norm"] = 0.0
+    assert "Logarithmic scale; values that are not above 0 leave a gap." in page(comparison)
 
 
 def test_numbers_as_written():
