@@ -21,6 +21,8 @@ from diffllm.report.output import read
 
 RESULTS = Path(__file__).parent / "results" / "compare_small"
 BASELINES = ("standard", "diff_v2")
+SMOOTHING = 5
+"""Logged steps in the running mean of the training loss."""
 
 
 def draw_gaps(axes: Axes, comparison: Comparison) -> None:
@@ -39,7 +41,7 @@ def draw_gaps(axes: Axes, comparison: Comparison) -> None:
 def draw_losses(axes: Axes, comparison: Comparison) -> None:
     """Training loss, mean over seeds, against tokens."""
     for i, row in enumerate(comparison.rows):
-        band = band_of(row, lambda run: smoothed(run.series("train/loss")))
+        band = band_of(row, lambda run: smoothed(run.series("train/loss"), SMOOTHING))
         if band is not None:
             band = band.since(band.x[-1] / 4)
             axes.plot(band.x, band.mean, label=row.label, color=f"C{i}", linewidth=1.2)
