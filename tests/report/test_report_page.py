@@ -344,6 +344,30 @@ def test_layers_show_finished_runs_or_a_common_step():
     assert bands.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
 
 
+def test_maps_end_where_a_seed_diverges():
+    row = CASES["four variants"]().rows[0]
+    for line in row.runs[1].lines[20:]:
+        line["context_rms/layer_00"] = None
+    tokens = row.runs[0].by_layer("context_rms").tokens
+    edges = np.concatenate([[0], tokens])
+    values = bands.over_time(row, "context_rms", edges)
+    assert np.isfinite(values[0]).tolist() == [True] * 20 + [False] * (len(tokens) - 20)
+    assert np.isfinite(values[1:]).all()
+    every = [run.by_layer("context_rms").values[3, 2] for run in row.runs]
+    assert values[2, 3] == pytest.approx(np.mean(every))
+
+
+def test_captions_say_which_runs_are_shown():
+    comparison = sample.compared(("standard", "gated"), 1, 10, probes=True)
+    assert "Figures by layer show finished runs at the last logged step." in page(comparison)
+    comparison.rows[1].runs[0].summary = None
+    text = page(comparison)
+    assert "of gated, without a finished run, all runs at the last logged step that" in text
+    assert ">Gate<" in text
+    assert "Lambda" not in text
+    assert "Negative attention weights" not in text, "all zero"
+
+
 def drawn(y: list[np.ndarray], **how: Any) -> Axes:
     """The axes of curves, a row each."""
     rows = [Row(f"row {i}", {}, [], None, None, {}) for i in range(len(y))]
