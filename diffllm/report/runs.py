@@ -127,16 +127,6 @@ class Run:
         """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
         return self.metrics.by_layer(quantity)
 
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl again, a dict a line; NaN for null."""
-        both = zip(self.metrics.steps.tolist(), self.metrics.tokens.tolist(), strict=True)
-        lines: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in both]
-        for name, (places, values) in self.metrics.columns.items():
-            for at, value in zip(places.tolist(), values.tolist(), strict=True):
-                lines[at][name] = value
-        return lines
-
 
 def load_run(path: Path) -> Run:
     """Read a run directory, finished or not.

@@ -39,8 +39,11 @@ def test_a_sweep_of_two_variants_and_two_seeds(
     assert diff_v2.gap is not None
     assert diff_v2.gap.mean == pytest.approx(sum(gaps) / 2)
     assert diff_v2.gap.seeds == 2
-    unknown = {"gap", "gap_low", "gap_high", "perf/mfu"}
+    unknown = {"gap", "gap_low", "gap_high", "gap_seeds", "baseline", "incomparable", "perf/mfu"}
     assert {name for name, value in standard.values.items() if value is None} == unknown
-    assert {name for name, value in diff_v2.values.items() if value is None} == {"perf/mfu"}
+    assert {name for name, value in diff_v2.values.items() if value is None} == {
+        "incomparable",
+        "perf/mfu",
+    }
     with open(sweep / "report.csv") as file:
         assert [line["seeds"] for line in csv.DictReader(file)] == ["2", "2"]

@@ -157,17 +157,27 @@ def incomparable() -> Comparison:
     return made
 
 
+def lines_of(run: Run) -> list[dict[str, Any]]:
+    """metrics.jsonl again, a dict a line; NaN for null."""
+    both = zip(run.metrics.steps.tolist(), run.metrics.tokens.tolist(), strict=True)
+    lines: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in both]
+    for name, (places, values) in run.metrics.columns.items():
+        for at, value in zip(places.tolist(), values.tolist(), strict=True):
+            lines[at][name] = value
+    return lines
+
+
 def barely_started() -> Comparison:
     """One run with one line, and one with none."""
     one, none = run("diff_v2", n=1, finished=False), run("standard", n=1, finished=False)
-    one.metrics, none.metrics = Metrics(one.lines[:1]), Metrics([])
+    one.metrics, none.metrics = Metrics(lines_of(one)[:1]), Metrics([])
     return compare([one, none], title="Two young runs")
 
 
 def not_finite() -> Comparison:
     """A run that diverged, with null where its numbers were NaN; and a row of such numbers."""
     runs = [run("standard", s, 60) for s in (0, 1)]
-    lines = runs[1].lines
+    lines = lines_of(runs[1])
     for line in lines[31:]:
         for name in line:
             if name.startswith(("train/", "eval/", "hidden", "context")):

@@ -17,7 +17,7 @@ from diffllm.report.comparison import Comparison, Estimate, Row
 from diffllm.report.curves import draw_curves
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
-from diffllm.report.runs import Run, Series
+from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.settings import settings
 from diffllm.report.style import RC, VARIANTS, row_styles
 from diffllm.report.table import Cell, forest_limit, table_columns
@@ -331,7 +331,8 @@ def test_gaps_are_of_the_same_seeds():
 
 def test_layers_show_finished_runs_or_a_common_step():
     row = CASES["four variants"]().rows[0]
-    row.runs[0].summary, row.runs[0].lines = None, row.runs[0].lines[:5]
+    row.runs[0].summary = None
+    row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])
     row.runs[1].summary = {"steps": 1}
     row.runs[2].summary = {"steps": 1}
 
@@ -346,8 +347,10 @@ def test_layers_show_finished_runs_or_a_common_step():
 
 def test_maps_end_where_a_seed_diverges():
     row = CASES["four variants"]().rows[0]
-    for line in row.runs[1].lines[20:]:
+    lines = sample.lines_of(row.runs[1])
+    for line in lines[20:]:
         line["context_rms/layer_00"] = None
+    row.runs[1].metrics = Metrics(lines)
     tokens = row.runs[0].by_layer("context_rms").tokens
     edges = np.concatenate([[0], tokens])
     values = bands.over_time(row, "context_rms", edges)
@@ -392,7 +395,7 @@ def test_a_logarithmic_scale_stays_one_with_a_zero():
     assert axes.get_yscale() == "log"
     assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
     comparison = CASES["four variants"]()
-    comparison.rows[0].runs[0].lines[7]["train/update_norm"] = 0.0
+    comparison.rows[0].runs[0].series("train/update_norm").values[7] = 0.0
     assert "Logarithmic scale; values that are not above 0 leave a gap." in page(comparison)
 
 
