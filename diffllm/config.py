@@ -50,6 +50,8 @@ class RunConfig:
     """null: a fresh name from the variant and the time."""
     dir: str | None = None
     """null: outputs/<name>, or outputs/<sweep>/<name>."""
+    report: bool = True
+    """Write report.html and report.csv at the end of training."""
     sweep: str | None = None
     """The sweep that the run belongs to; set by `train.py -m`."""
     swept: list[str] = field(default_factory=list)

@@ -149,7 +149,8 @@ def execute(
         if outputs:
             outputs.file.close()
             outputs.wandb.finish(exit_code=1)
-            display.say(f"report: {report_on(path)}")
+            if cfg.run.report:
+                display.say(f"report: {report_on(path)}")
         dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
     finally:
@@ -167,7 +168,8 @@ def execute(
         outputs.file.close()
         if not stopped:
             directory.finish({**summary, "sample": text})
-            display.say(summary_text(cfg, summary, path, text, report_on(path)))
+            report = report_on(path) if cfg.run.report else "off (run.report)"
+            display.say(summary_text(cfg, summary, path, text, report))
         outputs.wandb.finish(summary)
 
 

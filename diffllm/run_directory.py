@@ -21,7 +21,7 @@ from diffllm.errors import CheckpointError, ConfigError
 
 # What may change between two starts of one run without changing what it computes.
 FREE = (
-    "run.name", "run.dir", "run.sweep", "run.swept", "run.matched", "wandb", "resume",
+    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched", "wandb", "resume",
     "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
     "train.max_consecutive_skips",
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",

@@ -47,13 +47,15 @@ def tiny(corpus: Path) -> list[str]:
         "eval.sequences=4",
         "checkpoint.interval=2",
         "wandb.mode=disabled",
+        "run.report=false",
     ]
 
 
 @pytest.fixture(scope="session")
 def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) -> Path:
     """The directory of a finished run of standard attention; not to be written to."""
-    words = train_command([*tiny, "attention=standard", "run.name=finished"])
+    words = train_command([*tiny, "attention=standard", "run.name=finished", "run.report=true"])
     result = command(words, workplace, environment)
     assert result.code == 0, result.err
+    assert "outputs/finished/report.html" in result.out
     return workplace / "outputs" / "finished"

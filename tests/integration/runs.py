@@ -46,6 +46,7 @@ def command(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[st
         "optim.warmup_steps=5",
         "eval.sequences=4",
         "wandb.mode=disabled",
+        "run.report=false",
         f"run.dir={run}",
         *overrides,
     ]

@@ -68,6 +68,11 @@ def assert_complete(run: Path) -> None:
 # One run
 
 
+def test_a_finished_run_has_its_report(finished_run):
+    assert "<svg" in (finished_run / "report.html").read_text()
+    assert (finished_run / "report.csv").read_text().startswith("variant,")
+
+
 def test_a_finished_run_says_so_and_is_left_alone(
     workplace: Path, finished_run: Path, tiny: list[str], environment: dict[str, str]
 ) -> None:
