@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sample_comparison as sample
@@ -94,15 +95,16 @@ VIEWS = [(FOUR, width, dark) for width in (360, 1400) for dark in (False, True)]
 VIEWS += [(name, 360, False) for name in ODD]
 
 
-def asked(folder: Path, texts: dict[str, str]) -> dict[tuple[str, int, bool], dict]:
-    """Every view's answers."""
+def asked(folder: Path, texts: dict[str, str], views: Any = None) -> dict[Any, dict]:
+    """Every view's answers; a view is (page, width, dark)."""
+    views = views or VIEWS
     files = {name: f"{i}.html" for i, name in enumerate(texts)}
     for name, text in texts.items():
         assert "<head>" in text
         (folder / files[name]).write_text(text.replace("<head>", "<head>" + LISTENERS, 1))
     frames = [
         FRAME.format(file=files[name], width=width, theme="dark" if dark else "light")
-        for name, width, dark in VIEWS
+        for name, width, dark in views
     ]
     (folder / "harness.html").write_text(HARNESS.replace("FRAMES", "".join(frames)))
     flags = (
@@ -119,7 +121,7 @@ def asked(folder: Path, texts: dict[str, str]) -> dict[tuple[str, int, bool], di
     )
     result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
     assert result, f"{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
-    return dict(zip(VIEWS, json.loads(unescape(result[1])), strict=True))
+    return dict(zip(views, json.loads(unescape(result[1])), strict=True))
 
 
 @pytest.fixture(scope="module")

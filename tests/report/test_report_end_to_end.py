@@ -34,10 +34,8 @@ def test_a_page_of_run_directories_opens_and_holds_their_rows(tmp_path):
     ]
     text = html.read_text()
     assert "1 of 7 runs of" in text
-    for width in (360, 1400):
-        folder = tmp_path / str(width)
-        folder.mkdir()
-        answers = asked(folder, text, width)
+    views = [("runs", 360, False), ("runs", 1400, True)]
+    for (_, width, _), answers in asked(tmp_path, {"runs": text}, views).items():
         assert answers["errors"] == []
         assert answers["wide"] <= width
         assert answers["beyond"] == 0
