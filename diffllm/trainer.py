@@ -76,20 +76,43 @@ def build(cfg: TrainConfig, device: torch.device, document_end: int | None = Non
     Args:
         document_end: the token behind which documents begin; masks them.
     """
-    dtype = compute_dtype(cfg.precision, device)
+    model, mesh = sharded_model(cfg, device)
+    t = allocated(cfg, device, model, mesh, document_end)
+    t.model.reset_parameters(local_rows)
+    return t
+
+
+def sharded_model(cfg: TrainConfig, device: torch.device) -> tuple[Transformer, DeviceMesh]:
+    """The model on the meta device, wrapped for training on `device`; needs a process group."""
     mesh = build_mesh(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    compile = device.type == "cuda" if cfg.compile is None else cfg.compile
-    parallelize(model, mesh, dtype, compile, cfg.activation_checkpointing)
+    dtype = compute_dtype(cfg.precision, device)
+    parallelize(model, mesh, dtype, compiles(cfg, device), cfg.activation_checkpointing)
+    return model, mesh
+
+
+def allocated(
+    cfg: TrainConfig,
+    device: torch.device,
+    model: Transformer,
+    mesh: DeviceMesh,
+    document_end: int | None = None,
+) -> Training:
+    """A sharded model on `device`, its parameters still without values, and its optimizer."""
     model.to_empty(device=device)
-    model.reset_parameters(local_rows)
     params: dict[str, Tensor] = dict(model.named_parameters())
     optimizer = build_optimizer(params, cfg.optim)
     guard = Guard(cfg.train.skip_step, device)
+    dtype, compiled = compute_dtype(cfg.precision, device), compiles(cfg, device)
     return Training(
-        cfg, device, mesh, model, params, optimizer, dtype, document_end, guard, compile
+        cfg, device, mesh, model, params, optimizer, dtype, document_end, guard, compiled
     )
+
+
+def compiles(cfg: TrainConfig, device: torch.device) -> bool:
+    """Whether blocks and loss are compiled."""
+    return device.type == "cuda" if cfg.compile is None else cfg.compile
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:

@@ -8,6 +8,7 @@ from diffllm.errors import UserError
 COMMANDS = {
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
+    "plan": "memory, communication and time of a run on a cluster, without the cluster",
     "generate": "continue a prompt with a trained run",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
     "attention-map": "what the heads of a trained run attend to, as a figure",

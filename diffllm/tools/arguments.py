@@ -3,7 +3,7 @@
 import difflib
 import sys
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from diffllm.errors import ConfigError
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 def parse(cls: type[T], argv: list[str], what: str) -> T:
     """An instance of the dataclass `cls` from `key=value` words.
 
-    Fields are str, int or float, or list[str], whose key may come several times; a field's
-    `metadata["help"]` says what it is, and a field that ends in "_" because its key is a Python
-    keyword loses it. `--help` prints them and exits.
+    Fields are str, int or float, or one of them or None, or list[str], whose key may come several
+    times; a field's `metadata["help"]` says what it is, and a field that ends in "_" because its
+    key is a Python keyword loses it. `--help` prints them and exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or not UTF-8, a missing key.
@@ -42,6 +42,7 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
         if kind == list[str]:
             values.setdefault(name, []).append(text)
             continue
+        kind = next(iter(get_args(kind)), kind)  # float | None: float
         try:
             values[known[name].name] = kind(text)  # type: ignore[operator]
         except ValueError:

@@ -1,0 +1,1 @@
+"""What a training run would need of a cluster, found without one."""

@@ -1,0 +1,196 @@
+"""torch.compile without kernels: graphs are cut as for a GPU, and only their memory is acted out.
+
+What a forward graph keeps for its backward graph is decided by the partitioner of the default
+backend. Inside a graph, kernels cannot be had without a compiler for them; which results they
+write is a rule here: those that leave the graph, those that products, attention and other
+ready-made kernels read or write, and those of reductions. All others are fused into who reads them.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils._pytree import tree_map
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+FUSED_TOO = {
+    aten.arange,
+    aten.cat,
+    aten.clone,
+    aten.constant_pad_nd,
+    aten.copy,
+    aten.embedding,
+    aten.empty,
+    aten.full,
+    aten.full_like,
+    aten.gather,
+    aten.index,
+    aten.index_select,
+    aten.scalar_tensor,
+    aten.slice_scatter,
+    aten.where,
+    prims.convert_element_type,
+    prims.iota,
+}
+"""Operations that a kernel computes on the way though torch does not call them pointwise."""
+
+RANDOM_STATE_BYTES = 16
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within, torch.compile makes functions for tensors without data."""
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        return acted_out(graph.graph)
+
+    backend = aot_autograd(
+        fw_compiler=compiler,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table,
+    )
+    torch._dynamo.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend, dynamic=False)):
+        yield
+
+
+def acted_out(graph: fx.Graph) -> Callable[[list[Any]], Any]:
+    """A function with the graph's inputs and outputs that holds memory as the graph would."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    constants = {node: node for node in graph.nodes if node.op == "get_attr"}
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    in_memory = written(graph)
+    steps = [node for node in graph.nodes if node in in_memory]
+    dropped = last_readers(graph, steps)
+
+    def run(args: list[Any]) -> Any:
+        values: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
+        args.clear()
+        for node in constants:
+            values[node] = getattr(graph.owning_module, node.target)
+        for node in steps:
+            if fuses(node):  # such a kernel writes where it read, if it can
+                drop(values, dropped.get(node, ()))
+            values[node] = result(node)
+            drop(values, dropped.get(node, ()))
+        return tree_map(lambda n: value_of(n, values) if isinstance(n, fx.Node) else n, out(output))
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
+    return run
+
+
+def out(output: fx.Node) -> Any:
+    """What a graph returns, as nodes."""
+    return output.args[0]
+
+
+def drop(values: dict[fx.Node, Any], nodes: Any) -> None:
+    for node in nodes:
+        values.pop(node, None)
+
+
+def result(node: fx.Node) -> Any:
+    """Memory for what a node gives."""
+    if "val" in node.meta:
+        return tree_map(allocated, node.meta["val"])
+    # An operation that might be random was wrapped to save a state; only its parts have shapes.
+    parts = {n.args[1]: result(n) for n in node.users if n.target is operator.getitem}
+    return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+
+
+def allocated(like: Any) -> Any:
+    """Memory for a tensor; what is not one stays."""
+    if not isinstance(like, Tensor):
+        return like
+    if not all(isinstance(size, int) for size in like.shape):  # what else has no size of its own
+        return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def value_of(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The result of a node that is in memory, or is a view of one that is."""
+    if node in values:
+        return values[node]
+    parent = node.all_input_nodes[0]
+    value = value_of(parent, values)
+    if node.target is operator.getitem:
+        return value[node.args[1]]
+    base = parent.meta["val"]
+
+    def view(like: Tensor) -> Tensor:
+        offset = value.storage_offset() + like.storage_offset() - base.storage_offset()
+        return value.as_strided(like.shape, like.stride(), offset)
+
+    return tree_map(view, node.meta["val"])
+
+
+def written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose results are in memory of their own."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output" or is_kernel(node):
+            found.update(source(n) for n in node.all_input_nodes)
+        if is_kernel(node) or is_reduction(node):
+            found.add(node)
+    return {node for node in found if node.op == "call_function"}
+
+
+def last_readers(graph: fx.Graph, steps: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """What is not needed any more behind each of `steps`, the inputs of the graph among it."""
+    needed = {
+        source(n) for node in graph.nodes if node.op == "output" for n in node.all_input_nodes
+    }
+    reads: dict[fx.Node, set[fx.Node]] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    there = set(steps)
+    for node in graph.nodes:
+        reads[node] = set()
+        for n in map(source, node.all_input_nodes):
+            reads[node] |= {n} if n in there or n.op != "call_function" else reads[n]
+        if node in there:
+            last.update(dict.fromkeys((*reads[node], node), node))
+    dropped: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last.items():
+        if node not in needed:
+            dropped.setdefault(reader, []).append(node)
+    return dropped
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node that `node` is a view or a part of, or itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
+
+
+def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
+    return tag in getattr(node.target, "tags", ())
+
+
+def is_reduction(node: fx.Node) -> bool:
+    return has_tag(node, torch.Tag.reduction)
+
+
+def fuses(node: fx.Node) -> bool:
+    """Whether the compiler's own kernels compute it, and read its inputs wherever they are."""
+    packet = getattr(node.target, "overloadpacket", None)
+    tagged = has_tag(node, torch.Tag.pointwise) or is_reduction(node)
+    return is_view(node) or tagged or packet in FUSED_TOO
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether it is computed by a kernel that takes and gives whole tensors."""
+    return node.op == "call_function" and not fuses(node)

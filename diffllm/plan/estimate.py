@@ -1,0 +1,201 @@
+"""From a simulated step to gibibytes, seconds and days."""
+
+import difflib
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from diffllm.config import Precision, TrainConfig, load_config
+from diffllm.errors import ConfigError
+from diffllm.plan.cluster import OWN_KEYS, Cluster
+from diffllm.plan.simulate import Step, simulate
+from diffllm.plan.traffic import Call, Collective
+
+GIB = 2**30
+DAY = 86400
+
+
+class Flow(NamedTuple):
+    """The collectives of one kind over one number of ranks, of one rank and one step."""
+
+    kind: Collective
+    ranks: int
+    in_a_node: int
+    """Of those ranks, the most that share one."""
+    calls: int
+    sent: float
+    """Bytes that leave the rank."""
+    seconds: float
+    """At the stated bandwidths, one after the other."""
+
+
+class Assumption(NamedTuple):
+    """What nobody measured."""
+
+    key: str
+    value: Any
+    why: str
+    given: bool
+    """Whether the user said so."""
+
+
+@dataclass
+class Plan:
+    """What a run would take."""
+
+    cfg: TrainConfig
+    overrides: list[str]
+    cluster: Cluster
+    steps: dict[bool, Step]
+    """By activation checkpointing; the configured policy first."""
+    assumptions: list[Assumption]
+
+    @property
+    def step(self) -> Step:
+        """With the configured policy."""
+        return self.steps[self.cfg.activation_checkpointing]
+
+    @property
+    def reserve(self) -> int:
+        return round(self.cluster.reserve_gib * GIB)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the device."""
+        return round(self.cluster.device.memory_gib * GIB)
+
+    def free(self, step: Step) -> int:
+        """Bytes that a step leaves, negative where it does not fit."""
+        return self.memory - self.reserve - step.peak.total
+
+    @property
+    def fits(self) -> bool:
+        return self.free(self.step) >= 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.cfg.global_batch_size * self.cfg.seq_len
+
+    @property
+    def flops_per_step(self) -> float:
+        return self.step.flops_per_token * self.tokens_per_step
+
+    @property
+    def step_seconds(self) -> float:
+        """At the stated MFU."""
+        cluster = self.cluster
+        return self.flops_per_step / (cluster.gpus * cluster.device.peak_flops * cluster.mfu)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """For all tokens, or None where their number is not stated."""
+        return self.cluster.tokens and self.cluster.tokens / self.tokens_per_s
+
+    @property
+    def flows(self) -> list[Flow]:
+        return flows(self.step.calls, self.cluster)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of a step, if one collective runs after the other."""
+        return sum(flow.seconds for flow in self.flows)
+
+
+def flows(calls: list[Call], cluster: Cluster) -> list[Flow]:
+    """Collectives put together, the longest first."""
+    groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
+    for call in calls:
+        near = cluster.most_in_one_node(call.ranks)
+        groups[call.kind, len(call.ranks), near].append(call)
+    found = []
+    for (kind, ranks, near), members in groups.items():
+        sent = sum(kind.on_the_wire(call.size, ranks) for call in members)
+        seconds = sum(map(cluster.seconds, members))
+        found.append(Flow(kind, ranks, near, len(members), sent, seconds))
+    return sorted(found, key=lambda flow: -flow.seconds)
+
+
+def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
+    """The plan of a training config on a cluster, with and without activation checkpointing.
+
+    Args:
+        given: keys of `cluster` that the user set.
+        overrides: as for train.py.
+
+    Raises:
+        ConfigError: a key or value is wrong, or the cluster cannot run the config.
+    """
+    _ = cluster.device
+    cfg, assumed = planned_config(cluster, overrides)
+    policies = (cfg.activation_checkpointing, not cfg.activation_checkpointing)
+    steps = {
+        policy: simulate(replace(cfg, activation_checkpointing=policy), cluster.gpus, cluster.rank)
+        for policy in policies
+    }
+    return Plan(cfg, overrides, cluster, steps, [*assumptions(cfg, cluster, given), *assumed])
+
+
+def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
+    """The training config, and what had to be assumed of it.
+
+    The batch of the default experiment is for one small machine: where no batch is given, each rank
+    has one micro-batch a step, of one sequence unless the user says more.
+    """
+    keys = {word.partition("=")[0].lstrip("+~") for word in overrides}
+    try:
+        cfg = load_config(overrides)
+    except ConfigError as error:
+        unknown = re.match(r"unknown key (\w+);", str(error))
+        if unknown and (close := difflib.get_close_matches(unknown[1], OWN_KEYS, n=1)):
+            raise ConfigError(f"unknown key {unknown[1]}; did you mean {close[0]}?") from error
+        raise
+    assumed = []
+    if not keys & {"global_batch_size", "experiment"}:
+        micro = cfg.micro_batch_size or 1
+        batch = micro * cluster.gpus
+        cfg = replace(cfg, micro_batch_size=micro, global_batch_size=batch)
+        if "micro_batch_size" not in keys:
+            assumed.append(Assumption("micro_batch_size", micro, "sequences a rank", False))
+        assumed.append(
+            Assumption("global_batch_size", batch, "one micro-batch a rank and step", False)
+        )
+    cfg.check_world(cluster.gpus)
+    return cfg, assumed
+
+
+def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Assumption]:
+    """What the plan takes for granted, and which key says otherwise."""
+    device = cluster.device
+    values = {
+        "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name}, data sheet"),
+        "memory_gib": (device.memory_gib, f"GiB that {device.name} has"),
+    }
+    names = ["mfu", "reserve_gib", "nvlink_gbs", "network_gbs", "gpus_per_node", *values]
+    if "gpus" not in given:
+        names.insert(0, "gpus")
+    if "gpu" not in given:
+        names.insert(0, "gpu")
+    found = []
+    for name in names:
+        value, why = values.get(name, (getattr(cluster, name), OWN_KEYS[name].metadata["help"]))
+        found.append(Assumption(name, value, why, name in given))
+    if cfg.precision is Precision.auto:
+        found.append(Assumption("precision", "bf16", "what auto chooses on a GPU", False))
+    if cfg.compile is None:
+        found.append(Assumption("compile", True, "what null chooses on a GPU", False))
+    if cfg.data.mask_documents:
+        found.append(
+            Assumption(
+                "data.mask_documents", False, "boundaries of documents take no memory", False
+            )
+        )
+    if cfg.model.moe.n_experts:
+        found.append(
+            Assumption("routing", "balanced", "every expert gets equally many tokens", False)
+        )
+    return found

@@ -1,0 +1,148 @@
+"""Memory of a process over time, from the storages that tensor operations make and drop."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+
+class Kind(Enum):
+    """What memory is for."""
+
+    parameters = "parameters"
+    gradients = "gradients"
+    optimizer = "optimizer state"
+    activations = "activations"
+    """Made in a forward pass and kept for the backward pass."""
+    communication = "communication"
+    """Gathered parameters, gradients on their way to their ranks, buffers of collectives."""
+    working = "working memory"
+    """Everything that lives shortly: results on the way, what is computed again."""
+    other = "other state"
+    """What is there before the first step and none of the above: tables, windows."""
+
+
+class Block:
+    """One storage; `kind` is None while nobody has said what it is for."""
+
+    __slots__ = ("born", "kind", "ref", "size")
+
+    def __init__(self, size: int, born: int):
+        self.size, self.born = size, born
+        self.kind: Kind | None = None
+        self.ref: weakref.ref | None = None
+
+
+class Peak(NamedTuple):
+    """The most memory that was in use at once."""
+
+    total: int
+    """Bytes."""
+    by_kind: dict[Kind, int]
+    """Bytes of each kind at that moment; they sum to `total`."""
+    event: int
+    """When: a position between those that `Memory.now` gave."""
+
+
+class Memory:
+    """Bytes in use, event by event."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, Block] = {}
+        self.events: list[tuple[Block, int]] = []
+        self.fused = False
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Within, what no operation shows counts as well: storages emptied and filled in place.
+
+        Tensors by which DTensor finds out shapes, whole and never there, do not count.
+        """
+        resize = torch.UntypedStorage.resize_
+        shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def found_out(*args: Any, **kwargs: Any) -> Any:
+            with self.without_memory():
+                return shapes(*args, **kwargs)
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if block := self.live.get(storage._cdata):
+                self.events.append((block, size - block.size))
+                block.size = size
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(ShardingPropagator, shapes.__name__, found_out),
+        ):
+            yield
+
+    @contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """Within, new storages count nothing: results that a fused kernel keeps to itself."""
+        before, self.fused = self.fused, True
+        try:
+            yield
+        finally:
+            self.fused = before
+
+    def block(self, tensor: Tensor) -> Block:
+        """The block that a tensor lies in, new or known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return self.live[key]
+        block = Block(0 if self.fused else storage.nbytes(), len(self.events))
+        block.ref = weakref.ref(storage, partial(self._freed, key))
+        self.live[key] = block
+        self.events.append((block, block.size))
+        return block
+
+    def _freed(self, key: int, _: weakref.ref) -> None:
+        block = self.live.pop(key)
+        self.events.append((block, -block.size))
+
+    def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Say what tensors are for, whatever was said before."""
+        for tensor in tensors:
+            self.block(tensor).kind = kind
+
+    def suggest(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor is for, unless that is known."""
+        block = self.block(tensor)
+        block.kind = block.kind or kind
+
+    def label_since(self, event: int, kind: Kind) -> None:
+        """Say what all is for that came since `event`, is still there and has no kind."""
+        for block in self.live.values():
+            if block.born >= event and block.kind is None:
+                block.kind = kind
+
+    def in_use(self, kind: Kind) -> int:
+        """Bytes of a kind at this moment."""
+        return sum(block.size for block in self.live.values() if block.kind is kind)
+
+    def now(self) -> int:
+        """This moment, for `peak` and `label_since`."""
+        return len(self.events)
+
+    def peak(self, start: int, end: int) -> Peak:
+        """The highest point between two moments."""
+        total = highest = sum(change for _, change in self.events[:start])
+        at = start
+        for i in range(start, end):
+            total += self.events[i][1]
+            if total > highest:
+                highest, at = total, i + 1
+        by_kind: Counter[Kind] = Counter()
+        for block, change in self.events[:at]:
+            by_kind[block.kind or Kind.working] += change
+        return Peak(highest, {kind: by_kind[kind] for kind in Kind}, at)

@@ -1,0 +1,48 @@
+"""What a training step does to memory and network, seen from below the autograd engine."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from diffllm.plan.memory import Kind, Memory
+from diffllm.plan.traffic import Call, Collective, call_of, tensors_in
+
+
+class Observer(TorchDispatchMode):
+    """Within, every operation's storages go to `memory` and every collective to `calls`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+        self.calls: list[Call] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is watched when it runs, not when it is made."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # comes back as operations on the tensors inside
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            if has_memory(tensor):
+                self.memory.block(tensor)
+        call = call_of(func, args, out)
+        if call is not None:
+            self.calls.append(call)
+        exchange = call is not None and call.kind is Collective.all_to_all
+        if (call is not None and not exchange) or getattr(func, "namespace", None) == "fsdp":
+            for tensor in tensors_in((args, kwargs, out)):
+                self.memory.suggest(tensor, Kind.communication)
+        return out
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is one of the device's, real or fake."""
+    return tensor.device.type != "meta"

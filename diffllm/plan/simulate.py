@@ -1,0 +1,180 @@
+"""A training step of one rank of a cluster that is not there.
+
+The trainer builds and steps the model, on tensors without data and in a process group without
+other processes.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from diffllm.config import Precision, TrainConfig
+from diffllm.diagnostics import Due
+from diffllm.distributed.fsdp import local
+from diffllm.model.attention.ops import Backend
+from diffllm.plan.compiled import compiling
+from diffllm.plan.memory import Kind, Peak
+from diffllm.plan.observer import Observer
+from diffllm.plan.traffic import Call
+from diffllm.trainer import Training, allocated, sharded_model, train_step
+
+CPU = torch.device("cpu")
+SIMULATED = 2
+"""Micro-batches that stand for any number: the last one, and one that others follow."""
+EVERYTHING = Due(statistics=True, probes=True, update=True)
+
+
+@dataclass
+class Step:
+    """What one rank's training step takes. Bytes are of this rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What one forward pass leaves for its backward pass."""
+    peak: Peak
+    """Of a step that measures all that steps measure."""
+    when: str
+    """The part of the step that the peak falls into."""
+    calls: list[Call]
+    """The collectives of all micro-batches."""
+    flops_per_token: float
+    n_params: int
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """A process group whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
+    """`cfg` with what a GPU would choose for it, as far as memory can tell the difference.
+
+    All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
+    """
+    fused = (Backend.flash, Backend.flex)
+    attention = cfg.model.attention
+    if attention.backend in fused:
+        attention = replace(attention, backend=Backend.sdpa)
+    return replace(
+        cfg,
+        model=replace(cfg.model, attention=attention),
+        precision=Precision.bf16 if cfg.precision is Precision.auto else cfg.precision,
+        compile=cfg.compile is not False,
+    )
+
+
+def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
+    """The step that `rank` of `world_size` would make.
+
+    Raises:
+        ConfigError: `world_size` ranks cannot run `cfg`.
+    """
+    cfg.check_world(world_size)
+    micro, count = cfg.micro_batches(world_size)
+    shortened = micro * world_size * min(count, SIMULATED)
+    cfg = replace(as_on_gpu(cfg), global_batch_size=shortened)
+    observer = Observer()
+    gc.collect()
+    with fake_world(rank, world_size), compiling():
+        model, mesh = sharded_model(cfg, CPU)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            observer.memory.patched(),
+            observer,
+        ):
+            t = allocated(cfg, CPU, model, mesh)
+            return Watched(t, observer).step(count)
+
+
+class Watched:
+    """The steps of a training that was built under an observer."""
+
+    def __init__(self, t: Training, observer: Observer):
+        self.t, self.memory, self.calls = t, observer.memory, observer.calls
+        self.parts: list[tuple[int, int, str]] = []
+        """(event, call, what part of a step begins there)."""
+        self.activations = 0
+        states = [value for state in t.optimizer.state.values() for value in state.values()]
+        self.memory.label(map(local, t.params.values()), Kind.parameters)
+        self.memory.label(map(local, states), Kind.optimizer)
+        self.memory.label_since(0, Kind.other)
+        self.parameters = local_bytes(t.params.values())
+        self.optimizer = local_bytes(states)
+        self.gradients = 0
+        t.model.register_forward_pre_hook(self.forward_starts, prepend=True)
+        t.model.register_forward_hook(self.forward_ends)
+        t.optimizer.register_step_pre_hook(self.update_starts)
+
+    def step(self, count: int) -> Step:
+        """One step, of which `count` micro-batches are to be told."""
+        start = self.memory.now()
+        train_step(self.t, self.batches(), 0, EVERYTHING)
+        peak = self.memory.peak(start, self.memory.now())
+        parts = [part for event, _, part in self.parts if event <= peak.event]
+        model = self.t.model
+        return Step(
+            parameters=self.parameters,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            activations=self.activations,
+            peak=peak,
+            when=parts[-1] if parts else "build",
+            calls=self.all_calls(count),
+            flops_per_token=model.flops_per_token(),
+            n_params=sum(p.numel() for p in self.t.params.values()),
+        )
+
+    def all_calls(self, count: int) -> list[Call]:
+        """The collectives of `count` micro-batches: the first stands for all but the last."""
+        starts = [call for _, call, part in self.parts if part == FORWARD]
+        first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
+        return [*first * max(0, count - len(starts)), *self.calls]
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        cfg = self.t.cfg
+        shape = (cfg.micro_batches(dist.get_world_size())[0], cfg.seq_len)
+        while True:
+            yield torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+
+    def begin(self, part: str) -> None:
+        self.parts.append((self.memory.now(), len(self.calls), part))
+
+    def forward_starts(self, *_: object) -> None:
+        self.label_gradients()
+        self.begin(FORWARD)
+
+    def forward_ends(self, *_: object) -> None:
+        self.memory.label_since(self.parts[-1][0], Kind.activations)
+        self.activations = self.memory.in_use(Kind.activations)
+        self.begin("backward pass")
+
+    def update_starts(self, *_: object) -> None:
+        self.label_gradients()
+        self.begin("update")
+
+    def label_gradients(self) -> None:
+        grads = [local(p.grad) for p in self.t.params.values() if p.grad is not None]
+        self.memory.label(grads, Kind.gradients)
+        self.gradients = local_bytes(grads)
+
+
+FORWARD = "forward pass"
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what this rank holds of tensors, without what pads them."""
+    return sum(local(tensor).nbytes for tensor in tensors)

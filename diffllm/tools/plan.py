@@ -1,0 +1,240 @@
+"""diffllm plan [overrides] gpus=N gpu=NAME [--json]: what a run needs of a cluster."""
+
+import json
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from diffllm.errors import ConfigError
+from diffllm.plan.cluster import OWN_KEYS, Cluster
+from diffllm.plan.estimate import DAY, GIB, Plan, plan
+from diffllm.plan.memory import Kind
+from diffllm.plan.simulate import Step
+from diffllm.plan.suggest import Change, nearest_change
+from diffllm.tools.arguments import parse
+
+USAGE = """\
+diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
+
+The trainer builds the sharded model and makes a step of it, on tensors without data and in a
+process group of so many ranks that are not there. A rank's memory and what it sends are read off;
+times follow from stated FLOP/s and bandwidths.
+
+  --json   everything as JSON, bytes and seconds
+"""
+EXAMPLE = """\
+
+diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
+    gpus=512 gpu=h200 tokens=1e12\
+"""
+
+
+def usage() -> str:
+    """USAGE with every key of plan's own."""
+    lines = [
+        f"  {name + '=':<15} {f.metadata['help']}"
+        + ("" if f.default is None else f" (default {f.default})")
+        for name, f in OWN_KEYS.items()
+    ]
+    return "\n".join([USAGE, *lines, EXAMPLE])
+
+
+def main(argv: list[str]) -> None:
+    """Print the plan of a training config on a cluster, as text or as JSON."""
+    if "-h" in argv or "--help" in argv:
+        print(usage())
+        return
+    words = [word for word in argv if word != "--json"]
+    own = [word for word in words if word.partition("=")[0] in OWN_KEYS]
+    overrides = [word for word in words if word not in own]
+    cluster = parse(Cluster, own, "")
+    for word in overrides:
+        if "=" not in word.lstrip("~"):
+            raise ConfigError(f"{word}: expected KEY=VALUE or --json")
+    made = plan(cluster, {word.partition("=")[0] for word in own}, overrides)
+    change = None if made.fits else nearest_change(made)
+    if "--json" in argv:
+        print(json.dumps(numbers(made, change), indent=2))
+    else:
+        show(made, change)
+
+
+def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
+    """Everything a plan says, in bytes, seconds and FLOPs."""
+    cfg, cluster, step = made.cfg, made.cluster, made.step
+    micro, count = cfg.micro_batches(cluster.gpus)
+    return {
+        "model": cfg.run.choices["model"],
+        "attention": cfg.run.choices["attention"],
+        "parameters": step.n_params,
+        "gpus": cluster.gpus,
+        "gpu": made.cluster.device.name,
+        "rank": cluster.rank,
+        "mesh": mesh(made),
+        "seq_len": cfg.seq_len,
+        "global_batch_size": cfg.global_batch_size,
+        "micro_batch_size": micro,
+        "micro_batches": count,
+        "memory": {
+            "parameters": step.parameters,
+            "gradients": step.gradients,
+            "optimizer": step.optimizer,
+            "activation_checkpointing": cfg.activation_checkpointing,
+            "policies": {
+                str(policy).lower(): policy_numbers(made, made.steps[policy])
+                for policy in (False, True)
+            },
+            "reserve": made.reserve,
+            "device": made.memory,
+            "fits": made.fits,
+        },
+        "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in made.flows],
+        "time": {
+            "flops_per_token": step.flops_per_token,
+            "flops_per_step": made.flops_per_step,
+            "tokens_per_step": made.tokens_per_step,
+            "tokens_per_s": made.tokens_per_s,
+            "step_seconds": made.step_seconds,
+            "communication_seconds": made.communication_seconds,
+            "tokens": cluster.tokens,
+            "days": made.seconds and made.seconds / DAY,
+            "gpu_hours": made.seconds and made.seconds / 3600 * cluster.gpus,
+        },
+        "nearest_change": change
+        and {
+            "overrides": list(change.words),
+            **policy_numbers(made, change.step),
+        },
+        "assumptions": [assumption._asdict() for assumption in made.assumptions],
+    }
+
+
+def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
+    return {
+        "activations": step.activations,
+        "peak": step.peak.total,
+        "peak_in": step.when,
+        "at_peak": {kind.value: size for kind, size in step.peak.by_kind.items()},
+        "free": made.free(step),
+        "fits": made.free(step) >= 0,
+    }
+
+
+def mesh(made: Plan) -> dict[str, int]:
+    """Sizes of the mesh by name."""
+    sizes = made.cfg.parallel.sizes(made.cluster.gpus)
+    return dict(zip(("replicate", "shard", "expert"), sizes, strict=False))
+
+
+def show(made: Plan, change: Change | None) -> None:
+    """Print a plan for people."""
+    console = Console(highlight=False, soft_wrap=True)
+    said = numbers(made, change)
+    layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
+    console.print(
+        f"{said['attention']} / {said['model']}: {made.step.n_params / 1e9:,.2f}B parameters, "
+        f"{made.cluster.gpus:,} x {said['gpu']}, {layout}",
+        markup=False,
+    )
+    console.print(
+        f"{said['global_batch_size']:,} x {said['seq_len']:,} tokens a step, "
+        f"a rank {said['micro_batches']} x {said['micro_batch_size']} sequences; "
+        f"numbers of rank {made.cluster.rank}"
+    )
+    for title, table in (("memory", memory_table(made)), ("communication", flow_table(made))):
+        console.print(f"\n{title}")
+        console.print(table)
+    console.print(verdict(made, change), markup=False)
+    console.print("\ntime")
+    for line in time_lines(made):
+        console.print("  " + line)
+    console.print("\nassumed, not measured; each key can be given")
+    for key, value, why, given in made.assumptions:
+        console.print(
+            f"  {f'{key}={short(value)}':<28} {why}{' (given)' if given else ''}", markup=False
+        )
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"
+
+
+def short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def plain_table(*columns: str) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return made
+
+
+def memory_table(made: Plan) -> Table:
+    """What the peak consists of with each policy, GiB."""
+    policies = (False, True)
+    chosen = made.cfg.activation_checkpointing
+    names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
+    table = plain_table("GiB a rank, activation_checkpointing=", *names)
+    steps = [made.steps[policy] for policy in policies]
+    for kind in Kind:
+        table.add_row(f"  {kind.value}", *[gib(step.peak.by_kind[kind]) for step in steps])
+    table.add_row("peak", *[gib(step.peak.total) for step in steps])
+    table.add_row("  reached in the", *[step.when for step in steps])
+    table.add_row("  kept by one forward pass", *[gib(step.activations) for step in steps])
+    table.add_row("with the reserve", *[gib(step.peak.total + made.reserve) for step in steps])
+    table.add_row(f"of {made.cluster.device.name}", *[gib(made.memory)] * 2)
+    return table
+
+
+def flow_table(made: Plan) -> Table:
+    """What one rank sends in a step."""
+    table = plain_table("a rank and step", "ranks", "over", "calls", "GiB sent", "ms")
+    for flow in made.flows:
+        over = "NVLink" if flow.in_a_node == flow.ranks else f"network, {flow.in_a_node} a node"
+        table.add_row(
+            flow.kind.value,
+            f"{flow.ranks:,}",
+            over,
+            f"{flow.calls:,}",
+            gib(flow.sent),
+            f"{1e3 * flow.seconds:,.1f}",
+        )
+    return table
+
+
+def verdict(made: Plan, change: Change | None) -> str:
+    """Whether it fits, and what would make it fit."""
+    free, device = made.free(made.step), made.cluster.device.name
+    if free >= 0:
+        return f"\nfits {device}, {gib(free)} GiB are left"
+    text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
+    if change is None:
+        return f"{text}; nor with all changes that were tried"
+    used = change.step.peak.total + made.reserve
+    return f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB"
+
+
+def time_lines(made: Plan) -> list[str]:
+    """Seconds, tokens a second, and, where tokens are stated, days."""
+    cluster, step = made.cluster, made.step
+    talk = made.communication_seconds
+    lines = [
+        f"{made.flops_per_step:.3g} FLOPs a step, {step.flops_per_token:.4g} a token",
+        f"{made.step_seconds:.3g} s a step at mfu={cluster.mfu:g}; communication alone "
+        f"{talk:.3g} s",
+        f"{made.tokens_per_s:,.0f} tokens a second",
+    ]
+    if talk > made.step_seconds:
+        limit = cluster.mfu * made.step_seconds / talk
+        lines.append(f"so mfu is {limit:.2f} at most: more tokens a rank and step would raise that")
+    if made.seconds and cluster.tokens:
+        lines.append(
+            f"{made.seconds / DAY:,.1f} days and {made.seconds / 3600 * cluster.gpus:,.0f} "
+            f"GPU-hours for {cluster.tokens:.3g} tokens"
+        )
+    else:
+        lines.append("tokens= gives days and GPU-hours")
+    return lines
