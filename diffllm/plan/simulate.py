@@ -20,6 +20,7 @@ from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
 from diffllm.model.attention.ops import Backend
 from diffllm.plan.compiled import compiling
+from diffllm.plan.kernels import gpu_kernels
 from diffllm.plan.memory import Kind, Peak
 from diffllm.plan.observer import Observer
 from diffllm.plan.traffic import Call
@@ -89,7 +90,7 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     cfg = replace(as_on_gpu(cfg), global_batch_size=shortened)
     observer = Observer()
     gc.collect()
-    with fake_world(rank, world_size), compiling():
+    with fake_world(rank, world_size), compiling(), gpu_kernels():
         model, mesh = sharded_model(cfg, CPU)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -1,0 +1,166 @@
+"""`diffllm plan`: what it prints, what it assumes, what it suggests, what it refuses."""
+
+import json
+
+import pytest
+
+from diffllm import tools
+from diffllm.mfu import DEVICES, device_called
+from diffllm.plan.cluster import Cluster
+from diffllm.plan.estimate import GIB, plan
+from diffllm.plan.suggest import nearest_change
+from diffllm.plan.traffic import Call, Collective
+
+SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]
+
+
+def said(capsys, *words):
+    assert tools.main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def as_json(capsys, *words):
+    return json.loads(said(capsys, "--json", *words))
+
+
+def test_json_holds_memory_communication_time_and_assumptions(capsys):
+    out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5")
+    memory, time = out["memory"], out["time"]
+    assert memory["optimizer"] > 2 * memory["parameters"] > 0
+    for policy in ("false", "true"):
+        numbers = memory["policies"][policy]
+        assert sum(numbers["at_peak"].values()) == numbers["peak"]
+        assert numbers["free"] == memory["device"] - memory["reserve"] - numbers["peak"]
+    assert memory["policies"]["true"]["activations"] < memory["policies"]["false"]["activations"]
+    assert {flow["kind"] for flow in out["communication"]} == {
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+    }
+    assert (out["global_batch_size"], out["micro_batch_size"], out["micro_batches"]) == (4, 1, 1)
+    assert time["tokens_per_step"] == 4 * 128
+    assert time["flops_per_step"] == time["flops_per_token"] * 512
+    assert time["tokens_per_s"] == pytest.approx(4 * 989.4e12 * 0.5 / time["flops_per_token"])
+    assert time["days"] == pytest.approx(1e9 / time["tokens_per_s"] / 86400)
+    assert time["gpu_hours"] == pytest.approx(time["days"] * 24 * 4)
+    given = {a["key"]: a["given"] for a in out["assumptions"]}
+    said_so = {key for key, value in given.items() if value}
+    assert said_so == {"mfu", "gpus_per_node"}
+    assert {"gpu", "reserve_gib", "network_gbs", "global_batch_size"} < given.keys()
+
+
+def test_text_says_what_fits_and_what_is_assumed(capsys):
+    out = said(capsys, *SMALL, "gpus=2")
+    for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "tokens= gives days", "optimizer"):
+        assert text in out
+    assert "balanced" not in out
+    assert "routing=balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
+
+
+def test_a_batch_that_is_given_is_not_assumed(capsys):
+    out = as_json(capsys, *SMALL, "gpus=2", "global_batch_size=8", "micro_batch_size=2")
+    assert (out["micro_batch_size"], out["micro_batches"]) == (2, 2)
+    assert "global_batch_size" not in {a["key"] for a in out["assumptions"]}
+    out = as_json(capsys, *SMALL, "gpus=2", "micro_batch_size=2")
+    assert (out["global_batch_size"], out["micro_batches"]) == (4, 1)
+
+
+def limited(gib, overrides, gpus=2):
+    """A plan on GPUs of that much memory."""
+    cluster = Cluster(gpus=gpus, memory_gib=gib, peak_flops=1e12, reserve_gib=0)
+    return plan(cluster, set(), overrides)
+
+
+def peak(overrides, gpus=2, checkpointing=False):
+    made = limited(1, [*overrides, f"activation_checkpointing={checkpointing}"], gpus)
+    return made.step.peak.total / GIB
+
+
+@pytest.mark.parametrize(
+    ("overrides", "smaller", "words"),
+    [
+        (["micro_batch_size=8"], ["micro_batch_size=4"], ("micro_batch_size=4",)),
+        ([], ["activation_checkpointing=true"], ("activation_checkpointing=true",)),
+        (
+            ["parallel.replicate=2", "activation_checkpointing=true"],
+            ["parallel.replicate=1"],
+            ("parallel.replicate=1", "parallel.shard=-1"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_answered_by_the_nearest_change_that_does(overrides, smaller, words):
+    overrides = [*SMALL, "seq_len=512", *overrides]
+    room = limited(1, [*overrides, *smaller]).step.peak.total / GIB + 1e-6
+    made = limited(room, overrides)
+    assert not made.fits
+    change = nearest_change(made)
+    assert change.words == words
+    again = limited(room, [*overrides, *change.words])
+    assert again.fits
+    assert again.step.peak == change.step.peak
+
+
+def test_more_gpus_come_last_and_nothing_at_all_is_said_so(capsys):
+    overrides = [*SMALL, "seq_len=16", "activation_checkpointing=true"]
+    room = limited(1, overrides, gpus=8).step.peak.total / GIB + 1e-6
+    change = nearest_change(limited(room, overrides))
+    assert change.words == ("gpus=8",)
+    out = said(capsys, *SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0")
+    assert "does not fit H200" in out
+    assert "nor with all changes that were tried" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpu=h300"], "choose from GB200"),
+        (["gpus=0"], "gpus=0 must be at least 1"),
+        (["gpus=many"], "gpus='many' is not int"),
+        (["tokenz=2"], "did you mean tokens?"),
+        (["mfu=2"], "mfu=2.0 must lie in (0, 1]"),
+        (["tokens=-1"], "tokens=-1.0 must be positive"),
+        (["rank=8"], "rank=8 must lie in [0, 7]"),
+        (["nonsense"], "nonsense"),
+        (["model=huge"], "model=huge does not exist"),
+        (["gpus=3", "parallel.shard=2"], "does not make 3 ranks"),
+        (["gpus=3", "global_batch_size=8"], "cannot be shared by 3 ranks"),
+    ],
+)
+def test_mistakes_end_in_one_line(words, message, capsys):
+    assert tools.main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_unknown_gpu_needs_its_numbers(capsys):
+    words = [*SMALL, "gpus=1", "gpu=mine", "peak_flops=1e14", "memory_gib=10"]
+    assert as_json(capsys, *words)["gpu"] == "mine"
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "h100_pcie", "H100-PCIe", "h100 pcie"])
+def test_gpus_are_found_in_any_spelling(name):
+    assert device_called(name).name.lower().startswith(name[:4].lower())
+    assert all(device_called(device.name) == device for device in DEVICES)
+    assert device_called("h2") is None
+
+
+def test_help_names_every_key(capsys):
+    out = said(capsys, "--help")
+    for name in ("gpus=", "gpu=", "tokens=", "mfu=", "reserve_gib=", "network_gbs=", "--json"):
+        assert name in out
+
+
+def test_time_of_collectives_at_stated_bandwidths():
+    cluster = Cluster(gpus=16, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
+    node, all_ranks, one_a_node = tuple(range(8)), tuple(range(16)), (0, 8)
+
+    def seconds(kind, ranks):
+        return cluster.seconds(Call(kind, 16 * 10**9, ranks))
+
+    assert seconds(Collective.all_gather, node) == pytest.approx(14 / 400)
+    assert seconds(Collective.all_reduce, node) == pytest.approx(28 / 400)
+    assert seconds(Collective.all_gather, all_ranks) == pytest.approx(15 / 400)
+    assert seconds(Collective.all_reduce, one_a_node) == pytest.approx(16 / 50)
+    assert seconds(Collective.all_to_all, all_ranks) == pytest.approx(8 / 50)
+    assert seconds(Collective.all_to_all, node) == pytest.approx(14 / 400)

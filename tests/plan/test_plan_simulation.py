@@ -1,0 +1,192 @@
+"""A simulated step against the real one: bytes of every rank, the peak, what is sent."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+
+from diffllm.config import load_config
+from diffllm.distributed.fsdp import local
+from diffllm.plan import simulate as simulation
+from diffllm.plan.kernels import gpu_kernels
+from diffllm.plan.memory import Kind
+from diffllm.plan.observer import Observer
+from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
+from diffllm.plan.traffic import Collective
+from diffllm.trainer import allocated, build, sharded_model, train_step
+
+SMALL = [
+    "model=tiny",
+    "model.dim=44",
+    "model.ffn_dim=72",
+    "model.vocab_size=97",
+    "data.vocab_size=97",
+    "seq_len=24",
+    "global_batch_size=8",
+    "micro_batch_size=1",
+    "compile=false",
+    "precision=bf16",
+    "optim.warmup_steps=5",
+]
+MOE = [*SMALL[3:], "model=moe_tiny", "model.dim=64"]
+
+
+def random_batches(cfg):
+    shape = (cfg.micro_batches(dist.get_world_size())[0], cfg.seq_len)
+    while True:
+        yield torch.randint(0, 97, shape), torch.randint(0, 97, shape)
+
+
+def real_bytes(overrides):
+    """(parameters, gradients, optimizer state) that this rank holds, in a run without observers."""
+    cfg = load_config(overrides)
+    t = build(cfg, CPU)
+    grads = []
+
+    def see(*_):
+        grads.extend(local(p.grad).nbytes for p in t.params.values())
+
+    t.optimizer.register_step_pre_hook(see)
+    train_step(t, random_batches(cfg), 0)
+    state = t.optimizer.state.values()
+    return (
+        sum(local(p).nbytes for p in t.params.values()),
+        sum(grads),
+        sum(local(value).nbytes for each in state for value in each.values()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, [*SMALL, "attention=diff_v1"]),
+        (4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
+        (4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
+        (2, MOE),
+        (4, [*MOE, "parallel.replicate=2"]),
+    ],
+)
+def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp_path):
+    real = run_ranks(real_bytes, ranks, tmp_path, overrides)
+    cfg = load_config(overrides)
+    for rank in range(ranks):
+        step = simulate(cfg, ranks, rank)
+        assert (step.parameters, step.gradients, step.optimizer) == real[rank]
+
+
+def observed(cfg):
+    """A rank's step with data, seen by the same observer."""
+    observer = Observer()
+    model, mesh = sharded_model(cfg, CPU)
+    with gpu_kernels(), observer.memory.patched(), observer:
+        t = allocated(cfg, CPU, model, mesh)
+        for param in t.params.values():
+            local(param).detach().zero_()
+        watched = Watched(t, observer)
+        watched.batches = lambda: random_batches(cfg)
+        return watched.step(cfg.micro_batches(dist.get_world_size())[1])
+
+
+def counted(calls):
+    return Counter((call.kind.value, call.size, call.ranks) for call in calls)
+
+
+def activations_and_calls(overrides):
+    step = observed(load_config(overrides))
+    return step.activations, counted(step.calls)
+
+
+REAL_STEPS = [  # of one and two micro-batches
+    [*SMALL, "attention=diff_v2", "global_batch_size=4"],
+    [*SMALL, "activation_checkpointing=true", "global_batch_size=2"],
+    [*MOE, "parallel.replicate=2", "global_batch_size=4"],
+]
+
+
+@pytest.mark.parametrize("overrides", REAL_STEPS)
+def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
+    cfg = load_config(overrides)
+    step = simulate(cfg, 2)
+    with fake_world(0, 2):  # gloo makes copies of its own, which no GPU would have
+        real = observed(cfg)
+    assert step.peak.total == real.peak.total
+    assert (step.peak.by_kind, step.when) == (real.peak.by_kind, real.when)
+    assert sum(step.peak.by_kind.values()) == step.peak.total
+
+
+@pytest.mark.parametrize("overrides", REAL_STEPS)
+def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_path):
+    step = simulate(load_config(overrides), 2)
+    real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
+    assert (step.activations, counted(step.calls)) == real
+
+
+def test_two_micro_batches_stand_for_any_number(monkeypatch):
+    overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2"]
+    cfg = load_config(overrides)
+    short = simulate(cfg, 4)
+    monkeypatch.setattr(simulation, "SIMULATED", 5)
+    full = simulate(cfg, 4)
+    assert Counter(short.calls) == Counter(full.calls)
+    assert (short.peak.total, short.activations) == (full.peak.total, full.activations)
+
+
+def sent(step, kind):
+    return sum(
+        call.kind.on_the_wire(call.size, len(call.ranks))
+        for call in step.calls
+        if call.kind is kind and call.size > 500  # scalars aside: losses and norms
+    )
+
+
+def test_what_a_small_sharded_model_sends_is_what_a_hand_computes():
+    cfg = load_config(
+        [*SMALL, "attention=standard", "model.vocab_size=100", "global_batch_size=12"]
+    )
+    step = simulate(cfg, 4)  # three micro-batches
+    layer = 2 * 44 * 128 + 2 * 44 * 64 + 3 * 44 * 72 + 2 * 44
+    root = 2 * 100 * 44 + 44
+    gathered = 2 * (2 * 2 * layer + root)  # bf16; layers in both passes, the rest once
+    reduced = 4 * (2 * layer + root)  # float32, once
+    assert sent(step, Collective.all_gather) == 3 * gathered * 3 / 4
+    assert sent(step, Collective.reduce_scatter) == 3 * reduced * 3 / 4
+    assert sent(step, Collective.all_reduce) == 0
+
+
+def test_replicas_sum_their_shards_once_a_step():
+    hsdp = load_config([*SMALL, "parallel.replicate=2", "model.vocab_size=100"])
+    step = simulate(hsdp, 4)
+    assert sent(step, Collective.all_reduce) == 2 * step.gradients / 2
+    groups = {call.ranks for call in step.calls if call.kind is Collective.reduce_scatter}
+    assert groups == {(0, 1)}
+    assert {c.ranks for c in step.calls if c.kind is Collective.all_reduce and c.size > 500} == {
+        (0, 2)
+    }
+
+
+def test_compiled_blocks_keep_no_more_than_eager_ones_and_checkpoints_far_less():
+    overrides = [*SMALL[3:], "model=tiny", "model.n_layers=4", "seq_len=512", "global_batch_size=2"]
+    eager, compiled = (
+        simulate(load_config([*overrides, f"compile={on}"]), 2) for on in ("false", "true")
+    )
+    saving = simulate(load_config([*overrides, "compile=true", "activation_checkpointing=true"]), 2)
+    assert compiled.activations < eager.activations
+    assert saving.activations < compiled.activations / 3
+    assert compiled.calls == eager.calls
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(compiled, name) == getattr(eager, name)
+
+
+def test_a_change_of_the_model_changes_the_step():
+    base = simulate(load_config(SMALL), 2)
+    deeper = simulate(load_config([*SMALL, "model.n_layers=3"]), 2)
+    variant = simulate(load_config([*SMALL, "attention=standard"]), 2)
+    assert deeper.parameters - base.parameters == (deeper.n_params - base.n_params) * 2
+    assert base.parameters > variant.parameters
+    for other in (deeper, variant):
+        assert other.peak.total != base.peak.total
+        assert other.activations != base.activations
+        assert other.flops_per_token != base.flops_per_token
+    assert base.peak.by_kind[Kind.parameters] >= base.parameters
