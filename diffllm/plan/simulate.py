@@ -5,6 +5,7 @@ other processes.
 """
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,11 +55,13 @@ class Step:
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
     """A process group whose collectives do nothing."""
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # the group's puts a rank before each line of a traceback
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
