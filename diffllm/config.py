@@ -110,7 +110,7 @@ class TrainConfig:
         self.model.validate()
         self.data.validate()
         self.optim.validate(self.steps)
-        self.parallel.validate()
+        self.parallel.validate(0)
         self.distributed.validate()
         self.checkpoint.validate()
         self.eval.validate()

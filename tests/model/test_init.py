@@ -38,7 +38,7 @@ def test_a_rank_that_holds_some_rows_draws_what_one_process_draws(rows):
     full = torch.empty(1000, 300)
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty(rows[1] - rows[0], 300)
-    init = Initializer(0, {part: "w"}, lambda p: (p, rows[0], full.shape))
+    init = Initializer(0, {part: "w"}, lambda p: (p, (rows[0], 0), full.shape))
     init.normal_(part, 0.02, truncate=3)
     assert torch.equal(part, full[rows[0] : rows[1]])
 
