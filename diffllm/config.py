@@ -26,7 +26,7 @@ from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
 from diffllm.evaluate import EvalConfig
-from diffllm.matching import Matched, match
+from diffllm.matching import Matched, match, widened
 from diffllm.model import ModelConfig
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import OptimConfig
@@ -110,7 +110,7 @@ class TrainConfig:
         self.model.validate()
         self.data.validate()
         self.optim.validate(self.steps)
-        self.parallel.validate(0)
+        self.parallel.validate(self.model.moe.n_experts)
         self.distributed.validate()
         self.checkpoint.validate()
         self.eval.validate()
@@ -153,7 +153,7 @@ def config_directory() -> Path:
 
 
 def load_config(overrides: list[str] | None = None) -> TrainConfig:
-    """Compose, type and validate a configuration; solve model.ffn_dim if it is to match.
+    """Compose, type and validate a configuration; solve its width if it is to match.
 
     Args:
         overrides: as on the command line, e.g. ["model=tiny", "attention=diff_v2"].
@@ -167,7 +167,7 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
         check_variant("model.match_params_to=", target)
         own = cfg.run.choices["attention"]
         cfg.run.matched = match(cfg.model, own, target, variant_config(target))
-        cfg.model.ffn_dim = cfg.run.matched.ffn_dim
+        cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
     return cfg
 
 

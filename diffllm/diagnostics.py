@@ -102,17 +102,29 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
     return reduced
 
 
+def expert_load(counts: Tensor) -> Stats:
+    """The busiest and the idlest expert's tokens over the uniform number, each (L,) float32.
+
+    Args:
+        counts: (L, E) int64, tokens of the global batch that each expert got.
+    """
+    load = counts / counts.float().mean(1, keepdim=True)
+    return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
+
+
 def named_values(stats: Stats) -> dict[str, float]:
     """`<quantity>/layer_<i>` for every layer, moved to the host in one copy.
 
-    A statistic of heads, (L, heads), becomes `<quantity>_<head>/layer_<i>`.
+    A statistic of heads, (L, heads), becomes `<quantity>_<head>/layer_<i>`. One with fewer rows
+    than the others is of the last layers.
     """
     if not stats:
         return {}
+    n_layers = max(map(len, stats.values()))
     values = iter(torch.cat([value.flatten() for value in stats.values()]).tolist())
     return {
         f"{name}{head}/layer_{layer:02d}": next(values)
         for name, value in stats.items()
-        for layer in range(len(value))
+        for layer in range(n_layers - len(value), n_layers)
         for head in ([f"_{i:02d}" for i in range(value.shape[1])] if value.ndim == 2 else [""])
     }

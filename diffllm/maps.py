@@ -39,7 +39,7 @@ def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
     x = model.tok_embeddings(tokens)
     rope = model.rope(0, tokens.shape[1])
     for block in model.layers[:layer]:
-        x, _ = block(x, rope)
+        x, *_ = block(x, rope)
     block = model.layers[layer]
     return attention_maps(block.attention, block.attention_norm(x), rope)
 

@@ -19,13 +19,18 @@ TOLERANCE = Fraction(1, 200)
 
 @dataclass
 class Matched:
-    """What `model.match_params_to` found: total parameters and the widths that give them."""
+    """What `model.match_params_to` found: total parameters and the widths that give them.
+
+    The widths are those of `model.ffn_dim`, or with experts of `model.moe.expert_dim`.
+    """
 
     target: str = MISSING
     target_params: int = MISSING
     target_ffn_dim: int = MISSING
     params: int = MISSING
     ffn_dim: int = MISSING
+    key: str = "ffn_dim"
+    """Which width was solved: "ffn_dim" or "moe.expert_dim"."""
 
     @property
     def difference_percent(self) -> float:
@@ -39,22 +44,24 @@ class Matched:
     def text(self) -> str:
         """For people."""
         return (
-            f"ffn_dim {self.ffn_dim:,} gives {self.params:,} parameters, "
+            f"{self.key} {self.ffn_dim:,} gives {self.params:,} parameters, "
             f"{self.difference_percent:+.3f}% against {self.target}'s {self.target_params:,} "
-            f"at ffn_dim {self.target_ffn_dim:,}"
+            f"at {self.key} {self.target_ffn_dim:,}"
         )
 
 
 def match(
     model: ModelConfig, variant: str, target: str, target_attention: AttentionConfig
 ) -> Matched:
-    """The ffn_dim with which `model` has the parameters of the same shape with another attention.
+    """The width with which `model` has the parameters of the same shape with another attention.
+
+    That is of the feed-forward layers, or of the experts where there are any.
 
     A width that gives exactly the target's total stays. Otherwise it is the nearest positive
     multiple of the largest of MODULI that comes within TOLERANCE.
 
     Args:
-        model: a valid shape, its ffn_dim the target's.
+        model: a valid shape, its width the target's.
         variant: name of `model.attention`, for messages.
         target: name of `target_attention`.
 
@@ -67,24 +74,41 @@ def match(
         target_model.validate()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    wanted, width = total_params(target_model), model.ffn_dim
-    total = total_params(model)
+    wanted, start = total_params(target_model), width_of(model)
+    total, width, name = total_params(model), start, width_key(model)
     if total != wanted:
-        a_step = Fraction(total_params(replace(model, ffn_dim=2 * width)) - total, width)
+        a_step = Fraction(total_params(widened(model, 2 * width)) - total, width)
         exact = width + (wanted - total) / a_step
         for modulus in MODULI:
             width = max(1, round(exact / modulus)) * modulus
-            total = total_params(replace(model, ffn_dim=width))
+            total = total_params(widened(model, width))
             if abs(total - wanted) <= TOLERANCE * wanted:
                 break
         else:
             raise ConfigError(
                 f"{key}: attention={variant} cannot come within {float(TOLERANCE):.1%} of the "
-                f"{wanted:,} parameters that {target} has at model.ffn_dim={model.ffn_dim}; the "
-                f"closest total is {total:,}, at model.ffn_dim={width}: "
-                "start from a larger model.ffn_dim"
+                f"{wanted:,} parameters that {target} has at model.{name}={start}; the "
+                f"closest total is {total:,}, at model.{name}={width}: "
+                f"start from a larger model.{name}"
             )
-    return Matched(target, wanted, model.ffn_dim, total, width)
+    return Matched(target, wanted, start, total, width, name)
+
+
+def width_key(model: ModelConfig) -> str:
+    """The field of a model, with dots, whose width is solved."""
+    return "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
+
+
+def width_of(model: ModelConfig) -> int:
+    """The width that is solved."""
+    return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
+
+
+def widened(model: ModelConfig, width: int) -> ModelConfig:
+    """The same model with another width of its experts, or of its feed-forward layers."""
+    if model.moe.n_experts:
+        return replace(model, moe=replace(model.moe, expert_dim=width))
+    return replace(model, ffn_dim=width)
 
 
 def total_params(model: ModelConfig) -> int:

@@ -11,6 +11,8 @@ SUMMARIES = {
     "train/param_norm": "last",
     "train/lr": "last",
     "train/z_loss": "last",
+    "train/balance_loss": "last",
+    "train/router_z_loss": "last",
     "eval/loss": "min",
     "perf/tokens_per_s": "mean",
     "perf/step_ms": "mean",

@@ -33,8 +33,8 @@ class StepOutput(NamedTuple):
 
     nll: Tensor
     """Mean cross-entropy of the global batch, nats a token."""
-    z: Tensor
-    """The same for logsumexp^2."""
+    losses: dict[str, Tensor]
+    """What else the objective has, weighted, by metric name: `train/z_loss` and so on."""
     skipped: Tensor
     """1.0 where the update was left out, else 0.0."""
     grad_norms: Norms
@@ -59,7 +59,6 @@ class Recorder:
         steps: of the whole run.
         tokens_per_step: of the global batch.
         flops_per_token: training FLOPs, for MFU.
-        z_weight: of the z-loss; `train/z_loss` is left out at 0.
         outputs: None on ranks other than 0.
     """
 
@@ -69,16 +68,16 @@ class Recorder:
         steps: int,
         tokens_per_step: int,
         flops_per_token: float,
-        z_weight: float,
         spikes: SpikeMonitor,
         display: Display,
         outputs: Outputs | None,
     ):
         self.device, self.steps, self.tokens_per_step = device, steps, tokens_per_step
         self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
-        self.z_weight, self.spikes = z_weight, spikes
+        self.spikes = spikes
         self.display, self.outputs = display, outputs
         self.pending: list[tuple[int, Tensor, Stats]] = []
+        self.losses: dict[str, Tensor] = {}
         self.grad_norms: Norms | None = None
         self.update_norm: Tensor | None = None
         self.line: dict[str, Any] = {}
@@ -114,8 +113,9 @@ class Recorder:
 
     def add(self, step: int, out: StepOutput) -> None:
         """Keep one step's device tensors."""
-        row = torch.stack((out.nll, out.z, out.grad_norms.total, out.skipped))
+        row = torch.stack((out.nll, out.grad_norms.total, out.skipped))
         self.pending.append((step, row, out.stats))
+        self.losses = out.losses
         self.grad_norms, self.update_norm = out.grad_norms, out.update_norm
         self.display.advance(step)
 
@@ -128,7 +128,7 @@ class Recorder:
         if not self.pending:
             return
         values = torch.stack([row for _, row, _ in self.pending]).tolist()
-        for (at, _, stats), (nll, _, norm, skipped) in zip(self.pending, values, strict=True):
+        for (at, _, stats), (nll, norm, skipped) in zip(self.pending, values, strict=True):
             self.spikes.update(nll, norm, bool(skipped))
             if skipped:
                 self.display.say(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
@@ -136,10 +136,9 @@ class Recorder:
                 self.line |= named_values(stats)
             elif stats:
                 self.write(at, named_values(stats))
-        nll, z, norm, _ = values[-1]
+        nll, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
-        if self.z_weight:
-            self.latest["train/z_loss"] = self.z_weight * z
+        self.latest |= {name: loss.item() for name, loss in self.losses.items()}
         self.pending.clear()
 
     def end_line(self, step: int) -> None:

@@ -137,7 +137,6 @@ def execute(
         cfg.steps,
         cfg.global_batch_size * cfg.seq_len,
         t.model.flops_per_token(),
-        cfg.model.z_loss,
         state.spikes,
         display,
         outputs,

@@ -38,7 +38,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
     params = sum(p.numel() for p in t.params.values())
     return {
         "parameters": params,
-        "active_parameters": params,
+        "active_parameters": t.model.active_parameters(),
         "flops_per_token": t.model.flops_per_token(),
         "corpus": data.manifest.corpus,
         "tokenizer": data.manifest.pieces_hash,

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffllm.checkpoint import Checkpointer, check_parameters, load_tensors, read_state
 from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
-from diffllm.diagnostics import Due, merge, probe_positions, reduce_stats
+from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.experts import Splits, exchanged_splits
 from diffllm.distributed.fsdp import local, local_block, parallelize
 from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
@@ -65,6 +65,7 @@ class Training:
         optim = optimizer_tensors(self.optimizer, self.params)
         return {
             **{f"model.{name}": param.detach() for name, param in self.params.items()},
+            **{f"model.{name}": buffer for name, buffer in self.model.router_state().items()},
             **{f"optim.{name}": value for name, value in optim.items()},
         }
 
@@ -120,7 +121,8 @@ def train_step(
     """
     cfg, count = t.cfg, t.cfg.micro_batches(dist.get_world_size())[1]
     tokens = cfg.global_batch_size * cfg.seq_len
-    losses = torch.zeros(2, device=t.device)
+    losses = torch.zeros((), device=t.device)
+    counts = torch.zeros((), dtype=torch.int64, device=t.device)
     stats: Stats = {}
     probe = None
     if due.probes or (due.diagnose and t.compiled):  # one compiled graph measures all there is
@@ -133,10 +135,12 @@ def train_step(
         t.model.set_requires_all_reduce(i == count - 1)  # HSDP: once a step
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
         (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
-        losses += torch.stack(out.loss)
+        router_losses = (out.routed.balance, out.routed.z) if out.routed else ()
+        losses = losses + torch.stack((*out.loss, *router_losses)).detach()
+        counts = counts + out.routed.counts if out.routed else counts
         stats = merge(stats, due.chosen(out.stats))
     dist.all_reduce(losses)
-    nll, z = (losses / tokens).unbind()
+    nll, *other_losses = (losses / tokens).unbind()
     average_replicated(t.params.values())
     average_experts(t.params.values())
     trained = {name: p for name, p in t.params.items() if p.grad is not None}
@@ -151,11 +155,33 @@ def train_step(
     set_learning_rate(t.optimizer, learning_rate(cfg.optim, step, cfg.steps))
     step_unless(t.optimizer, skipped)
     t.optimizer.zero_grad(set_to_none=True)
+    stats = reduce_stats(stats, count)
+    if out.routed:
+        dist.all_reduce(counts)
+        t.model.rebalance(counts, skipped)
+        if due.statistics:
+            stats |= {**expert_load(counts), "router_bias_range": t.model.router_bias_range()}
     update_norm = None
     if before:
         torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
         update_norm = norms(t.params, before, t.meshes.dense).total
-    return StepOutput(nll, z, skipped, grad_norms, update_norm, reduce_stats(stats, count))
+    weighted = weighted_losses(cfg, other_losses)
+    return StepOutput(nll, weighted, skipped, grad_norms, update_norm, stats)
+
+
+def weighted_losses(cfg: TrainConfig, values: list[Tensor]) -> dict[str, Tensor]:
+    """What the objective has besides the cross-entropy, by metric name.
+
+    Args:
+        values: unweighted, scalars: the z-loss, and with experts the router's two.
+    """
+    weights = {
+        "train/z_loss": cfg.model.z_loss,
+        "train/balance_loss": cfg.model.moe.balance_loss,
+        "train/router_z_loss": cfg.model.moe.router_z_loss,
+    }
+    pairs = zip(weights.items(), values, strict=False)
+    return {name: weight * value for (name, weight), value in pairs if weight}
 
 
 @dataclass

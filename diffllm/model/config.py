@@ -6,6 +6,7 @@ from omegaconf import MISSING
 
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
+from diffllm.model.ffn.config import MoEConfig
 from diffllm.model.rope import RopeConfig
 
 
@@ -19,11 +20,14 @@ class ModelConfig:
     n_kv_heads: int = MISSING
     head_dim: int = MISSING
     ffn_dim: int = MISSING
+    """Width of SwiGLU; with experts, of the dense layers before them."""
     match_params_to: str | None = None
-    """A variant whose total parameter count `ffn_dim` is solved for when the config is loaded."""
+    """A variant whose total parameter count `ffn_dim`, or with experts `moe.expert_dim`, is solved
+    for when the config is loaded."""
     vocab_size: int = MISSING
     seq_len: int = "${seq_len}"  # type: ignore[assignment]
     attention: AttentionConfig = MISSING
+    moe: MoEConfig = field(default_factory=MoEConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys, before RoPE."""
@@ -53,6 +57,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
         self.rope.validate()
+        self.moe.validate(self.n_layers)
         for name in ("init_std", "norm_eps"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be positive")

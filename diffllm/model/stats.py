@@ -25,7 +25,8 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
 
     Args:
         x: the block's output (B, T, D).
-        show: "context" (B, T, heads, width) before wo, and "lambda" or "gate" where there is one.
+        show: "context" (B, T, heads, width) before wo; "lambda", "gate", and "router" (N, E), the
+            shares of each token's experts, where there is one.
     """
     if show is None:
         return {}
@@ -38,6 +39,8 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
             stats |= spread("lambda", show["lambda"].float())
         if "gate" in show:
             stats["gate_mean"] = show["gate"].float().mean()
+        if "router" in show:
+            stats["router_entropy"] = torch.special.entr(show["router"]).sum(-1).mean()
     return stats
 
 
@@ -59,5 +62,7 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[Stats]) -> Stats:
-    """Statistics of L layers, each name (L,)."""
-    return {name: torch.stack([stats[name] for stats in layers]) for name in layers[0]}
+    """Statistics of L layers, each name (L,); fewer where the first layers lack it."""
+    return {
+        name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
+    }

@@ -14,7 +14,7 @@ from diffllm.model.attention.base import Attention, KVCache, Shown
 from diffllm.model.attention.ops import Mask, prepare_backend
 from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
-from diffllm.model.ffn import SwiGLU
+from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.init import Initializer, Shard, named, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy
 from diffllm.model.norm import RMSNorm
@@ -31,7 +31,8 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention: Attention = cfg.attention.build(cfg, layer_idx)
         self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim)
+        self.routes = cfg.moe.n_experts > 0 and layer_idx >= cfg.moe.n_dense_layers
+        self.ffn: Any = MoE(cfg.dim, cfg.moe) if self.routes else SwiGLU(cfg.dim, cfg.ffn_dim)
 
     def forward(
         self,
@@ -41,26 +42,33 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         diagnose: bool = False,
         probe: Probe | None = None,
-    ) -> tuple[Tensor, Stats]:
-        """x (B, T, D) -> (B, T, D) and, when diagnosing, this layer's statistics."""
+    ) -> tuple[Tensor, Stats, Routed | None]:
+        """x (B, T, D) -> (B, T, D), this layer's statistics when diagnosing, and what routing left
+        behind in a layer of experts."""
         show: Shown | None = {} if diagnose else None
         normed = self.attention_norm(x)
         x = x + self.attention(normed, rope, mask, cache, show)
-        x = x + self.ffn(self.ffn_norm(x))
+        if self.routes:
+            out, routed = self.ffn(self.ffn_norm(x), show)
+        else:
+            out, routed = self.ffn(self.ffn_norm(x)), None
+        x = x + out
         stats = block_stats(x, show)
         if show is not None and probe is not None:
             stats |= probe_stats(self.attention, normed, show, probe)
-        return x, stats
+        return x, stats, routed
 
 
 class TrainOutput(NamedTuple):
     """What a training forward pass gives."""
 
     objective: Tensor
-    """Sum over tokens of loss and weighted z-loss; differentiable, float32."""
+    """Sum over tokens of loss, weighted z-loss and the router's losses; differentiable, float32."""
     loss: Loss
     stats: Stats
     """Each (L,), or (L, heads) for lambda_head; empty unless diagnosing."""
+    routed: Routed | None
+    """Counts (layers of experts, E), and the router's losses summed over layers."""
 
 
 class Transformer(nn.Module):
@@ -106,9 +114,13 @@ class Transformer(nn.Module):
             rope, mask = self.whole_sequences(tokens, documents, x.dtype)
         looked = None if probe is None else probe_at(probe, tokens.shape[1], documents)
         stats: list[Stats] = []
+        routed: list[Routed] = []
         for i, layer in enumerate(self.layers):
-            x, layer_stats = layer(x, rope, mask, caches[i] if caches else None, diagnose, looked)
+            x, layer_stats, left = layer(
+                x, rope, mask, caches[i] if caches else None, diagnose, looked
+            )
             stats.append(layer_stats)
+            routed += [left] if left else []
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]
         x = self.norm(x)
@@ -122,7 +134,37 @@ class Transformer(nn.Module):
             self.cfg.loss_chunk,
             self.chunk_loss,
         )
-        return TrainOutput(objective, loss, stack_stats(stats))
+        if not routed:
+            return TrainOutput(objective, loss, stack_stats(stats), None)
+        together = stack_routed(routed)
+        objective = objective + self.cfg.moe.balance_loss * together.balance
+        objective = objective + self.cfg.moe.router_z_loss * together.z
+        return TrainOutput(objective, loss, stack_stats(stats), together)
+
+    def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
+        """Tell the routers how busy their experts were in an optimizer step.
+
+        Args:
+            counts: (layers of experts, E) int64, over the whole global batch.
+            skipped: scalar; 1.0 leaves the routers as they are.
+        """
+        routers = [layer.ffn.router for layer in self.layers if layer.routes]
+        for router, layer_counts in zip(routers, counts.unbind(), strict=True):
+            router.rebalance(layer_counts, skipped)
+
+    def router_state(self) -> dict[str, Tensor]:
+        """What routers learn without a gradient, by name; part of a checkpoint."""
+        return {name: b for name, b in self.named_buffers() if ".router." in name}
+
+    def router_bias_range(self) -> Tensor:
+        """(layers of experts,): the largest bias of an expert minus the smallest."""
+        biases = [layer.ffn.router.bias for layer in self.layers if layer.routes]
+        return torch.stack([bias.max() - bias.min() for bias in biases])
+
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: all but those of experts that it does not go to."""
+        total = sum(param.numel() for param in self.parameters())
+        return total - sum(layer.ffn.idle_parameters() for layer in self.layers if layer.routes)
 
     def whole_sequences(
         self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -194,6 +236,12 @@ class Transformer(nn.Module):
     def kv_cache_bytes_per_token(self) -> int:
         """Bytes that one position of one sequence holds in all caches, in bf16."""
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
+
+
+def stack_routed(layers: list[Routed]) -> Routed:
+    """Counts stacked, losses added."""
+    counts, balance, z = zip(*layers, strict=True)
+    return Routed(torch.stack(counts), torch.stack(balance).sum(), torch.stack(z).sum())
 
 
 def build_model(cfg: ModelConfig) -> Transformer:

@@ -43,6 +43,7 @@ INCOMPARABLE = (
 )  # fmt: skip
 SWEEPABLE = (
     "model.ffn_dim", "model.match_params_to", "model.init_std", "model.z_loss", "model.attention",
+    "model.moe",
 )  # fmt: skip
 """Keys of `model` that are no part of its shape."""
 
@@ -70,8 +71,8 @@ def distinguish(runs: list[Run]) -> Keys:
     """The keys whose values differ between runs, and what each run has.
 
     Seeds are left out, what only says where or how fast a run runs, and what follows from another
-    key: the fields of `model.attention` as the variant's YAML has them, and a `model.ffn_dim` that
-    was solved for. A fact that only some runs know differs between these and the others; where
+    key: the fields of `model.attention` as the variant's YAML has them, and a width that was
+    solved for. A fact that only some runs know differs between these and the others; where
     none knows it, the config keys behind it decide alone.
     """
     values = [settings(run) for run in runs]
@@ -111,7 +112,7 @@ def settings(run: Run) -> dict[str, Any]:
     values["attention"] = run.variant
     values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
     if cfg.run.matched:
-        values["model.ffn_dim"] = cfg.run.matched.target_ffn_dim
+        values[f"model.{cfg.run.matched.key}"] = cfg.run.matched.target_ffn_dim
     return values | {fact: run.facts.get(fact) for fact in FACTS}
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from diffllm.matching import width_of
 from diffllm.report.comparison import Row
 from diffllm.report.keys import as_text
 from diffllm.report.numbers import compact
@@ -68,10 +69,10 @@ def as_words(key: str, value: Any) -> str:
 
 
 def ffn_width(rows: list[Row]) -> str:
-    """Of all rows, or which have which where parameters were matched."""
+    """Of all rows, or which have which where parameters were matched; with experts, of one."""
     labels: dict[int, list[str]] = {}
     for row in rows:
-        for width in dict.fromkeys(run.cfg.model.ffn_dim for run in row.runs):
+        for width in dict.fromkeys(width_of(run.cfg.model) for run in row.runs):
             labels.setdefault(width, []).append(row.label)
     if len(labels) == 1:
         return str(*labels)

@@ -24,7 +24,7 @@ def print_comparison(title: str, counts: Counts) -> None:
     if matched := counts[first]["matched"]:
         console.print(
             f"matched to {matched['target']}: {matched['target_params']:,} parameters "
-            f"at ffn_dim {matched['target_ffn_dim']:,}"
+            f"at {matched['key']} {matched['target_ffn_dim']:,}"
         )
     console.print()
     while others:
@@ -80,6 +80,7 @@ def comparison(counts: Counts) -> list[list[Row]]:
         return integers(label, [each[key] for each in columns])
 
     flops = [each["flops_per_token"] / 1e6 for each in columns]
+    width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
     over = [each["matched"]["difference_percent"] for each in columns if each["matched"]]
     inside = [component(name) for name in components if name not in OTHER_COMPONENTS]
     outside = [component(name) for name in OTHER_COMPONENTS]
@@ -92,7 +93,7 @@ def comparison(counts: Counts) -> list[list[Row]]:
             *([("over target", [(f"{percent:+.3f}%", "") for percent in over])] if over else []),
         ],
         [
-            quantity("ffn_dim", "ffn_dim"),
+            quantity(width, width),
             ("MFLOPs a token", against_first(flops, "{:,.1f}".format, percent_more)),
             quantity("KV bytes a token", "kv_cache_bytes_per_token"),
         ],

@@ -43,12 +43,13 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
     embedding = model.tok_embeddings.weight.numel()
     return {
         "total_params": total,
-        "active_params": total,
+        "active_params": model.active_parameters(),
         "non_embedding_params": total - embedding,
         "attention_params": sum(
             params for name, params in by_component.items() if name not in OTHER_COMPONENTS
         ),
         "ffn_dim": cfg.model.ffn_dim,
+        "expert_dim": cfg.model.moe.expert_dim if cfg.model.moe.n_experts else None,
         "flops_per_token": model.flops_per_token(),
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,

@@ -47,7 +47,8 @@ def load_model(run: Path, step: int = 0) -> Transformer:
     params = dict(model.named_parameters())
     check_parameters(path, params)
     model.reset_parameters()
-    load_tensors(path, {f"model.{n}": p.detach() for n, p in params.items()}, no_dist=True)
+    tensors = {**{n: p.detach() for n, p in params.items()}, **model.router_state()}
+    load_tensors(path, {f"model.{n}": tensor for n, tensor in tensors.items()}, no_dist=True)
     return model
 
 

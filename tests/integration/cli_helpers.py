@@ -135,4 +135,5 @@ def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
 
 def metrics(run: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half done

@@ -23,7 +23,7 @@ def _fresh_compiler():
 def forward_and_backward(block, run, x, *arguments):
     """Output, statistics and every gradient."""
     x = x.clone().requires_grad_()
-    out, stats = run(x, *arguments)
+    out, stats, _ = run(x, *arguments)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
     return out, stats, torch.autograd.grad((out * weights).sum(), [x, *block.parameters()])
 

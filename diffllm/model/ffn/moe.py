@@ -1,0 +1,126 @@
+"""A mixture of experts: route, sort tokens by expert once, run the experts, bring back.
+
+Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts a token, M = N k rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diffllm.model.ffn.config import Balance, MoEConfig
+from diffllm.model.ffn.experts import Experts
+from diffllm.model.ffn.router import Router, Routing, global_balance, sequence_balance
+from diffllm.model.ffn.swiglu import SwiGLU
+from diffllm.model.init import Initializer
+
+
+class Routed(NamedTuple):
+    """What routing leaves behind, of one layer or stacked over L layers of experts."""
+
+    counts: Tensor
+    """(E,) int64, tokens that each expert got."""
+    balance: Tensor
+    """Load-balancing loss, summed over tokens; differentiable; 0 where it has no weight."""
+    z: Tensor
+    """logsumexp(router logits)^2, summed over tokens; differentiable; 0 where it has no weight."""
+
+
+class MoE(nn.Module):
+    """Sum over a token's experts of weight * expert(x), plus the shared experts. No capacity:
+    every token reaches all of its experts, and rows are as many as there are."""
+
+    def __init__(self, dim: int, cfg: MoEConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.router = Router(dim, cfg)
+        self.experts = Experts(cfg.n_experts, dim, cfg.expert_dim)
+        self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
+
+    def forward(self, x: Tensor, show: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
+        """x (B, T, D) -> (B, T, D), and what routing left behind.
+
+        Args:
+            show: takes "router", the shares (N, E) of each token's experts.
+        """
+        rows = x.flatten(0, 1)
+        routing = self.router(rows)
+        if show is not None:
+            show["router"] = routing.shares.detach()
+        slots = routing.experts.flatten()
+        order = slots.argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        counts = torch.zeros_like(self.router.bias, dtype=torch.int64)
+        counts = counts.scatter_add(0, slots, torch.ones_like(slots))
+        sent = _Send.apply(rows, order, inverse)
+        weights = routing.weights.flatten().gather(0, order)
+        received = self.experts(sent, weights, counts)
+        shared = self.shared(rows) if self.shared is not None else None
+        out = _Return.apply(received, order, inverse, len(rows))
+        if shared is not None:
+            out = out + shared
+        return out.view_as(x), self.routed(routing, counts, x.shape[1])
+
+    def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
+        """Counts and losses; `length` is the T of the sequences that were routed."""
+        balance = z = routing.logits.new_zeros(())
+        if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
+            balance = sequence_balance(routing.shares, routing.experts, length)
+        elif self.cfg.balance_loss:
+            balance = global_balance(routing.shares, self.router.load)
+        if self.cfg.router_z_loss:
+            z = routing.logits.logsumexp(-1).square().sum()
+        return Routed(counts, balance, z)
+
+    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
+        """Truncated normal; the output projections at `out_std`."""
+        self.router.reset_parameters(init, std)
+        self.experts.reset_parameters(init, std, out_std)
+        if self.shared is not None:
+            self.shared.reset_parameters(init, std, out_std)
+
+    def idle_parameters(self) -> int:
+        """Parameters that one token does not use: those of the experts it does not go to."""
+        each = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
+        return (self.cfg.n_experts - self.cfg.top_k) * each
+
+    def flops_per_token(self) -> int:
+        """Training FLOPs a token: 2 forward and 4 backward for every weight that it uses."""
+        return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
+
+
+class _Send(torch.autograd.Function):
+    """Each token's row once for each of its experts, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.n = len(rows)
+        return rows.index_select(0, order // (len(order) // len(rows)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return summed(grads[0], inverse, ctx.n), None, None
+
+
+class _Return(torch.autograd.Function):
+    """The sum of what a token's experts gave: the transpose of `_Send`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.n = n
+        return summed(rows, inverse, n)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return grads[0].index_select(0, order // (len(order) // ctx.n)), None, None, None
+
+
+def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
+    """(M, D) in the experts' order -> (n, D), summed over each token's rows."""
+    return rows.index_select(0, inverse).unflatten(0, (n, -1)).sum(1)

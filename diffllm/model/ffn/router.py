@@ -1,0 +1,107 @@
+"""Which experts a token goes to, and what keeps experts equally busy.
+
+Shapes: N tokens, T tokens of a sequence, E experts, k experts a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffllm.model.ffn.config import MoEConfig, Score
+from diffllm.model.init import Initializer
+
+
+class Routing(NamedTuple):
+    """Of N tokens."""
+
+    experts: Tensor
+    """(N, k) int64, distinct in each row."""
+    weights: Tensor
+    """(N, k) float32: what the experts' outputs are multiplied with."""
+    shares: Tensor
+    """(N, E) float32: all scores, each row summing to 1."""
+    logits: Tensor
+    """(N, E) float32."""
+
+
+class Router(nn.Module):
+    """Top-k of the scores plus a bias; the weights are the scores without it.
+
+    The bias moves only where experts are chosen, so it has no gradient: after each optimizer
+    step it goes up for experts with less than the mean of the tokens, down for those with more
+    (Wang et al., arXiv 2408.15664).
+    """
+
+    fp32_parameters = ("weight",)
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, dim: int, cfg: MoEConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.weight = nn.Parameter(torch.empty(cfg.n_experts, dim))
+        self.register_buffer("bias", torch.zeros(cfg.n_experts))
+        self.register_buffer("load", torch.ones(cfg.n_experts))
+
+    def forward(self, x: Tensor) -> Routing:
+        """x (N, D) of any float dtype; everything inside is in float32 at least."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        if self.cfg.score is Score.softmax:
+            scores = shares = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            shares = scores / scores.sum(-1, keepdim=True)
+        experts = (scores.detach() + self.bias).topk(self.cfg.top_k, sorted=False).indices
+        weights = scores.gather(1, experts)
+        if self.cfg.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, weights * self.cfg.routed_scaling, shares, logits)
+
+    @torch.no_grad()
+    def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
+        """Learn from an optimizer step how busy each expert was.
+
+        Args:
+            counts: (E,) int64, tokens of the whole global batch that each expert got.
+            skipped: scalar; 1.0 leaves all as it is.
+        """
+        load = counts / counts.sum().clamp_min(1) * len(counts)
+        moved = self.bias + self.cfg.bias_update_rate * torch.sign(1 - load)
+        keep = skipped > 0
+        self.bias.copy_(torch.where(keep, self.bias, moved))
+        self.load.copy_(torch.where(keep, self.load, load))
+
+    def reset_parameters(self, init: Initializer, std: float) -> None:
+        """Truncated normal; no bias, and experts taken to be equally busy."""
+        init.normal_(self.weight, std, truncate=3)
+        nn.init.zeros_(self.bias)
+        nn.init.ones_(self.load)
+
+
+def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
+    """T times the balance loss of a sequence, summed over sequences: a scalar.
+
+    The loss is sum over experts of f P, f the tokens that chose the expert over the uniform
+    number, P the mean share (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): 1 when balanced.
+
+    Args:
+        shares: (N, E), differentiable; N is a multiple of `length`, the T of a sequence.
+        experts: (N, k) int64.
+    """
+    n_experts, top_k = shares.shape[1], experts.shape[1]
+    chosen = torch.zeros_like(shares).scatter(1, experts, 1.0).view(-1, length, n_experts)
+    load = chosen.mean(1) * (n_experts / top_k)
+    return length * (load * shares.view(-1, length, n_experts).mean(1)).sum()
+
+
+def global_balance(shares: Tensor, load: Tensor) -> Tensor:
+    """The balance loss summed over tokens: a scalar.
+
+    Args:
+        shares: (N, E), differentiable.
+        load: (E,), tokens of the global batch that chose each expert over the uniform number.
+    """
+    return (shares * load).sum()
