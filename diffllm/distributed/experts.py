@@ -77,11 +77,10 @@ def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable
         rows = all_to_all_single_autograd(x, receive, send, mesh)
         weights = all_to_all_single_autograd(weights, receive, send, mesh)
         order, back = by_expert(received, sum(receive))
+        rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
         with local_parameters(experts):
-            y = compute(
-                rows.index_select(0, order), weights.index_select(0, order), received.sum(0)
-            )
-        return all_to_all_single_autograd(y.index_select(0, back), send, receive, mesh)
+            y = compute(rows, weights, received.sum(0))
+        return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
 
     return forward
 
@@ -98,6 +97,20 @@ def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     expert = torch.repeat_interleave(expert, received.flatten(), output_size=rows)
     order = expert.argsort(stable=True)
     return order, order.argsort()
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order; the gradient is gathered too, where indexing would scatter it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
 
 
 @contextmanager
