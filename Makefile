@@ -12,10 +12,10 @@ train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 test-slow: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -44,6 +44,8 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("expert_load_max/*",),
         ("expert_load_min/*",),
         ("router_bias_range/*",),
+        ("train/balance_loss",),
+        ("train/router_z_loss",),
     ),
 }
 OPEN = ("Loss", "Spikes", "Gradient norm")

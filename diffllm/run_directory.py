@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -18,6 +17,7 @@ from yaml import YAMLError
 from diffllm.checkpoint import complete_checkpoints, read_state
 from diffllm.config import TrainConfig, compose_config, typed
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.held_directory import hold
 
 # What may change between two starts of one run without changing what it computes.
 FREE = (
@@ -44,16 +44,7 @@ class RunDirectory:
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
         self.made = [p for p in (path, *path.parents) if not os.path.lexists(p)]
-        try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(path / ".lock")
-            self.lock.acquire(timeout=0)
-        except Timeout:
-            raise ConfigError(f"run directory {path} is in use by another process") from None
-        except OSError as error:
-            raise ConfigError(
-                f"run directory {path} cannot be written ({error.strerror}); choose run.dir=..."
-            ) from error
+        self.lock = hold(path, "run directory", "run.dir=...")
 
     def check(self) -> None:
         """Compare with the run that is here, if any; nothing is changed."""

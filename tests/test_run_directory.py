@@ -37,7 +37,7 @@ def begun(tmp_path: Path, tokenizer: Path) -> Path:
     directory.begin(tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
     checkpoint = directory.path / "checkpoints" / "step-00000001"
-    checkpoint.mkdir()
+    checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(STATE_JSON % 1)
     directory.lock.release()
     return directory.path
@@ -206,7 +206,7 @@ def test_a_directory_with_checkpoints_but_no_config_is_not_ours(begun):
 
 def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(begun, tmp_path):
     cut_short = begun / "checkpoints" / ".step-00000002.incomplete"
-    cut_short.mkdir()
+    cut_short.mkdir(parents=True)
     (cut_short / "part").touch()
     other = tmp_path / "other.model"
     other.write_bytes(b"other pieces")
@@ -409,7 +409,7 @@ def test_what_resume_means(tmp_path):
 
 
 def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").mkdir(parents=True)
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             resume_checkpoint(tiny(f"resume={path}"), [])

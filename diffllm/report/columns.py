@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from diffllm.report.comparison import Comparison, Estimate, Row
-from diffllm.report.runs import Run, Series, finite_number
+from diffllm.report.numbers import number
+from diffllm.report.runs import Run, Series
 
 SPIKES = tuple(
     f"{definition}/{series}_{what}"
@@ -133,7 +134,7 @@ def estimate_columns(name: str, estimate: Estimate | None) -> dict[str, float | 
 
 def final(run: Run, name: str) -> float | None:
     """What the summary says, else the last finite value that was logged."""
-    value = finite_number((run.summary or {}).get(name))
+    value = number((run.summary or {}).get(name))
     if value is not None:
         return value
     values = finite_values(run.series(name))

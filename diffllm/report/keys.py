@@ -43,7 +43,8 @@ INCOMPARABLE = (
 )  # fmt: skip
 SWEEPABLE = (
     "model.ffn_dim", "model.match_params_to", "model.init_std", "model.z_loss", "model.attention",
-    "model.moe",
+    "model.moe.expert_dim", "model.moe.bias_update_rate", "model.moe.balance_loss",
+    "model.moe.balance_over", "model.moe.router_z_loss",
 )  # fmt: skip
 """Keys of `model` that are no part of its shape."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from diffllm.config import TrainConfig
 from diffllm.errors import CheckpointError
+from diffllm.report.numbers import number
 from diffllm.run_directory import flatten, load_run_config, yaml_dict
 
 
@@ -107,7 +108,7 @@ class Run:
     @property
     def final_loss(self) -> float | None:
         """Held-out loss after the last step, nats a token; None unless finished and finite."""
-        return finite_number((self.summary or {}).get("heldout_loss"))
+        return number((self.summary or {}).get("heldout_loss"))
 
     @property
     def names(self) -> set[str]:
@@ -186,12 +187,6 @@ def metrics_line(text: str) -> dict[str, Any] | None:
     if any(type(v) is int and abs(v) >= 2**63 for v in line.values()):
         return None
     return {k: v for k, v in line.items() if v is None or type(v) in (int, float)}
-
-
-def finite_number(value: Any) -> float | None:
-    """A JSON value as a float; None for NaN, infinity and what is no number."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if number and math.isfinite(value) else None
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -74,6 +74,12 @@ def sections(comparison: Comparison, styles: list[RowStyle]) -> list[Section]:
             f"them, over heads and sequences, unless said otherwise. {by_layer(draw)}",
             list(probes(draw)),
         ),
+        (
+            "Experts",
+            "Load is the tokens of the global batch that an expert got over the uniform number: 1 "
+            f"when balanced. {by_layer(draw)}",
+            list(experts(draw)),
+        ),
     ]
     return [Section(*part) for part in parts if part[-1]]
 
@@ -270,6 +276,28 @@ def probes(draw: Figures) -> Iterator[Figure]:
          "start of the document where documents are masked."),
         ("attn_negative_share", "Negative attention weights", "share",
          "Magnitude of the effective map's negative weights over that of all its weights."),
+    )  # fmt: skip
+    for quantity, title, unit, caption in kinds:
+        yield from draw.layers(f"{title}, by layer", caption, quantity, unit)
+
+
+def experts(draw: Figures) -> Iterator[Figure]:
+    """Of mixtures of experts, by layer and over time."""
+    yield from draw.curves(
+        "Load of the busiest expert, highest layer",
+        "Of the layer where it is highest at that step.",
+        draw.over_tokens(lambda run: largest(run.by_layer("expert_load_max"))),
+        "load",
+        log=True,
+    )
+    kinds = (
+        ("expert_load_max", "Load of the busiest expert", "load", "Over experts."),
+        ("expert_load_min", "Load of the idlest expert", "load", "Over experts."),
+        ("router_entropy", "Entropy of the router", "nats",
+         "Of a token's scores over all experts, mean over tokens; uniform scores of E experts have "
+         "ln E."),
+        ("router_bias_range", "Range of the balancing bias", "score",
+         "Largest minus smallest of the experts' biases."),
     )  # fmt: skip
     for quantity, title, unit, caption in kinds:
         yield from draw.layers(f"{title}, by layer", caption, quantity, unit)

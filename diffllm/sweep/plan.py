@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from hydra.core.override_parser.types import Override
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.held_directory import hold
 from diffllm.run_directory import choose_path, differences, write_atomic
 from diffllm.sweep.job import Job
 from diffllm.sweep.names import combinations, run_name
@@ -36,17 +36,7 @@ class SweepDirectory:
         Raises:
             ConfigError: another process is there, or was since the record was read.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.path / ".lock")
-            self.lock.acquire(timeout=0)
-        except Timeout:
-            raise ConfigError(f"sweep {self.path} is in use by another process") from None
-        except OSError as error:
-            raise ConfigError(
-                f"sweep directory {self.path} cannot be written ({error.strerror}); "
-                "choose another run.sweep"
-            ) from error
+        self.lock = hold(self.path, "sweep directory", "another run.sweep")
         if SweepDirectory(self.path).record != self.record:
             raise ConfigError(f"sweep {self.path} has just been started by another process")
 
