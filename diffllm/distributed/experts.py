@@ -17,20 +17,23 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-Splits = Callable[[Tensor, int, DeviceMesh], tuple[list[int], list[int], Tensor]]
-"""(rows of each expert (E,) int64, M, mesh) -> rows to send to each rank, rows that come from each
-rank, and of which experts those are: (n, E/n) int64, one line a rank."""
+Sizes = tuple[list[int], list[int], Tensor]
+"""Rows to send to each rank, rows that come from each rank, and of which of this rank's experts
+those are: (n, E/n) int64, one line a rank."""
+
+Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
+"""(rows of each expert (E,) int64, M, mesh) -> what to exchange."""
 
 
-def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> tuple:
-    """What the ranks tell each other; the one place where a step waits for the device."""
+def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
+    """What the ranks tell each other; the host waits for it, as it gives collectives their sizes."""
     sent = counts.view(mesh.size(), -1)
     received = all_to_all_single(sent, None, None, mesh)
     send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     return send, receive, received
 
 
-def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> tuple:
+def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """As if all ranks, and all experts of one, got equally many rows: for tensors without data.
 
     What arrives is then of the right shape, but not of the right experts.
@@ -115,7 +118,10 @@ class _Reorder(torch.autograd.Function):
 
 @contextmanager
 def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Within, the parameters of `module` are the parts that this rank computes with."""
+    """Within, the parameters of `module` are the parts that this rank computes with.
+
+    As `torch.func.functional_call` does it, but that would run the module's hooks once more.
+    """
     params: dict[str, Any] = module._parameters
     whole = dict(params)
     params.update({name: param.to_local() for name, param in whole.items()})
