@@ -26,7 +26,7 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """What the ranks tell each other; the host waits for it, as it gives collectives their sizes."""
+    """What the ranks tell each other; the host waits for it, since it sizes the collectives."""
     sent = counts.view(mesh.size(), -1)
     received = all_to_all_single(sent, None, None, mesh)
     send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
