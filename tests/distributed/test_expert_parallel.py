@@ -92,7 +92,8 @@ def storage(t, param):
 
 
 def assert_alike(one, other, atol=1e-6):
-    """Gradients and weights to float32 rounding: `atol` is relative to the largest value."""
+    """To float32 rounding, which Adam's first steps make larger: gradients that are almost zero
+    move weights as far as others do. `atol` of a gradient is relative to its largest value."""
     for key in ("losses", "norms", "update_norm"):
         torch.testing.assert_close(
             torch.tensor(other[key]), torch.tensor(one[key]), rtol=1e-5, atol=atol
@@ -106,10 +107,11 @@ def assert_alike(one, other, atol=1e-6):
         assert gradients.keys() == other["gradients"][step].keys()
         for name, value in gradients.items():
             error = abs(value - other["gradients"][step][name]).max()
-            assert error <= 10 * atol * (1e-2 + abs(value).max()), f"step {step}, {name}: {error}"
+            bound = atol * (100 if step else 10) * (1e-2 + abs(value).max())
+            assert error <= bound, f"step {step}, {name}: {error}"
     for name, value in one["final"].items():
         error = abs(value - other["final"][name]).max()
-        assert error < 20 * atol, f"{name} differs by {error}"
+        assert error < 100 * atol, f"{name} differs by {error}"
 
 
 def assert_own_experts_only(held, cfg, ranks):
