@@ -110,7 +110,7 @@ class TrainConfig:
         self.model.validate()
         self.data.validate()
         self.optim.validate(self.steps)
-        self.parallel.validate()
+        self.parallel.validate(self.model.moe.n_experts)
         self.distributed.validate()
         self.checkpoint.validate()
         self.eval.validate()
@@ -121,7 +121,17 @@ class TrainConfig:
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""
         self.micro_batches(world_size)
-        self.parallel.sizes(world_size)
+        _, shard, expert = self.parallel.sizes(world_size)
+        if expert > 1:
+            moe = self.model.moe
+            own = moe.n_experts // expert
+            if all(size % shard for size in (own, moe.expert_dim, self.model.dim)):
+                raise ConfigError(
+                    f"the {own} experts of a rank (model.moe.n_experts={moe.n_experts}, "
+                    f"parallel.expert={expert}) cannot be sharded: parallel.shard={shard} must "
+                    f"divide {own}, model.moe.expert_dim={moe.expert_dim} or "
+                    f"model.dim={self.model.dim}"
+                )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """(sequences a rank and forward pass, forward passes a step) on `world_size` ranks."""

@@ -7,6 +7,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from diffllm.errors import ConfigError
@@ -77,12 +78,13 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW over named parameters, its state allocated at once.
 
-    Sharded (DTensor) and replicated parameters are groups apart, as fused kernels want; within
-    each, only tensors of two and more dimensions decay.
+    Replicated parameters and those sharded (DTensors) over one mesh or another are groups apart, as
+    fused kernels want; within each, only tensors of two and more dimensions decay.
     """
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
-        groups.setdefault((isinstance(param, DTensor), param.ndim >= 2), []).append(param)
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        groups.setdefault((mesh, param.ndim >= 2), []).append(param)
     optimizer = torch.optim.AdamW(
         [
             {"params": group, "weight_decay": cfg.weight_decay if decays else 0.0}

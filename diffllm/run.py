@@ -188,6 +188,9 @@ def sample(t: Training, data: TokenData) -> str:
     else:
         prompt = data.split("heldout").tokens(0, 16).tolist()
     prompt = prompt[: max(1, t.cfg.seq_len // 2)]
+    # Ranks that share out experts call the model together. Rounding may differ with what else is in
+    # a product, so one could draw the end of text before another: none stops there.
+    together = dist.get_world_size() > 1
     with torch.compiler.set_stance("force_eager"):
         (tokens,) = generate(
             t.model,
@@ -197,7 +200,9 @@ def sample(t: Training, data: TokenData) -> str:
             top_p=0.95,
             seed=t.cfg.seed,
             vocab_size=tokenizer.vocab_size,
-            stop_token=tokenizer.eos_id,
+            stop_token=None if together else tokenizer.eos_id,
             dtype=t.compute_dtype,
         )
+    if tokenizer.eos_id in tokens[len(prompt) :]:
+        del tokens[tokens.index(tokenizer.eos_id, len(prompt)) + 1 :]
     return tokenizer.decode(tokens)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from diffllm.checkpoint import Checkpointer, check_parameters, load_tensors, read_state
 from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
-from diffllm.distributed.fsdp import local, local_rows, parallelize
-from diffllm.distributed.gradients import average_replicated, clip_, norms
-from diffllm.distributed.mesh import build_mesh
+from diffllm.distributed.experts import Splits, exchanged_splits
+from diffllm.distributed.fsdp import local, local_block, parallelize
+from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
+from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.distributed.stop import StopFlag
 from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
@@ -43,7 +43,7 @@ class Training:
 
     cfg: TrainConfig
     device: torch.device
-    mesh: DeviceMesh
+    meshes: Meshes
     model: Any  # a Transformer, and an FSDPModule
     params: dict[str, Tensor]
     """Sharded and replicated parameters by name, float32."""
@@ -70,33 +70,41 @@ class Training:
         }
 
 
-def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
+def build(
+    cfg: TrainConfig,
+    device: torch.device,
+    document_end: int | None = None,
+    splits: Splits = exchanged_splits,
+) -> Training:
     """The sharded model and its optimizer, initialised; needs a process group.
 
     Args:
         document_end: the token behind which documents begin; masks them.
+        splits: how many rows experts get from other ranks.
     """
-    model, mesh = sharded_model(cfg, device)
-    t = allocated(cfg, device, model, mesh, document_end)
-    t.model.reset_parameters(local_rows)
+    model, meshes = sharded_model(cfg, device, splits)
+    t = allocated(cfg, device, model, meshes, document_end)
+    t.model.reset_parameters(local_block)
     return t
 
 
-def sharded_model(cfg: TrainConfig, device: torch.device) -> tuple[Transformer, DeviceMesh]:
+def sharded_model(
+    cfg: TrainConfig, device: torch.device, splits: Splits = exchanged_splits
+) -> tuple[Transformer, Meshes]:
     """The model on the meta device, wrapped for training on `device`; needs a process group."""
-    mesh = build_mesh(cfg.parallel, device.type, dist.get_world_size())
+    meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
         model = Transformer(cfg.model)
     dtype = compute_dtype(cfg.precision, device)
-    parallelize(model, mesh, dtype, compiles(cfg, device), cfg.activation_checkpointing)
-    return model, mesh
+    parallelize(model, meshes, dtype, compiles(cfg, device), cfg.activation_checkpointing, splits)
+    return model, meshes
 
 
 def allocated(
     cfg: TrainConfig,
     device: torch.device,
     model: Transformer,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     document_end: int | None = None,
 ) -> Training:
     """A sharded model on `device`, its parameters still without values, and its optimizer."""
@@ -106,7 +114,7 @@ def allocated(
     guard = Guard(cfg.train.skip_step, device)
     dtype, compiled = compute_dtype(cfg.precision, device), compiles(cfg, device)
     return Training(
-        cfg, device, mesh, model, params, optimizer, dtype, document_end, guard, compiled
+        cfg, device, meshes, model, params, optimizer, dtype, document_end, guard, compiled
     )
 
 
@@ -159,13 +167,14 @@ def train_step(
     dist.all_reduce(losses)
     nll, *other_losses = (losses / tokens).unbind()
     average_replicated(t.params.values())
+    average_experts(t.params.values())
     trained = {name: p for name, p in t.params.items() if p.grad is not None}
     grads = [local(p.grad) for p in trained.values() if p.grad is not None]
-    grad_norms = norms(trained, grads, t.mesh)
+    grad_norms = norms(trained, grads, t.meshes.dense)
     if cfg.optim.clip_norm:
         clip_(grads, grad_norms.total, cfg.optim.clip_norm)
     skipped = t.guard.judge(nll, grad_norms.total)
-    if t.mesh.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
+    if t.meshes.dense.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = [local(p).detach().clone() for p in t.params.values()] if due.update else None
     set_learning_rate(t.optimizer, learning_rate(cfg.optim, step, cfg.steps))
@@ -180,7 +189,7 @@ def train_step(
     update_norm = None
     if before:
         torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
-        update_norm = norms(t.params, before, t.mesh).total
+        update_norm = norms(t.params, before, t.meshes.dense).total
     weighted = weighted_losses(cfg, other_losses)
     return StepOutput(nll, weighted, skipped, grad_norms, update_norm, stats)
 
@@ -270,7 +279,7 @@ def train(
         if logged(cfg, step):
             params = [local(p).detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
-            recorder.log(step, lr, norms(t.params, params, t.mesh).total)
+            recorder.log(step, lr, norms(t.params, params, t.meshes.dense).total)
             if state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
                 stuck = state.spikes.longest_skip
                 state.spikes.forget_skips()

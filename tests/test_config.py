@@ -200,39 +200,69 @@ def test_batches_that_cannot_be_shared_are_refused(global_batch, micro, ranks, m
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "ranks", "expected"),
+    ("replicate", "shard", "expert", "ranks", "expected"),
     [
-        (1, -1, 1, (1, 1)),
-        (1, -1, 8, (1, 8)),
-        (2, -1, 8, (2, 4)),
-        (-1, 8, 8, (1, 8)),
-        (-1, 8, 32, (4, 8)),
-        (-1, 1, 4, (4, 1)),
-        (2, 3, 6, (2, 3)),
+        (1, -1, 1, 1, (1, 1, 1)),
+        (1, -1, 1, 8, (1, 8, 1)),
+        (2, -1, 1, 8, (2, 4, 1)),
+        (-1, 8, 1, 8, (1, 8, 1)),
+        (-1, 8, 1, 32, (4, 8, 1)),
+        (-1, 1, 1, 4, (4, 1, 1)),
+        (2, 3, 1, 6, (2, 3, 1)),
+        (1, -1, 4, 4, (1, 1, 4)),
+        (2, -1, 8, 64, (2, 4, 8)),
+        (-1, 2, 4, 16, (2, 2, 4)),
     ],
 )
-def test_mesh_sizes(replicate, shard, ranks, expected):
-    cfg = ParallelConfig(replicate=replicate, shard=shard)
-    cfg.validate()
+def test_mesh_sizes(replicate, shard, expert, ranks, expected):
+    cfg = ParallelConfig(replicate, shard, expert)
+    cfg.validate(n_experts=8)
     assert cfg.sizes(ranks) == expected
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "ranks"),
-    [(1, 4, 8), (2, 4, 4), (-1, 8, 12), (-1, 8, 4), (3, -1, 8), (16, -1, 8)],
+    ("replicate", "shard", "expert", "ranks"),
+    [
+        (1, 4, 1, 8),
+        (2, 4, 1, 4),
+        (-1, 8, 1, 12),
+        (-1, 8, 1, 4),
+        (3, -1, 1, 8),
+        (16, -1, 1, 8),
+        (1, -1, 4, 2),
+        (1, -1, 4, 6),
+        (2, 2, 2, 4),
+        (-1, 2, 4, 12),
+    ],
 )
-def test_a_mesh_that_does_not_fill_the_world_is_refused(replicate, shard, ranks):
-    cfg = ParallelConfig(replicate=replicate, shard=shard)
-    cfg.validate()
+def test_a_mesh_that_does_not_fill_the_world_is_refused(replicate, shard, expert, ranks):
+    cfg = ParallelConfig(replicate, shard, expert)
+    cfg.validate(n_experts=8)
     message = f"parallel.replicate={replicate} x parallel.shard={shard} .* {ranks} ranks"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         cfg.sizes(ranks)
+    assert (f"parallel.expert={expert}" in str(error.value)) == (expert > 1)
 
 
 def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
-    assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16)
-    assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8)
-    assert load_config(["parallel=hsdp", "parallel.shard=4"]).parallel.sizes(16) == (4, 4)
+    assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16, 1)
+    assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8, 1)
+    assert load_config(["parallel=hsdp", "parallel.shard=4"]).parallel.sizes(16) == (4, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("expert", "n_experts", "message"),
+    [
+        (3, 8, r"parallel\.expert=3 must divide model\.moe\.n_experts=8"),
+        (16, 8, r"parallel\.expert=16 must divide model\.moe\.n_experts=8"),
+        (2, 0, r"parallel\.expert=2 needs a mixture-of-experts model"),
+        (0, 8, r"parallel\.expert=0 must be at least 1"),
+        (-1, 8, r"parallel\.expert=-1 must be at least 1"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(expert=expert).validate(n_experts)
 
 
 # What cannot run anywhere

@@ -1,6 +1,7 @@
 """Sharding a decoder with FSDP2, from outside.
 
-Order: activation checkpointing, torch.compile, fully_shard: each wraps what came before.
+Order: expert parallelism, activation checkpointing, torch.compile, fully_shard: each wraps what
+came before.
 """
 
 from collections.abc import Callable
@@ -11,48 +12,109 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
+
+from diffllm.distributed.experts import Splits, exchanged_splits, share_out
+from diffllm.distributed.mesh import Meshes
 
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     param_dtype: torch.dtype,
     compile: bool,
     activation_checkpointing: bool,
+    splits: Splits = exchanged_splits,
 ) -> None:
-    """Shard `model` in place over `mesh`: each of `model.layers`, then the rest.
+    """Shard `model` in place: each of `model.layers`, then the rest.
 
-    Gradients arrive averaged over all ranks, in float32. Parameters named in a module's
-    `fp32_parameters` stay out: replicated, in float32, their gradients for `average_replicated`.
+    Gradients arrive averaged over all ranks, in float32; those of experts that ranks share out are
+    for `average_experts`. Parameters named in a module's `fp32_parameters` stay out: replicated, in
+    float32, their gradients for `average_replicated`.
 
     Args:
-        mesh: dimensions "replicate" and "shard".
         param_dtype: dtype of the all-gathered parameters and of the computation.
+        splits: how many rows experts get from other ranks.
     """
-    ignored = fp32_parameters(model)
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    shard = partial(
-        fully_shard,
-        mesh=mesh if mesh["replicate"].size() > 1 else mesh["shard"],
-        mp_policy=policy,
-        ignored_params=ignored,
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=fp32_parameters(model))
+    shard_dense = partial(
+        shard,
+        mesh=with_replicas(meshes.dense, "fsdp"),
+        shard_placement_fn=partial(placement, meshes.dense["fsdp"].size()),
     )
     layers: Any = model.layers
     for layer in layers:
-        if activation_checkpointing:
-            layer.forward = checkpointed(layer.forward)
-        if compile:
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
-        shard(layer, reshard_after_forward=True)
+        experts = getattr(layer.ffn, "experts", None) if meshes.experts else None
+        if experts is not None:
+            assert meshes.experts is not None
+            share_out(experts, meshes.experts["expert"], splits)
+            shard(
+                experts,
+                mesh=with_replicas(meshes.experts, "shard"),
+                shard_placement_fn=partial(placement, meshes.experts["shard"].size()),
+                reshard_after_forward=True,
+            )
+        wrap_forward(layer, compile, activation_checkpointing, whole=experts is None)
+        shard_dense(layer, reshard_after_forward=True)
+    if meshes.experts:
+        prefetch(layers)
     if compile:
         loss: Any = model.chunk_loss
         model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
-    shard(model, reshard_after_forward=False)
+    shard_dense(model, reshard_after_forward=False)
+
+
+def with_replicas(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Of one dimension, what FSDP takes: with the replicas, if there are any, to sum over them."""
+    return mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
+
+
+def placement(ranks: int, param: nn.Parameter) -> Shard | None:
+    """The dimension of experts (E, out, in) that FSDP shards; None for the default, dimension 0.
+
+    The first that `ranks` divides: there can be more ranks than experts.
+
+    """
+    if param.ndim != 3:
+        return None
+    shape = local(param).shape
+    even = [dim for dim, size in enumerate(shape) if size % ranks == 0]
+    # DTensor misplaces a rank's part of another's part where they do not come out even.
+    assert even or not isinstance(param, DTensor), "TrainConfig.check_world rules this out"
+    return Shard(even[0]) if even else None
+
+
+def prefetch(layers: Any) -> None:
+    """Have each layer gather its experts, and the layer behind it, as soon as it starts.
+
+    By itself, FSDP gathers ahead of the device as far as the host runs ahead, which here is up to
+    the next exchange of counts. In the backward pass the host waits only where activations are
+    computed again, and FSDP gathers what comes next by itself.
+    """
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        experts = getattr(layer.ffn, "experts", None)
+        layer.set_modules_to_forward_prefetch([m for m in (experts, following) if m is not None])
+
+
+def wrap_forward(
+    layer: nn.Module, compile: bool, activation_checkpointing: bool, whole: bool
+) -> None:
+    """Checkpointing and compilation of a layer; `whole` if it is one graph.
+
+    Checkpointing inside a graph leaves it to the compiler what to keep. A layer that exchanges rows
+    is several graphs, which only checkpointing outside of them can hold together.
+    """
+    if activation_checkpointing and whole:
+        layer.forward = checkpointed(layer.forward)
+    if compile:
+        layer.forward = torch.compile(layer.forward, fullgraph=whole)
+    if activation_checkpointing and not whole:
+        layer.forward = checkpointed(layer.forward)
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,11 +140,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_rows(param: Tensor) -> tuple[Tensor, int, torch.Size]:
-    """(values held here, their first row, full shape) of a parameter sharded on dimension 0."""
+def local_block(param: Tensor) -> tuple[Tensor, tuple[int, ...], torch.Size]:
+    """(values held here, their first index in each dimension, full shape) of a parameter."""
     if not isinstance(param, DTensor):
-        return param, 0, param.shape
+        return param, (0,) * param.ndim, param.shape
     _, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
-    return param.to_local(), offset[0] if offset else 0, param.shape
+    return param.to_local(), offset, param.shape

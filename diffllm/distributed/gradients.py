@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from diffllm.distributed.fsdp import local
+
 
 def average_replicated(params: Iterable[Tensor]) -> None:
     """Average the gradients of replicated parameters over all ranks, in one packed collective."""
@@ -20,6 +22,18 @@ def average_replicated(params: Iterable[Tensor]) -> None:
     packed /= dist.get_world_size()
     for grad, part in zip(grads, packed.split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))
+
+
+def average_experts(params: Iterable[Tensor]) -> None:
+    """Finish the gradients of experts that ranks share out.
+
+    Each got the tokens of all those ranks, so FSDP's average is of sums over them.
+    """
+    for param in params:
+        if isinstance(param, DTensor) and param.grad is not None:
+            mesh = param.device_mesh
+            if "expert" in (mesh.mesh_dim_names or ()):
+                local(param.grad).div_(mesh["expert"].size())
 
 
 class Norms(NamedTuple):
@@ -39,14 +53,15 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     """Of tensors that are sharded as `params` are, in one collective; no host synchronisation.
 
     Args:
-        params: DTensors, and replicated tensors.
+        params: DTensors, each over all ranks of a copy of the model, and replicated tensors.
         tensors: what this rank holds, in the same order: the parameters, their gradients or so.
+        mesh: the one of dense parameters.
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     names = sharded + [name for name in params if name not in sharded]
     squares = torch.stack(torch._foreach_norm([named[name] for name in names])).double().square()
-    shards = mesh.get_group("shard")
+    shards = mesh.get_group("fsdp")
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(squares[: len(sharded)], group=shards)
     return Norms(names, squares)

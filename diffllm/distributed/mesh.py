@@ -1,6 +1,7 @@
-"""The device mesh: world = replicate x shard."""
+"""The device meshes: world = replicate x shard x expert."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,41 +15,76 @@ class ParallelConfig:
     replicate: int = 1
     """Groups that each hold a full copy of the parameters (HSDP)."""
     shard: int = -1
-    """Ranks that a copy is sharded over (FSDP)."""
+    """Ranks that a copy is sharded over (FSDP), beside those of `expert`."""
     expert: int = 1
-    """Ranks that experts are spread over."""
+    """Neighbouring ranks that share out the experts of every layer, and send each other tokens."""
 
-    def validate(self) -> None:
-        """Raise ConfigError for sizes that no world can have."""
-        for name in ("replicate", "shard", "expert"):
+    def validate(self, n_experts: int) -> None:
+        """Raise ConfigError for sizes that no world can have.
+
+        Args:
+            n_experts: of each mixture-of-experts layer; 0 for a dense model.
+        """
+        for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:
                 raise ConfigError(f"parallel.{name}={size} must be at least 1, or -1 for the rest")
         if self.replicate == self.shard == -1:
             raise ConfigError("only one of parallel.replicate and parallel.shard may be -1")
-        if self.expert != 1:
+        if self.expert < 1:
+            raise ConfigError(f"parallel.expert={self.expert} must be at least 1")
+        if self.expert != 1 and not n_experts:
             raise ConfigError(
                 f"parallel.expert={self.expert} needs a mixture-of-experts model; "
                 "this one is dense: parallel.expert=1"
             )
-
-    def sizes(self, world_size: int) -> tuple[int, int]:
-        """(replicate, shard) for `world_size` ranks; raises ConfigError if they do not fill it."""
-        replicate, shard = self.replicate, self.shard
-        if replicate == -1:
-            replicate = world_size // shard
-        if shard == -1:
-            shard = world_size // replicate
-        if replicate * shard != world_size:
+        if n_experts % self.expert:
             raise ConfigError(
-                f"parallel.replicate={self.replicate} x parallel.shard={self.shard} "
+                f"parallel.expert={self.expert} must divide model.moe.n_experts={n_experts}"
+            )
+
+    def sizes(self, world_size: int) -> tuple[int, int, int]:
+        """(replicate, shard, expert) for `world_size` ranks.
+
+        Raises:
+            ConfigError: they do not fill it.
+        """
+        replicate, shard, expert = self.replicate, self.shard, self.expert
+        if replicate == -1:
+            replicate = world_size // (shard * expert)
+        if shard == -1:
+            shard = world_size // (replicate * expert)
+        if replicate * shard * expert != world_size:
+            experts = f" x parallel.expert={expert}" if expert != 1 else ""
+            raise ConfigError(
+                f"parallel.replicate={self.replicate} x parallel.shard={self.shard}{experts} "
                 f"does not make {world_size} ranks"
             )
-        return replicate, shard
+        return replicate, shard, expert
 
 
-def build_mesh(cfg: ParallelConfig, device_type: str, world_size: int) -> DeviceMesh:
-    """A mesh with dimensions "replicate" and "shard" over all ranks."""
-    return init_device_mesh(
-        device_type, cfg.sizes(world_size), mesh_dim_names=("replicate", "shard")
+class Meshes(NamedTuple):
+    """The same ranks in the same order, as parameters see them."""
+
+    dense: DeviceMesh
+    """Dimensions "replicate" and "fsdp", which is shard and expert together."""
+    experts: DeviceMesh | None
+    """Dimensions "replicate", "shard" and "expert"; None where experts are not shared out."""
+
+
+def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:
+    """The meshes over all ranks; raises ConfigError if the sizes do not fill them.
+
+    "expert" is the innermost dimension: tokens travel in every layer, so those ranks should be the
+    closest.
+    """
+    replicate, shard, expert = cfg.sizes(world_size)
+    dense = init_device_mesh(
+        device_type, (replicate, shard * expert), mesh_dim_names=("replicate", "fsdp")
+    )
+    if expert == 1:
+        return Meshes(dense, None)
+    names = ("replicate", "shard", "expert")
+    return Meshes(
+        dense, init_device_mesh(device_type, (replicate, shard, expert), mesh_dim_names=names)
     )

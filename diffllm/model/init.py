@@ -1,7 +1,8 @@
 """Initial values that depend on (seed, parameter name) only.
 
 Every row block of a tensor has a generator of its own, so a rank that holds some rows draws
-only those, and draws what a single process would have drawn.
+only those, and draws what a single process would have drawn. A row is what the last of two or more
+dimensions runs along.
 """
 
 import hashlib
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
 
-Shard = Callable[[Tensor], tuple[Tensor, int, torch.Size]]
+Shard = Callable[[Tensor], tuple[Tensor, tuple[int, ...], torch.Size]]
 
 
-def whole(param: Tensor) -> tuple[Tensor, int, torch.Size]:
-    """The view of an unsharded parameter: (values held here, first row, full shape)."""
-    return param, 0, param.shape
+def whole(param: Tensor) -> tuple[Tensor, tuple[int, ...], torch.Size]:
+    """Of an unsharded parameter: (values held here, first index of each dimension, full shape)."""
+    return param, (0,) * param.ndim, param.shape
 
 
 class Initializer:
@@ -26,7 +27,7 @@ class Initializer:
     Args:
         seed: any integer.
         names: the parameter names of the model, by parameter.
-        shard: how to find the rows that this process holds, for sharded models.
+        shard: how to find the block that this process holds, for sharded models.
     """
 
     def __init__(self, seed: int, names: Mapping[Tensor, str], shard: Shard = whole):
@@ -40,25 +41,40 @@ class Initializer:
     def normal_(self, param: Tensor, std: float, truncate: float | None = None) -> None:
         """Fill from N(0, std^2), optionally truncated at `truncate` standard deviations."""
         local, first, shape = self.shard(param)
-        row_size = max(1, shape[1:].numel())
+        leading, row_size = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
         rows = max(1, BLOCK // row_size)
-        last = first + local.shape[0]
-        for block in range(first // rows, -(-last // rows)):
-            start, stop = block * rows, min((block + 1) * rows, shape[0])
-            values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device="cpu")
+        column, width = (first[-1], local.shape[-1]) if len(shape) > 1 else (0, 1)
+        held = rows_held(local.shape, first, leading)
+        target = local.detach().view(len(held), width)
+        for block in (held // rows).unique().tolist():
+            start, stop = block * rows, min((block + 1) * rows, leading.numel())
+            values = torch.empty((stop - start, row_size), dtype=torch.float32, device="cpu")
             generator = torch.Generator().manual_seed(self._seed(self.names[param], block))
             if truncate is None:
                 values.normal_(0.0, std, generator=generator)
             else:
                 bound = truncate * std
                 nn.init.trunc_normal_(values, 0.0, std, -bound, bound, generator=generator)
-            low, high = max(start, first), min(stop, last)
-            with torch.no_grad():
-                local[low - first : high - first].copy_(values[low - start : high - start])
+            low, high = torch.searchsorted(held, torch.tensor([start, stop])).tolist()
+            target[low:high].copy_(values[held[low:high] - start, column : column + width])
 
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
+    """Of a block of a tensor, the row numbers, rising, int64.
+
+    Args:
+        local: the block's shape.
+        first: its first index in each dimension.
+        leading: the dimensions of the whole tensor that count rows.
+    """
+    held = torch.zeros(1, dtype=torch.int64)
+    for size, start, n in zip(leading, first, local, strict=False):
+        held = (held.unsqueeze(1) * size + torch.arange(start, start + n)).flatten()
+    return held
 
 
 def named(module: nn.Module) -> dict[Tensor, str]:

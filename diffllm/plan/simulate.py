@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffllm.config import Precision, TrainConfig
 from diffllm.diagnostics import Due
+from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
 from diffllm.model.attention.ops import Backend
 from diffllm.plan.compiled import compiling
@@ -94,13 +95,13 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     observer = Observer()
     gc.collect()
     with fake_world(rank, world_size), compiling(), gpu_kernels():
-        model, mesh = sharded_model(cfg, CPU)
+        model, meshes = sharded_model(cfg, CPU, balanced_splits)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             observer.memory.patched(),
             observer,
         ):
-            t = allocated(cfg, CPU, model, mesh)
+            t = allocated(cfg, CPU, model, meshes)
             return Watched(t, observer).step(count)
 
 

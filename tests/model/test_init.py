@@ -38,9 +38,30 @@ def test_a_rank_that_holds_some_rows_draws_what_one_process_draws(rows):
     full = torch.empty(1000, 300)
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty(rows[1] - rows[0], 300)
-    init = Initializer(0, {part: "w"}, lambda p: (p, rows[0], full.shape))
+    init = Initializer(0, {part: "w"}, lambda p: (p, (rows[0], 0), full.shape))
     init.normal_(part, 0.02, truncate=3)
     assert torch.equal(part, full[rows[0] : rows[1]])
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        (slice(2, 4), slice(0, 90), slice(0, 500)),
+        (slice(0, 5), slice(30, 61), slice(0, 500)),
+        (slice(1, 2), slice(0, 90), slice(125, 250)),
+        (slice(4, 5), slice(89, 90), slice(499, 500)),
+        (slice(5, 5), slice(0, 90), slice(0, 500)),
+    ],
+)
+def test_so_does_one_that_holds_a_block_of_stacked_matrices(block):
+    full = torch.empty(5, 90, 500)  # four blocks of generators
+    Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
+    part = torch.empty_like(full[block], memory_format=torch.contiguous_format)
+    first = tuple(part.start for part in block)
+    init = Initializer(0, {part: "w"}, lambda p: (p, first, full.shape))
+    init.normal_(part, 0.02, truncate=3)
+    assert torch.equal(part, full[block])
+    assert full.unique().numel() > 0.9 * full.numel(), "blocks repeat each other"
 
 
 def test_truncated_normal_with_depth_scaled_outputs():

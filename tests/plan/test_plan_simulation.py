@@ -8,6 +8,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 
 from diffllm.config import load_config
+from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
 from diffllm.plan import simulate as simulation
 from diffllm.plan.kernels import gpu_kernels
@@ -66,6 +67,8 @@ def real_bytes(overrides):
         (4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
         (2, MOE),
         (4, [*MOE, "parallel.replicate=2"]),
+        (2, [*MOE, "parallel.expert=2"]),
+        (4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
 def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp_path):
@@ -79,9 +82,9 @@ def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp
 def observed(cfg):
     """A rank's step with data, seen by the same observer."""
     observer = Observer()
-    model, mesh = sharded_model(cfg, CPU)
+    model, meshes = sharded_model(cfg, CPU, balanced_splits)
     with gpu_kernels(), observer.memory.patched(), observer:
-        t = allocated(cfg, CPU, model, mesh)
+        t = allocated(cfg, CPU, model, meshes)
         for param in t.params.values():
             local(param).detach().zero_()
         watched = Watched(t, observer)
@@ -102,6 +105,7 @@ REAL_STEPS = [  # of one and two micro-batches
     [*SMALL, "attention=diff_v2", "global_batch_size=4"],
     [*SMALL, "activation_checkpointing=true", "global_batch_size=2"],
     [*MOE, "parallel.replicate=2", "global_batch_size=4"],
+    [*MOE, "parallel.expert=2", "global_batch_size=4"],
 ]
 
 

@@ -1,0 +1,131 @@
+"""Expert parallelism, from outside: experts stay on their ranks, tokens travel to them and back.
+
+Shapes: M rows (a token once for each expert it goes to), R rows received, D model width,
+E experts, n ranks that share them out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+Sizes = tuple[list[int], list[int], Tensor]
+"""Rows to send to each rank, rows that come from each rank, and of which of this rank's experts
+those are: (n, E/n) int64, one line a rank."""
+
+Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
+"""(rows of each expert (E,) int64, M, mesh) -> what to exchange."""
+
+
+def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
+    """What the ranks tell each other; the host waits for it, since it sizes the collectives."""
+    sent = counts.view(mesh.size(), -1)
+    received = all_to_all_single(sent, None, None, mesh)
+    send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    return send, receive, received
+
+
+def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
+    """As if all ranks, and all experts of one, got equally many rows: for tensors without data.
+
+    What arrives is then of the right shape, but not of the right experts.
+    """
+    n = mesh.size()
+    send = parts(rows, n)
+    own = send[mesh.get_local_rank()]
+    received = torch.tensor([parts(own, len(counts) // n)] * n, device=counts.device)
+    return send, [own] * n, received
+
+
+def parts(total: int, n: int) -> list[int]:
+    """`total` in `n` parts that differ by one at most."""
+    return [total // n + (i < total % n) for i in range(n)]
+
+
+def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
+    """Keep this rank's E/n experts in `experts`, and have its forward pass send tokens to theirs.
+
+    The parameters, each (E, ...), become DTensors over `mesh`. `experts` goes on taking the
+    tokens of this rank for all E experts. Its result is not waited for: what the caller computes
+    before it uses the result runs while the rows travel.
+
+    Args:
+        experts: its forward maps rows (M, D) sorted by expert, weights (M,) and counts (E,) to
+            (M, D), with as many experts as its parameters have rows.
+        mesh: one-dimensional.
+        splits: how many rows go where.
+    """
+    for name, param in list(experts.named_parameters(recurse=False)):
+        own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
+        whole = DTensor.from_local(own.clone(), mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(whole))
+    # A graph cannot hold what waits for the host.
+    experts.forward = torch.compiler.disable(exchanging(experts, mesh, splits))
+
+
+def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable[..., Tensor]:
+    """The forward pass of `experts`, between two exchanges of rows."""
+    compute = experts.forward
+
+    def forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        send, receive, received = splits(counts, len(x), mesh)
+        rows = all_to_all_single_autograd(x, receive, send, mesh)
+        weights = all_to_all_single_autograd(weights, receive, send, mesh)
+        order, back = by_expert(received, sum(receive))
+        rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
+        with local_parameters(experts):
+            y = compute(rows, weights, received.sum(0))
+        return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
+
+    return forward
+
+
+def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts rows by expert, and the one that puts them back; each (R,) int64.
+
+    Args:
+        received: (n, E/n) int64, how the rows lie: by rank, then by expert.
+        rows: R.
+    """
+    n, experts = received.shape
+    expert = torch.arange(experts, device=received.device).repeat(n)
+    expert = torch.repeat_interleave(expert, received.flatten(), output_size=rows)
+    order = expert.argsort(stable=True)
+    return order, order.argsort()
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order; the gradient is gathered too, where indexing would scatter it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
+
+
+@contextmanager
+def local_parameters(module: nn.Module) -> Iterator[None]:
+    """Within, the parameters of `module` are the parts that this rank computes with.
+
+    As `torch.func.functional_call` does it, but that would run the module's hooks once more.
+    """
+    params: dict[str, Any] = module._parameters
+    whole = dict(params)
+    params.update({name: param.to_local() for name, param in whole.items()})
+    try:
+        yield
+    finally:
+        params.update(whole)

@@ -1,0 +1,367 @@
+"""Experts shared out over ranks: the same training as in one process, with less on each rank."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from test_training_ranks import BASE, heldout_losses, micro_batches
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from diffllm import build_model
+from diffllm.checkpoint import Checkpointer
+from diffllm.config import load_config
+from diffllm.diagnostics import Due
+from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out
+from diffllm.distributed.fsdp import local, placement
+from diffllm.errors import ConfigError
+from diffllm.model.ffn.experts import Experts
+from diffllm.run import sample
+from diffllm.trainer import LoopState, build, restore, save, train_step
+
+STEPS = 4
+CLIP = 0.2
+MOE = [
+    "model.moe.n_experts=4",
+    "model.moe.expert_dim=32",
+    "model.moe.n_shared=1",
+    "model.moe.bias_update_rate=0.01",
+    "model.moe.balance_loss=0.01",
+    f"optim.clip_norm={CLIP}",
+    "optim.warmup_steps=1",
+    "compile=false",
+]
+LAYOUTS = {
+    "expert2": (2, ["parallel.expert=2"]),
+    "expert4": (4, ["parallel.expert=4"]),
+    "shard2_expert2": (4, ["parallel.shard=2", "parallel.expert=2"]),
+    "replicate2_expert2": (4, ["parallel.replicate=2", "parallel.expert=2"]),
+    "shard2": (2, ["parallel.shard=2"]),
+    "shard4": (4, ["parallel.shard=4"]),
+}
+SPARING = ["micro_batch_size=1", "activation_checkpointing=true"]
+TWO_EXPERTS = ["model.moe.n_experts=2", "model.moe.top_k=1"]  # fewer than ranks
+
+
+def config(overrides):
+    return load_config([*BASE, *MOE, *overrides])
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def trained(overrides, bias=None):
+    """What a short run gives, as plain numbers and arrays; `bias` moves the routers' choice."""
+    cfg = config(overrides)
+    t = build(cfg, torch.device("cpu"))
+    if bias:
+        for layer in t.model.layers:
+            layer.ffn.router.bias.copy_(torch.tensor(bias))
+    values = {name: full(p).numpy() for name, p in t.params.items()}
+    result = {"initial": values, "losses": [], "norms": [], "squares": [], "loads": []}
+    gradients = []
+    t.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({n: full(p.grad).numpy() for n, p in t.params.items()})
+    )
+    for step in range(STEPS):
+        last = step == STEPS - 1
+        out = train_step(t, micro_batches(cfg, step), step, Due(True, last, last))
+        result["losses"].append(out.nll.item())
+        result["norms"].append(out.grad_norms.total.item())
+        result["squares"].append(dict(zip(*map(list, out.grad_norms[:2]), strict=True)))
+        result["loads"].append(out.stats["expert_load_min"].tolist())
+    result["squares"] = [{n: s.item() for n, s in step.items()} for step in result["squares"]]
+    result["stats"] = {name: value.tolist() for name, value in out.stats.items()}
+    result["update_norm"] = out.update_norm.item()
+    result["final"] = {name: full(p).numpy() for name, p in t.params.items()}
+    result["gradients"] = gradients
+    result["held"] = {n: (tuple(local(p).shape), storage(t, p)) for n, p in t.params.items()}
+    return result
+
+
+def storage(t, param):
+    """Bytes behind what this rank keeps of a parameter, and of its first moment."""
+    moment = t.optimizer.state[param]["exp_avg"]
+    return [local(x).detach().untyped_storage().nbytes() for x in (param, moment)]
+
+
+def assert_alike(one, other, atol=1e-6):
+    """To float32 rounding, which Adam's first steps make larger: gradients that are almost zero
+    move weights as far as others do. `atol` of a gradient is relative to its largest value."""
+    for key in ("losses", "norms", "update_norm"):
+        torch.testing.assert_close(
+            torch.tensor(other[key]), torch.tensor(one[key]), rtol=1e-5, atol=atol
+        )
+    assert one["stats"].keys() == other["stats"].keys()
+    for name, value in one["stats"].items():
+        torch.testing.assert_close(
+            torch.tensor(other["stats"][name]), torch.tensor(value), rtol=1e-3, atol=1e-4
+        )
+    for step, gradients in enumerate(one["gradients"]):
+        assert gradients.keys() == other["gradients"][step].keys()
+        for name, value in gradients.items():
+            error = abs(value - other["gradients"][step][name]).max()
+            bound = atol * (100 if step else 10) * (1e-2 + abs(value).max())
+            assert error <= bound, f"step {step}, {name}: {error}"
+    for name, value in one["final"].items():
+        error = abs(value - other["final"][name]).max()
+        assert error < 100 * atol, f"{name} differs by {error}"
+
+
+def assert_own_experts_only(held, cfg, ranks):
+    """Parameters and moments of experts are those of this rank, and take no more memory."""
+    _, shard, expert = cfg.parallel.sizes(ranks)
+    with torch.device("meta"):
+        plain = dict(build_model(cfg.model).named_parameters())
+    names = [name for name in plain if ".experts." in name]
+    assert len(names) == 3 * cfg.model.n_layers
+    for name in names:
+        shape, sizes = held[name]
+        assert shape == (cfg.model.moe.n_experts // expert // shard, *plain[name].shape[1:])
+        assert sizes == [plain[name].nbytes // expert // shard] * 2, name
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    (result,) = run_ranks(trained, 1, tmp_path_factory.mktemp("one"), [])
+    assert min(result["norms"]) > 2 * CLIP, "nothing is clipped"
+    assert abs(result["final"]["norm.weight"] - result["initial"]["norm.weight"]).max() > 1e-3
+    return result
+
+
+@pytest.mark.parametrize("sparing", [False, True], ids=["plain", "accumulated_checkpointed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, tmp_path):
+    ranks, overrides = LAYOUTS[layout]
+    results = run_ranks(trained, ranks, tmp_path, overrides + SPARING * sparing)
+    for result in results:
+        assert result["losses"] == results[0]["losses"], "the ranks disagree"
+        assert result["norms"] == results[0]["norms"], "the ranks disagree"
+        assert_own_experts_only(result["held"], config(overrides), ranks)
+    assert_alike(one_process, results[0])
+    for name, value in one_process["initial"].items():
+        assert (results[0]["initial"][name] == value).all(), name
+    for squares, gradients in zip(results[0]["squares"], results[0]["gradients"], strict=True):
+        norm = math.sqrt(sum(squares.values()))
+        for name, square in squares.items():  # taken before clipping, gradients behind it
+            clipped = math.sqrt(square) * CLIP / norm
+            whole = torch.tensor(gradients[name]).double().norm().item()
+            assert clipped == pytest.approx(whole, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(4, ["parallel.expert=2"]), (4, ["parallel.expert=1"]), (2, ["parallel.expert=2"])],
+)
+def test_fewer_experts_than_ranks_are_split_inside(ranks, overrides, tmp_path):
+    (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
+    results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
+    assert_alike(one, results[0])
+    for name, value in one["initial"].items():
+        assert (results[0]["initial"][name] == value).all(), name
+    for result in results:
+        for name, (shape, _) in result["held"].items():
+            if ".experts." in name:
+                assert math.prod(shape) * ranks == one["final"][name].size, name
+
+
+def test_a_rank_whose_experts_get_nothing_takes_part(tmp_path):
+    bias = [-9.0, -9.0, 9.0, 9.0]  # the first two experts are the first rank's
+    still = ["model.moe.bias_update_rate=0"]
+    (one,) = run_ranks(trained, 1, tmp_path, still, bias)
+    assert one["loads"] == [[0.0, 0.0]] * STEPS
+    for layout in ("expert2", "expert4", "shard2_expert2"):
+        ranks, overrides = LAYOUTS[layout]
+        result = run_ranks(trained, ranks, tmp_path, [*overrides, *still, *SPARING], bias)[0]
+        assert_alike(one, result)
+        for name, value in result["gradients"][0].items():
+            if ".experts." in name:
+                assert (value[:2] == 0).all()
+                assert (value[2:] != 0).any()
+
+
+def test_in_bfloat16_too(tmp_path):
+    (one,) = run_ranks(trained, 1, tmp_path, ["precision=bf16"])
+    two = run_ranks(trained, 2, tmp_path, ["precision=bf16", "parallel.expert=2", *SPARING])[0]
+    for key in ("losses", "norms"):
+        assert two[key] == pytest.approx(one[key], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_compiled_it_trains_alike(one_process, tmp_path):
+    for extra in ([], SPARING):
+        overrides = ["parallel.expert=2", "compile=true", *extra]
+        assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
+
+
+# Checkpoints
+
+
+def moved(overrides, source, target):
+    """Every tensor of a run that starts anew, or from `source`; saved to `target`."""
+    cfg = config(overrides)
+    t = build(cfg, torch.device("cpu"))
+    state = LoopState()
+    if source:
+        restore(t, state, source)
+    else:
+        for step in range(3):
+            train_step(t, micro_batches(cfg, step), step)
+        state.step = 3
+    checkpointer = Checkpointer(target, cfg.checkpoint)
+    save(t, state, checkpointer)
+    checkpointer.close()
+    return state.step, {name: full(value).numpy() for name, value in t.tensors().items()}
+
+
+@pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
+def test_checkpoints_move_between_layouts(experts, tmp_path):
+    split = ["parallel.shard=2", "parallel.expert=2"]
+    steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]
+    if experts:
+        del steps[2]
+    source, first = None, None
+    for i, (ranks, overrides) in enumerate(steps):
+        target = tmp_path / str(i)
+        for step, tensors in run_ranks(
+            moved, ranks, tmp_path, [*experts, *overrides], source, target
+        ):
+            first = first or tensors
+            assert step == 3
+            assert tensors.keys() == first.keys()
+            for name, value in first.items():
+                assert (tensors[name] == value).all(), f"{name} on {ranks} ranks"
+        source = target / "step-00000003"
+    kept = "optim.layers.0.ffn.experts.w2.exp_avg"
+    assert abs(first[kept]).max() > 0
+    assert "model.layers.0.ffn.router.bias" in first
+
+
+# Evaluation and sampling
+
+
+def test_evaluation_pads_where_a_rank_has_fewer_sequences(tmp_path):
+    overrides = [*MOE, "parallel.expert=2", "micro_batch_size=4"]
+    for masked, free, one_by_one, whole in run_ranks(heldout_losses, 2, tmp_path, overrides):
+        assert masked == pytest.approx(one_by_one, abs=1e-5)
+        assert free == pytest.approx(whole, abs=1e-5)
+
+
+class Pieces:
+    """A tokenizer of numbers."""
+
+    eos_id, vocab_size = 5, 97
+
+    def encode(self, text):
+        return [1, 5, 2]
+
+    def decode(self, tokens):
+        return list(tokens)
+
+
+class Text:
+    """In place of a corpus: what sampling reads of it."""
+
+    def tokenizer(self):
+        return Pieces()
+
+
+def calls_of_sampling(overrides):
+    """(tokens, calls of the model) where the second rank draws the end of text at once."""
+    cfg = config(["seq_len=60", "data.sample_prompt=words", *overrides])
+    t = build(cfg, torch.device("cpu"))
+    calls = []
+    t.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    if dist.get_rank() == 1:
+        end = torch.tensor([Pieces.eos_id])
+        t.model.register_forward_hook(lambda m, a, logits: logits.index_fill(-1, end, 1e4))
+    return sample(t, Text()), len(calls)
+
+
+def test_ranks_call_the_model_equally_often_whatever_they_draw(tmp_path):
+    """One that left early would leave the other waiting for its experts."""
+    results = run_ranks(calls_of_sampling, 2, tmp_path, ["parallel.expert=2"])
+    (tokens, calls), (ended, others) = results
+    assert calls == others == 57
+    assert ended == [1, 5, 2, 5]
+    ((alone, _),) = run_ranks(calls_of_sampling, 1, tmp_path, [])
+    assert alone == tokens
+    assert tokens[:3] == [1, 5, 2]
+    assert 5 not in tokens[3:-1]
+
+
+# The exchange
+
+
+def overlapped():
+    """Whether the experts' rows were still on their way when the shared expert began."""
+    t = build(config(["parallel.expert=2"]), torch.device("cpu"))
+    returned, pending = [], []
+    ffn = t.model.layers[0].ffn
+    ffn.experts.register_forward_hook(lambda m, args, out: returned.append(out))
+    ffn.shared.register_forward_pre_hook(lambda *_: pending.append(not returned[-1].completed))
+    cfg = t.cfg
+    train_step(t, micro_batches(cfg, 0), 0)
+    return isinstance(returned[0], AsyncCollectiveTensor), pending
+
+
+def test_the_shared_expert_runs_while_rows_travel(tmp_path):
+    for result in run_ranks(overlapped, 2, tmp_path):
+        assert result == (True, [True])
+
+
+def exchanged_without_data(splits):
+    """What rows and weights without values come back as, and their gradients."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+    experts = Experts(4, 16, 32).bfloat16()
+    share_out(experts, mesh, splits)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(7, 16, dtype=torch.bfloat16, requires_grad=True)
+        weights = torch.empty(7, requires_grad=True)
+        out = experts(x, weights, torch.empty(4, dtype=torch.int64))
+        grads = torch.autograd.grad(out.sum(), (x, weights, experts.w2))
+        return tuple(out.shape), [tuple(grad.shape) for grad in grads]
+
+
+def test_balanced_splits_need_no_data(tmp_path):
+    for result in run_ranks(exchanged_without_data, 2, tmp_path, balanced_splits):
+        assert result == ((7, 16), [(7, 16), (7,), (4, 16, 32)])
+    with pytest.raises(AssertionError, match="DataDependentOutput"):
+        run_ranks(exchanged_without_data, 2, tmp_path, exchanged_splits)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("expert", [3, 16])
+def test_experts_that_ranks_cannot_share_out_are_refused(expert):
+    with pytest.raises(ConfigError, match=rf"parallel.expert={expert} .* model.moe.n_experts=4"):
+        config([f"parallel.expert={expert}"])
+
+
+def test_a_rank_s_experts_that_cannot_be_sharded_are_refused():
+    cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32
+    cfg.check_world(4)
+    message = r"2 experts of a rank .*n_experts=4.*expert=2.*shard=5 must divide 2, .*=32 or .*=48"
+    with pytest.raises(ConfigError, match=message):
+        cfg.check_world(10)
+
+
+def placements():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("expert",))
+    param = torch.empty(4, 32, 48)
+    mine = Parameter(DTensor.from_local(param, mesh, [Shard(0)]))
+    found = [placement(ranks, mine) for ranks in (1, 2, 8, 16, 3)]
+    assert found == [Shard(0), Shard(0), Shard(1), Shard(1), Shard(2)]
+    assert placement(5, Parameter(param)) is None, "FSDP's own, uneven"
+    assert placement(2, Parameter(torch.empty(4, 32))) is None
+
+
+def test_experts_are_sharded_on_the_first_dimension_that_divides(tmp_path):
+    run_ranks(placements, 1, tmp_path)
