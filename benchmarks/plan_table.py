@@ -2,8 +2,8 @@
 
     python benchmarks/plan_table.py [overrides and keys of diffllm plan]
 
-Every cell is `diffllm plan` with one sequence of 4,096 tokens a rank and step; what does not fit
-is planned again with the nearest change that does.
+Every line is a `diffllm plan` with micro-batches of four sequences of 4,096 tokens, one a rank and
+step; what does not fit is planned again with the nearest change that does.
 """
 
 import sys
@@ -16,23 +16,33 @@ from diffllm.tools.arguments import parse
 MODELS = {"dense_1p3b": [], "dense_7b": [], "moe_30a3": ["parallel.expert=8"]}
 VARIANTS = ("standard", "diff_v2")
 GPUS = (8, 64, 512)
+BATCH = "micro_batch_size=4"
 TOKENS = "tokens=1e12"
+
+COLUMNS = (
+    "Model",
+    "Attention",
+    "H200",
+    "GiB a rank",
+    "with checkpointing",
+    "fits",
+    "ms a step",
+    "ms to send",
+    "tokens a second",
+    "days",
+)
 
 
 def main(argv: list[str]) -> None:
     """Print one line a model, variant and number of GPUs."""
     own = [word for word in argv if word.partition("=")[0] in OWN_KEYS]
     overrides = [word for word in argv if word not in own]
-    print(
-        "| Model | Attention | H200 | GiB a rank | with checkpointing | fits | GiB sent a step "
-        "| tokens a second | days for 1e12 tokens |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for model, extra in MODELS.items():
         for variant in VARIANTS:
             for gpus in GPUS:
                 cluster = parse(Cluster, [TOKENS, f"gpus={gpus}", *own], "")
-                words = [f"model={model}", f"attention={variant}", "seq_len=4096", *extra]
+                words = [f"model={model}", f"attention={variant}", "seq_len=4096", BATCH, *extra]
                 print(line(cluster, [*words, *overrides]), flush=True)
 
 
@@ -51,7 +61,8 @@ def line(cluster: Cluster, overrides: list[str]) -> str:
         f"{cluster.gpus}",
         *[f"{peak:.1f}" for peak in peaks],
         fits,
-        f"{sum(flow.sent for flow in made.flows) / GIB:.1f}",
+        f"{1e3 * made.step_seconds:,.0f}",
+        f"{1e3 * made.communication_seconds:,.0f}",
         f"{made.tokens_per_s:,.0f}",
         f"{made.seconds / DAY:,.1f}",
     ]

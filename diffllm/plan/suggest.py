@@ -44,8 +44,10 @@ def options(plan: Plan) -> list[list[Words]]:
     """The kinds of changes there are, each with its values from near to far."""
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro = cfg.micro_batches(gpus)[0]
+    batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
+    same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
     kinds: list[list[Words]] = [
-        [(f"micro_batch_size={micro // 2**k}",) for k in range(1, micro.bit_length())],
+        [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
         [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
         [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
         [(f"gpus={times * gpus}",) for times in MORE_GPUS],

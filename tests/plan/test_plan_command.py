@@ -79,7 +79,16 @@ def peak(overrides, gpus=2, checkpointing=False):
 @pytest.mark.parametrize(
     ("overrides", "smaller", "words"),
     [
-        (["micro_batch_size=8"], ["micro_batch_size=4"], ("micro_batch_size=4",)),
+        (
+            ["micro_batch_size=8"],
+            ["micro_batch_size=4", "global_batch_size=16"],
+            ("micro_batch_size=4", "global_batch_size=16"),
+        ),
+        (
+            ["micro_batch_size=8", "global_batch_size=32"],
+            ["micro_batch_size=2"],
+            ("micro_batch_size=2",),
+        ),
         ([], ["activation_checkpointing=true"], ("activation_checkpointing=true",)),
         (
             ["parallel.replicate=2", "activation_checkpointing=true"],

@@ -20,43 +20,48 @@ def gated(x, w1, w3, w2):
 
 
 def held(function, *shapes):
-    """(bytes kept for the backward pass, most bytes at once in the backward pass beyond inputs,
-    shapes of output and gradients): of a function compiled without data."""
+    """Of a function compiled without data, in bytes beyond its inputs: the most at once in its
+    forward pass, what is kept for the backward pass with the result, the most at once in the
+    backward pass with the result's gradient; and the shapes of result and gradients."""
     observer = Observer()
     memory = observer.memory
     with compiling(), FakeTensorMode(), memory.patched(), observer:
         compiled = torch.compile(function, fullgraph=True)
         inputs = [torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
-        there = sum(block.size for block in memory.live.values())
+        compiled(*inputs)  # makes the graphs
+        there, start = sum(block.size for block in memory.live.values()), memory.now()
         out = compiled(*inputs)
-        after = sum(block.size for block in memory.live.values())
-        start = memory.now()
-        out.backward(torch.empty_like(out))
-        peak = memory.peak(start, memory.now()).total - there
-        grads = [i.grad.shape for i in inputs]
-        return after - there, peak, (out.shape, grads)
+        forward = memory.peak(start, memory.now()).total - there
+        kept = sum(block.size for block in memory.live.values()) - there
+        grad, start = torch.empty_like(out), memory.now()
+        out.backward(grad)
+        backward = memory.peak(start, memory.now()).total - there
+    return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 
 def test_only_what_products_read_is_kept_and_nothing_of_what_kernels_fuse():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
-    kept, peak, found = held(gated, *shapes)
+    forward, kept, backward, found = held(gated, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])
-    product, out = 2 * N * H, 2 * N * D
+    product, out, weight = 2 * N * H, 2 * N * D, 2 * D * H
     assert kept == 3 * product + out  # x @ w1, x @ w3, their product behind silu; x is an input
-    gradients = 2 * (N * D + 3 * D * H)
-    assert kept < peak <= kept + out + gradients + 3 * product
+    assert forward == kept  # the sum with x is written where the last product was
+    # Behind the gradient of x through w3: the first two products and both of their gradients, of
+    # which one is still to be made into the other's place; gradients of w2 and w3; the result, its
+    # gradient, and that of x.
+    assert backward == 4 * product + 2 * weight + 3 * out
 
 
 def test_what_is_computed_elementwise_takes_no_memory_on_the_way():
     def chain(x, w):
         return (((x.float() * 2).sin() + 1).exp().bfloat16()) @ w
 
-    kept, _, _ = held(chain, (N, D), (D, D))
-    assert kept == 2 * N * D + 2 * N * D  # what the product reads, and its result
+    forward, kept, _, _ = held(chain, (N, D), (D, D))
+    assert forward == kept == 2 * N * D + 2 * N * D  # what the product reads, and its result
 
 
 def test_a_view_of_an_input_is_no_memory():
-    kept, _, (shape, _) = held(lambda x, w: (x @ w).view(N // 2, 2, D)[:, 1], (N, D), (D, D))
+    _, kept, _, (shape, _) = held(lambda x, w: (x @ w).view(N // 2, 2, D)[:, 1], (N, D), (D, D))
     assert shape == (N // 2, D)
     assert kept == 2 * N * D
 

@@ -159,6 +159,14 @@ def test_what_a_small_sharded_model_sends_is_what_a_hand_computes():
     assert sent(step, Collective.all_reduce) == 0
 
 
+def test_of_many_layers_only_a_few_are_gathered_at_once():
+    deep, step = 24, {}
+    for layers in (6, deep):
+        cfg = load_config([*SMALL, f"model.n_layers={layers}", "global_batch_size=4"])
+        step[layers] = simulate(cfg, 4).peak.by_kind[Kind.communication]
+    assert step[deep] == step[6] > 0
+
+
 def test_replicas_sum_their_shards_once_a_step():
     hsdp = load_config([*SMALL, "parallel.replicate=2", "model.vocab_size=100"])
     step = simulate(hsdp, 4)
