@@ -3,6 +3,8 @@
 Shapes: M rows, E experts, D model width, F expert width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,22 +56,65 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         weight: (E, out, in), the dtype of x.
         counts: (E,) int64, rows of each expert.
     """
-    if not takes_groups(x, weight):
-        return looped_linear(x, weight, counts)
     ends = counts.cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    if x.dtype == torch.bfloat16 and takes_groups(x, weight.shape[1:]):
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return expert_linear(x, weight, ends)  # compilers know grouped products in bf16 only
 
 
-def takes_groups(x: Tensor, weight: Tensor) -> bool:
+def takes_groups(x: Tensor, widths: torch.Size) -> bool:
     """Whether one grouped product can do it: device, dtype and alignment."""
     return (
         x.device.type in ("cpu", "cuda")
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and all(size * x.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
+        and all(width * x.element_size() % ALIGNMENT == 0 for width in widths)
     )
 
 
-def looped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`grouped_linear` expert by expert; reads the counts on the host."""
-    rows = x.split(counts.tolist())
-    return torch.cat([part @ w.T for part, w in zip(rows, weight.unbind(), strict=True)])
+@torch.library.custom_op("diffllm::expert_linear", mutates_args=())
+def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_linear` in any dtype, in one piece for a compiler; `ends` (E,) int32 in rows."""
+    if takes_groups(x, weight.shape[1:]):
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return torch.cat([rows @ w.T for rows, w in zip(of_experts(x, ends), weight, strict=True)])
+
+
+@torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
+def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Gradient (E, out, in) of `weight`, from that of the output (M, out) and x (M, in)."""
+    if takes_groups(x, torch.Size((grad.shape[1], x.shape[1]))):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    pairs = zip(of_experts(grad, ends), of_experts(x, ends), strict=True)
+    return torch.stack([rows_grad.T @ rows for rows_grad, rows in pairs])
+
+
+def of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Each expert's rows; reads `ends` on the host."""
+    return rows.tensor_split(ends.tolist()[:-1])
+
+
+@expert_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1])
+
+
+@expert_weight_grad.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(ends), grad.shape[1], x.shape[1])
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    return (
+        expert_linear(grad, weight.transpose(1, 2), ends),
+        expert_weight_grad(grad, x, ends),
+        None,
+    )
+
+
+expert_linear.register_autograd(backward, setup_context=keep)

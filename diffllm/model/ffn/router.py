@@ -68,8 +68,9 @@ class Router(nn.Module):
             counts: (E,) int64, tokens of the whole global batch that each expert got.
             skipped: scalar; 1.0 leaves all as it is.
         """
-        load = counts / counts.sum().clamp_min(1) * len(counts)
-        moved = self.bias + self.cfg.bias_update_rate * torch.sign(1 - load)
+        missing = counts.sum() - len(counts) * counts  # integers: none at exactly the mean
+        moved = self.bias + self.cfg.bias_update_rate * missing.sign()
+        load = counts * (len(counts) / counts.sum())
         keep = skipped > 0
         self.bias.copy_(torch.where(keep, self.bias, moved))
         self.load.copy_(torch.where(keep, self.load, load))
