@@ -26,6 +26,7 @@ OURS = (
     "attention=standard",
     "model=moe_mini",
     "model.qk_norm=true",
+    "model.moe.score=softmax",
     f"model.moe.n_experts={EXPERTS}",
     f"model.moe.top_k={TOP_K}",
     f"model.moe.expert_dim={WIDTH}",

@@ -163,6 +163,7 @@ def our_mixture(renormalise, *extra):
         4,
         2,
         "model.qk_norm=true",
+        "model.moe.score=softmax",
         f"model.moe.n_experts={EXPERTS}",
         f"model.moe.top_k={TOP_K}",
         f"model.moe.expert_dim={EXPERT_DIM}",

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.init import Initializer
 
+EPS = 1e-20
+
 
 class Routing(NamedTuple):
     """Of N tokens."""
@@ -53,11 +55,11 @@ class Router(nn.Module):
             scores = shares = logits.softmax(-1)
         else:
             scores = logits.sigmoid()
-            shares = scores / scores.sum(-1, keepdim=True)
+            shares = scores / (scores.sum(-1, keepdim=True) + EPS)
         experts = (scores.detach() + self.bias).topk(self.cfg.top_k, sorted=False).indices
         weights = scores.gather(1, experts)
         if self.cfg.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + EPS)
         return Routing(experts, weights * self.cfg.routed_scaling, shares, logits)
 
     @torch.no_grad()
