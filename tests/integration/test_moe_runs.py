@@ -117,5 +117,5 @@ def test_the_tools_work_on_a_run(finished, tmp_path, capsys):
     assert figure.stat().st_size > 1000
     assert tools.main(["report", str(finished), f"out={tmp_path}"]) == 0
     assert "diff_v2" in (tmp_path / "report.html").read_text()
-    summary = json.loads((finished / "summary.json").read_text())
-    assert 0 < summary["active_parameters"] < summary["parameters"]
+    facts = json.loads((finished / "run.json").read_text())
+    assert 0 < facts["active_parameters"] < facts["parameters"]
