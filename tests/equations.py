@@ -1,6 +1,6 @@
 """Parameters and FLOPs from the variants' equations, in the shapes alone: nothing is built.
 
-D model width, H heads, K kv heads, d head_dim.
+D model width, H heads, K kv heads, d head_dim, E experts, k experts a token.
 """
 
 from dataclasses import dataclass, field
@@ -85,6 +85,37 @@ def sizes(layer):
     return {name: a * b for name, (a, b) in layer.matrices.items()} | layer.vectors
 
 
+def width_of(m):
+    """Of the feed-forward layers, or of the experts."""
+    return m.moe.expert_dim if m.moe.n_experts else m.ffn_dim
+
+
+@dataclass
+class FeedForward:
+    """Parameters of the feed-forward layers of a model."""
+
+    ffn: int
+    """Three matrices each: of every dense layer, every expert, every shared expert."""
+    router: int
+    """D for each expert."""
+    idle: int
+    """Of the experts that a token does not go to."""
+
+
+def feed_forward(m, width):
+    """With `width` in place of the own."""
+    moe = m.moe
+    if not moe.n_experts:
+        return FeedForward(m.n_layers * 3 * m.dim * width, 0, 0)
+    routed, expert = m.n_layers - moe.n_dense_layers, 3 * m.dim * width
+    return FeedForward(
+        moe.n_dense_layers * 3 * m.dim * m.ffn_dim
+        + routed * (moe.n_experts + moe.n_shared) * expert,
+        routed * moe.n_experts * m.dim,
+        routed * (moe.n_experts - moe.top_k) * expert,
+    )
+
+
 def components(m, variant):
     """Parameters of the whole model by component."""
     parts = sizes(attention(m, variant))
@@ -94,25 +125,35 @@ def components(m, variant):
     inside["head norms"] = sum(parts.get(name, 0) for name in ("head_norm", "q_norm", "k_norm"))
     if "sink" in parts:
         inside["sink"] = parts["sink"]
-    tables = 1 if m.tie_embeddings else 2
+    layers, tables = feed_forward(m, width_of(m)), 1 if m.tie_embeddings else 2
+    routers = {"router": layers.router} if layers.router else {}
     return {name: m.n_layers * params for name, params in inside.items()} | {
-        "ffn": m.n_layers * 3 * m.dim * m.ffn_dim,
+        "ffn": layers.ffn,
+        **routers,
         "norms": (2 * m.n_layers + 1) * m.dim,
         "embeddings/output": tables * m.vocab_size * m.dim,
     }
 
 
-def total_params(m, variant, ffn_dim):
-    """Parameters of the whole model."""
-    layer = sum(sizes(attention(m, variant)).values()) + 3 * m.dim * ffn_dim + 2 * m.dim
-    return m.n_layers * layer + m.dim + (1 if m.tie_embeddings else 2) * m.vocab_size * m.dim
+def total_params(m, variant, width):
+    """Parameters of the whole model, its feed-forward layers or experts this wide."""
+    layers, tables = feed_forward(m, width), 1 if m.tie_embeddings else 2
+    outside = m.dim + tables * m.vocab_size * m.dim + layers.ffn + layers.router
+    return m.n_layers * (sum(sizes(attention(m, variant)).values()) + 2 * m.dim) + outside
+
+
+def active_params(m, variant):
+    """Those that one token uses."""
+    return total_params(m, variant, width_of(m)) - feed_forward(m, width_of(m)).idle
 
 
 def flops_per_token(m, variant, seq_len):
-    """Every matrix is used in 1 forward and 2 backward products of 2 operations; the embedding is
-    looked up. A query sees as many keys as its position, (T + 1) / 2 on average."""
-    layer = attention(m, variant)
-    matrices = sum(a * b for a, b in layer.matrices.values()) + 3 * m.dim * m.ffn_dim
+    """Every matrix is used in 1 forward and 2 backward products of 2 operations, but not those of
+    the experts that a token does not go to; the embedding is looked up. A query sees as many keys
+    as its position, (T + 1) / 2 on average."""
+    layer, layers = attention(m, variant), feed_forward(m, width_of(m))
+    matrices = m.n_layers * sum(a * b for a, b in layer.matrices.values())
+    matrices += layers.ffn + layers.router - layers.idle
     keys = sum(range(1, seq_len + 1)) / seq_len
     maps = keys * (layer.qk_width + layer.av_width)
-    return 3 * 2 * (m.n_layers * (matrices + maps) + m.vocab_size * m.dim)
+    return 3 * 2 * (matrices + m.n_layers * maps + m.vocab_size * m.dim)

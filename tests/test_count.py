@@ -7,12 +7,14 @@ import pytest
 from equations import (
     SIZES,
     VARIANTS,
+    active_params,
     attention,
     components,
     flops_per_token,
     has_shape,
     sizes,
     total_params,
+    width_of,
 )
 
 from diffllm import build_model, load_config, tools
@@ -26,6 +28,7 @@ KEYS = {
     "non_embedding_params",
     "attention_params",
     "ffn_dim",
+    "expert_dim",
     "flops_per_token",
     "kv_cache_bytes_per_token",
     "by_group",
@@ -39,13 +42,14 @@ def config(size, variant, *extra):
 
 
 def expected_counts(m, variant, seq_len):
-    total = total_params(m, variant, m.ffn_dim)
+    total = total_params(m, variant, width_of(m))
     return {
         "total_params": total,
-        "active_params": total,
+        "active_params": active_params(m, variant),
         "non_embedding_params": total - m.vocab_size * m.dim,
         "attention_params": m.n_layers * sum(sizes(attention(m, variant)).values()),
         "ffn_dim": m.ffn_dim,
+        "expert_dim": m.moe.expert_dim if m.moe.n_experts else None,
         "flops_per_token": pytest.approx(flops_per_token(m, variant, seq_len), rel=1e-12),
         "kv_cache_bytes_per_token": m.n_layers * 2 * m.n_kv_heads * m.head_dim * 2,
         "by_component": components(m, variant),
@@ -78,10 +82,36 @@ def test_flops_follow_the_sequence_length(seq_len):
 
 @pytest.mark.parametrize(
     ("size", "params"),
-    [("small_125m", 125e6), ("base_350m", 350e6), ("dense_1p3b", 1.3e9), ("dense_3b", 3e9)],
+    [
+        ("small_125m", 125e6),
+        ("base_350m", 350e6),
+        ("dense_1p3b", 1.3e9),
+        ("dense_3b", 3e9),
+        ("moe_mini", 30e6),
+        ("moe_1b", 1e9),
+    ],
 )
 def test_sizes_are_near_their_names(size, params):
     assert count(config(size, "standard"))["total_params"] == pytest.approx(params, rel=0.05)
+
+
+def test_the_writeups_mixture_has_its_published_parameters():
+    """30.53B total and 3.35B active, embeddings counted: Qwen3-30B-A3B's."""
+    counts = count(config("moe_30a3", "standard"))
+    assert counts["total_params"] == pytest.approx(30.53e9, abs=0.005e9)
+    assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
+
+
+def test_shared_experts_and_dense_layers_are_counted():
+    extra = ("model.moe.n_shared=2", "model.moe.n_dense_layers=1", "model.tie_embeddings=true")
+    cfg = config("moe_tiny", "diff_v2", *extra)
+    counts = count(cfg)
+    counts.pop("by_group")
+    assert counts == expected_counts(cfg.model, "diff_v2", cfg.seq_len)
+    expert, dense = 3 * 128 * 128, 3 * 128 * 384
+    assert counts["by_component"]["ffn"] == dense + (8 + 2) * expert
+    assert counts["by_component"]["router"] == 8 * 128
+    assert counts["total_params"] - counts["active_params"] == (8 - 2) * expert
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -99,8 +129,10 @@ def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
     plain = count(config(size, "standard", "model.attention.query_heads=2.0"))
     lambdas = diff_v2["by_component"]["lambda/gate"]
     assert lambdas == cfg.model.n_layers * cfg.model.dim * h
+    norms = diff_v2["by_component"]["head norms"]  # of queries and keys, in both
+    assert norms == plain["by_component"]["head norms"]
     saved = plain["attention_params"] - (diff_v2["attention_params"] - lambdas)
-    assert Fraction(saved, plain["attention_params"]) == Fraction(h, 4 * h + 2 * k)
+    assert Fraction(saved, plain["attention_params"] - norms) == Fraction(h, 4 * h + 2 * k)
     assert diff_v2["by_component"]["wq"] == plain["by_component"]["wq"]
 
 
@@ -242,6 +274,7 @@ def test_the_command_says_what_was_matched(capsys):
         "target_ffn_dim": 384,
         "params": counts["total_params"],
         "ffn_dim": counts["ffn_dim"],
+        "key": "ffn_dim",
         "difference_percent": pytest.approx(difference),
     }
     assert tools.main(words) == 0

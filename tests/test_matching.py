@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from equations import SIZES, VARIANTS, has_shape, total_params
+from equations import SIZES, VARIANTS, has_shape, total_params, width_of
 
 from diffllm import build_model, config, load_config
 from diffllm.config import variant_config
@@ -30,11 +30,12 @@ def by_trying(model, own, target):
 
     The modulus is None if the width stays, 0 if no multiple of any is close enough.
     """
-    wanted = total_params(model, target, model.ffn_dim)
-    if total_params(model, own, model.ffn_dim) == wanted:
+    start = width_of(model)
+    wanted = total_params(model, target, start)
+    if total_params(model, own, start) == wanted:
         return None, 0
     for modulus in (64, 32, 16, 8):
-        widths = range(modulus, 3 * model.ffn_dim + 1000, modulus)
+        widths = range(modulus, 3 * start + 1000, modulus)
         closest = min(abs(total_params(model, own, width) - wanted) for width in widths)
         if closest * 200 <= wanted:
             return modulus, closest
@@ -52,18 +53,23 @@ def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
     own_variants = [variant for variant in VARIANTS if has_shape(model, variant)]
     assert len(own_variants) >= 16
     for own in own_variants:
+        modulus, closest = by_trying(model, own, target)
+        if modulus == 0:  # 8 more in every one of all experts are too many
+            assert model.moe.n_experts
+            assert size != "moe_30a3"
+            with pytest.raises(ConfigError, match="cannot come within"):
+                matched(model, own, target)
+            continue
         found = matched(model, own, target)
-        wanted = total_params(model, target, model.ffn_dim)
+        wanted = total_params(model, target, width_of(model))
         assert (found.target, found.target_params) == (target, wanted)
-        assert found.target_ffn_dim == model.ffn_dim
+        assert found.target_ffn_dim == width_of(model)
         assert found.params == total_params(model, own, found.ffn_dim)
         assert abs(found.params - wanted) <= 0.005 * wanted
-        modulus, closest = by_trying(model, own, target)
-        assert modulus != 0
         assert abs(found.params - wanted) == closest
         assert found.ffn_dim > 0
         if modulus is None:
-            assert found.ffn_dim == model.ffn_dim
+            assert found.ffn_dim == width_of(model)
         else:
             assert found.ffn_dim % modulus == 0
 
@@ -181,3 +187,45 @@ def test_a_target_that_cannot_have_the_shape_is_named_as_the_target():
 def test_the_record_cannot_be_made_up(word):
     with pytest.raises(ConfigError, match="fills this in"):
         load_config(["model=tiny", word])
+
+
+FOUR = ["standard", "gated", "diff_v1", "diff_v2"]
+
+
+@pytest.mark.parametrize("target", FOUR)
+@pytest.mark.parametrize("own", FOUR)
+def test_the_writeups_mixture_matches_any_variant_by_the_width_of_its_experts(own, target):
+    words = ["model=moe_30a3", f"attention={own}", f"model.match_params_to={target}"]
+    cfg = load_config(words)
+    found, width = cfg.run.matched, cfg.model.moe.expert_dim
+    assert (found.key, found.target_ffn_dim, found.ffn_dim) == ("moe.expert_dim", 768, width)
+    assert cfg.model.ffn_dim == 6144, "dense layers are left as they are"
+    plain = load_config(["model=moe_30a3", f"attention={target}"]).model
+    assert found.target_params == total_params(plain, target, 768)
+    assert found.params == total_params(cfg.model, own, width)
+    assert abs(found.params - found.target_params) <= 0.005 * found.target_params
+    larger = {"gated", "diff_v2"}  # by 0.4 of 30.5 billion
+    assert width == 768 + 8 * ((target in larger) - (own in larger))
+
+
+def test_a_mixture_out_of_reach_names_the_width_of_its_experts():
+    words = ["model=moe_tiny", "attention=diff_v2", "model.match_params_to=standard"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*words, "model.moe.expert_dim=8"])
+    message = str(caught.value)
+    assert "at model.moe.expert_dim=8; the closest total is" in message
+    assert message.endswith("start from a larger model.moe.expert_dim")
+
+
+def test_a_loaded_mixture_holds_the_solved_width_and_nothing_else_is_changed():
+    words = ["model=moe_tiny", "model.moe.n_experts=2", "model.moe.n_dense_layers=1"]
+    words += ["attention=standard", "model.moe.expert_dim=256"]
+    plain = load_config(words)
+    cfg = load_config([*words, "model.match_params_to=diff_v2"])
+    assert cfg.run.matched.key == "moe.expert_dim"
+    assert cfg.model.moe.expert_dim == cfg.run.matched.ffn_dim > 256
+    total = sum(p.numel() for p in build_model(cfg.model).parameters())
+    assert total == cfg.run.matched.params
+    assert "moe.expert_dim" in cfg.run.matched.text()
+    cfg.model.moe.expert_dim, cfg.model.match_params_to, cfg.run.matched = 256, None, None
+    assert cfg == plain

@@ -70,6 +70,9 @@ RENAMED = {
     ".ffn.w1.": ".mlp.gate_proj.",
     ".ffn.w2.": ".mlp.down_proj.",
     ".ffn.w3.": ".mlp.up_proj.",
+    ".ffn.router.": ".mlp.gate.",
+    ".attention.q_norm.": ".self_attn.q_norm.",
+    ".attention.k_norm.": ".self_attn.k_norm.",
 }
 
 
@@ -147,3 +150,87 @@ def test_losses_and_gradients_equal_llamas():
     grads = {name: param.grad for name, param in peer.named_parameters()}
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, grads[renamed(name)], rtol=1e-4, atol=1e-5, msg=name)
+
+
+# Qwen3Moe: its experts hold gate_proj and up_proj in one tensor
+
+EXPERTS, TOP_K, EXPERT_DIM = 6, 3, 24
+
+
+def our_mixture(renormalise, *extra):
+    model = ours(
+        "standard",
+        4,
+        2,
+        "model.qk_norm=true",
+        "model.moe.score=softmax",
+        f"model.moe.n_experts={EXPERTS}",
+        f"model.moe.top_k={TOP_K}",
+        f"model.moe.expert_dim={EXPERT_DIM}",
+        f"model.moe.renormalise={renormalise}",
+        *extra,
+    )
+    with torch.no_grad():
+        for layer in model.layers:
+            if layer.routes:
+                layer.ffn.router.weight.normal_()  # so that weights differ between experts
+    return model
+
+
+def qwen(renormalise, dense_layers=()):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=24,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=EXPERT_DIM,
+        norm_topk_prob=renormalise,
+        mlp_only_layers=list(dense_layers),
+    )
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def as_qwens(tensors):
+    """Our tensors by our names -> by the peer's."""
+    given = {}
+    for name, value in tensors.items():
+        head, _, last = name.partition(".ffn.experts.")
+        if not last:
+            given[renamed(name)] = value
+        elif last == "w1":
+            both = torch.cat((value, tensors[f"{head}.ffn.experts.w3"]), 1)
+            given[f"model.{head}.mlp.experts.gate_up_proj"] = both
+        elif last == "w2":
+            given[f"model.{head}.mlp.experts.down_proj"] = value
+    return given
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_mixture_of_experts_is_qwen3moe_by_renaming(renormalise, dense_layers):
+    """Logits, the loss and every gradient."""
+    model = our_mixture(renormalise, f"model.moe.n_dense_layers={dense_layers}")
+    peer = qwen(renormalise, range(dense_layers))
+    peer.load_state_dict(as_qwens(dict(model.named_parameters())), strict=True)
+    tokens = torch.randint(0, VOCAB, (3, 24))
+    mine, theirs = model(tokens), peer(tokens).logits
+    assert theirs.std() > 0.5
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    loss = model(tokens[:, :-1], tokens[:, 1:]).objective / tokens[:, 1:].numel()
+    peers_loss = peer(tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, peers_loss, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    peers_loss.backward()
+    grads = as_qwens({name: param.grad for name, param in model.named_parameters()})
+    for name, param in peer.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-4, atol=1e-5, msg=name)

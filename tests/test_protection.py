@@ -172,12 +172,17 @@ def train_with_every_fault(variant, *extra):
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
-    [(1, ["diff_v2"]), (2, ["diff_v1"]), (2, ["diff_v1", "parallel.replicate=2"])],
+    [
+        (1, ["diff_v2"]),
+        (2, ["diff_v1"]),
+        (2, ["diff_v1", "parallel.replicate=2"]),
+        (2, ["diff_v2", "model=moe_tiny"]),
+    ],
 )
 def test_a_bad_step_leaves_everything_as_it_was(ranks, words, tmp_path):
     """Parameters, moments and step counts, bit for bit, as if the step had never been taken.
 
-    V1 has parameters that are replicated, not sharded.
+    V1 has parameters that are replicated, not sharded; routers learn without a gradient.
     """
     for runs in run_ranks(train_with_every_fault, ranks, tmp_path, *words):
         expected = runs[None][1]
@@ -203,12 +208,13 @@ def test_less_protection_lets_bad_steps_through(tmp_path):
     assert np.isnan(broken[BAD]["model.norm.weight"]).all()
 
 
-def steps_without_the_host():
+def steps_without_the_host(*overrides):
     """Trains while every way of reading a tensor on the host raises."""
     cfg = load_config(
         [
             *("model=tiny", "attention=diff_v1", "model.vocab_size=64", "data.vocab_size=64"),
             *("seq_len=8", "global_batch_size=4", "optim.warmup_steps=2", "train.skip_step=spike"),
+            *overrides,
         ]
     )
     t = build(cfg, CPU)
@@ -225,5 +231,8 @@ def steps_without_the_host():
     return True
 
 
-def test_a_step_reads_nothing_on_the_host(tmp_path):
-    assert all(run_ranks(steps_without_the_host, 2, tmp_path))
+@pytest.mark.parametrize(
+    "words", [(), ("model=moe_tiny", "precision=fp32"), ("model=moe_tiny", "precision=bf16")]
+)
+def test_a_step_reads_nothing_on_the_host(tmp_path, words):
+    assert all(run_ranks(steps_without_the_host, 2, tmp_path, *words))

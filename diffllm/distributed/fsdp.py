@@ -1,7 +1,8 @@
 """Sharding a decoder with FSDP2, from outside.
 
-Order: expert parallelism, activation checkpointing, torch.compile, fully_shard: each wraps what
-came before.
+Order: activation checkpointing, torch.compile, fully_shard; each wraps what came before. Where
+ranks share out experts, these are shared out and sharded first, and checkpointing is outside of
+what is compiled.
 """
 
 from collections.abc import Callable
@@ -112,9 +113,23 @@ def wrap_forward(
     if activation_checkpointing and whole:
         layer.forward = checkpointed(layer.forward)
     if compile:
+        if not whole:
+            compile_between_exchanges(layer.ffn)
         layer.forward = torch.compile(layer.forward, fullgraph=whole)
     if activation_checkpointing and not whole:
         layer.forward = checkpointed(layer.forward)
+
+
+def compile_between_exchanges(ffn: Any) -> None:
+    """What the graphs of a layer that exchanges rows leave out, as graphs of their own.
+
+    Each step has another number of rows. The shared expert stays apart: a graph waits for all of
+    its inputs, so one that also took the rows on their way would begin when they have arrived.
+    """
+    ffn.experts.activation = torch.compile(ffn.experts.activation, dynamic=True)
+    if ffn.shared is not None:
+        shared = torch.compile(ffn.shared.forward, fullgraph=True)
+        ffn.shared.forward = torch.compiler.disable(shared)
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

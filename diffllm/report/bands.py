@@ -118,16 +118,16 @@ def shown_at_end(row: Row) -> list[Run]:
 
 def at_end(row: Row, quantity: str) -> Band | None:
     """Of every layer, at the last logged step that these runs have in common."""
-    logged = [run.by_layer(quantity) for run in shown_at_end(row)]
-    logged = [series for series in logged if series.values.size]
+    logged = [(run.metrics.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
+    logged = [(layers, series) for layers, series in logged if series.values.size]
     if not logged:
         return None
-    common = reduce(np.intersect1d, [series.tokens for series in logged])
+    common = reduce(np.intersect1d, [series.tokens for _, series in logged])
     if not len(common):
         return None
     return over_seeds(
-        Series(np.arange(series.values.shape[1]), series.values[series.tokens == common[-1]][-1])
-        for series in logged
+        Series(np.array(layers), series.values[series.tokens == common[-1]][-1])
+        for layers, series in logged
     )
 
 

@@ -60,9 +60,7 @@ class Metrics:
 
     def by_layer(self, quantity: str) -> Series:
         """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
-        prefix = f"{quantity}/layer_"
-        names = [name for name in self.columns if name.startswith(prefix)]
-        names.sort(key=lambda name: int(name.removeprefix(prefix)))
+        names = [f"{quantity}/layer_{layer:02d}" for layer in self.layers(quantity)]
         if not names:
             return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
         common = reduce(np.intersect1d, (self.columns[name][0] for name in names))
@@ -73,6 +71,12 @@ class Metrics:
             for places, values in (self.columns[name] for name in names)
         ]
         return Series(self.tokens[common], np.stack(layers, axis=1))
+
+    def layers(self, quantity: str) -> list[int]:
+        """The layers that have a quantity, from 0; experts may begin behind dense layers."""
+        prefix = f"{quantity}/layer_"
+        names = (name for name in self.columns if name.startswith(prefix))
+        return sorted(int(name.removeprefix(prefix)) for name in names)
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from diffllm.distributed.experts import balanced_splits, exchanged_splits, share
 from diffllm.distributed.fsdp import local, placement
 from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
+from diffllm.model.ffn.swiglu import SwiGLU
 from diffllm.run import sample
 from diffllm.trainer import LoopState, build, restore, save, train_step
 
@@ -44,6 +45,14 @@ LAYOUTS = {
     "shard2": (2, ["parallel.shard=2"]),
     "shard4": (4, ["parallel.shard=4"]),
 }
+OTHER_OPTIONS = [
+    "model.moe.score=softmax",
+    "model.moe.renormalise=false",
+    "model.moe.balance_over=sequence",
+    "model.moe.router_z_loss=0.01",
+    "model.moe.n_dense_layers=1",
+    "model.moe.n_shared=0",
+]
 SPARING = ["micro_batch_size=1", "activation_checkpointing=true"]
 TWO_EXPERTS = ["model.moe.n_experts=2", "model.moe.top_k=1"]  # fewer than ranks
 
@@ -153,6 +162,37 @@ def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, t
             clipped = math.sqrt(square) * CLIP / norm
             whole = torch.tensor(gradients[name]).double().norm().item()
             assert clipped == pytest.approx(whole, rel=1e-4), name
+
+
+def test_other_scores_and_losses_and_a_dense_layer_train_alike(tmp_path):
+    (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
+    ranks, overrides = LAYOUTS["shard2_expert2"]
+    four = run_ranks(trained, ranks, tmp_path, [*OTHER_OPTIONS, *overrides, *SPARING])
+    assert_alike(one, four[0])
+
+
+def step_with_nan_on_one_rank():
+    """(skipped, whether every tensor is as it was) of three steps, NaN in the second."""
+    cfg = config(["parallel.expert=2", *SPARING])
+    t = build(cfg, torch.device("cpu"))
+    steps = []
+
+    def poison(module, args):
+        nan = float("nan") if dist.get_rank() == 1 and len(steps) == 1 else 1.0
+        return (args[0] * nan, *args[1:])
+
+    t.model.layers[0].register_forward_pre_hook(poison)
+    for step in range(3):
+        before = {name: full(value) for name, value in t.tensors().items()}
+        out = train_step(t, micro_batches(cfg, step), step)
+        same = all(torch.equal(full(v), before[name]) for name, v in t.tensors().items())
+        steps.append((bool(out.skipped), same))
+    return steps
+
+
+def test_nan_on_one_rank_is_skipped_by_all(tmp_path):
+    for steps in run_ranks(step_with_nan_on_one_rank, 2, tmp_path):
+        assert steps == [(False, False), (True, True), (False, False)]
 
 
 @pytest.mark.parametrize(
@@ -299,21 +339,38 @@ def test_ranks_call_the_model_equally_often_whatever_they_draw(tmp_path):
 # The exchange
 
 
-def overlapped():
-    """Whether the experts' rows were still on their way when the shared expert began."""
-    t = build(config(["parallel.expert=2"]), torch.device("cpu"))
-    returned, pending = [], []
-    ffn = t.model.layers[0].ffn
-    ffn.experts.register_forward_hook(lambda m, args, out: returned.append(out))
-    ffn.shared.register_forward_pre_hook(lambda *_: pending.append(not returned[-1].completed))
-    cfg = t.cfg
-    train_step(t, micro_batches(cfg, 0), 0)
-    return isinstance(returned[0], AsyncCollectiveTensor), pending
+def waits_and_shared_experts(overrides):
+    """In order, of a forward pass: "wait" for rows or counts on their way, "shared" computed."""
+    events = []
+    real_wait, real_forward = AsyncCollectiveTensor.trigger_wait, SwiGLU.forward
+
+    def wait(tensor):
+        if not tensor.completed:
+            events.append("wait")
+        return real_wait(tensor)
+
+    @torch.library.custom_op("tests::noted", mutates_args=())  # graphs take it as it is
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        events.append("shared")
+        return x.clone()
+
+    noted.register_fake(torch.empty_like)
+    noted.register_autograd(lambda ctx, grad: grad)
+    AsyncCollectiveTensor.trigger_wait = wait
+    SwiGLU.forward = lambda self, x: noted(real_forward(self, x))
+    cfg = config(["parallel.expert=2", "model.n_layers=1", *overrides])
+    train_step(build(cfg, torch.device("cpu")), micro_batches(cfg, 0), 0)
+    return events
 
 
-def test_the_shared_expert_runs_while_rows_travel(tmp_path):
-    for result in run_ranks(overlapped, 2, tmp_path):
-        assert result == (True, [True])
+@pytest.mark.parametrize(
+    "overrides",
+    [["compile=false"], pytest.param(["compile=true"], marks=pytest.mark.slow)],
+    ids=["eager", "compiled"],
+)
+def test_the_shared_expert_runs_while_rows_travel(overrides, tmp_path):
+    for events in run_ranks(waits_and_shared_experts, 2, tmp_path, overrides):
+        assert events[:6] == ["wait"] * 4 + ["shared", "wait"]
 
 
 def exchanged_without_data(splits):

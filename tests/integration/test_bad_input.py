@@ -289,6 +289,38 @@ RANGES = [
     (["run.name='a b'"], ["run.name", "a b"]),
     (["seed=99999999999999999999999"], ["seed=99999999999999999999999"]),
 ]
+EIGHT = "model.moe.n_experts=8"
+MIXTURES = [
+    (["model.moe.n_experts=-1"], ["model.moe.n_experts=-1", "negative"]),
+    (["model.moe.n_experts=many"], ["model.moe.n_experts", "many", "nteger"]),
+    (["model.moe.experts=8"], ["model.moe.experts", "model.moe.n_experts"]),
+    ([EIGHT], ["model.moe.expert_dim=0", "at least 1"]),
+    (["model=moe_tiny", "model.moe.top_k=9"], ["model.moe.top_k=9", "model.moe.n_experts=8"]),
+    (["model=moe_tiny", "model.moe.top_k=0"], ["model.moe.top_k=0", "between 1 and"]),
+    (["model=moe_tiny", "model.moe.n_shared=-1"], ["model.moe.n_shared=-1", "negative"]),
+    (
+        ["model=moe_tiny", "model.moe.n_dense_layers=2"],
+        ["model.moe.n_dense_layers=2", "model.n_layers=2"],
+    ),
+    (["model=moe_tiny", "model.moe.n_dense_layers=-1"], ["model.moe.n_dense_layers=-1"]),
+    (["model=moe_tiny", "model.moe.score=tanh"], ["model.moe.score", "tanh", "softmax", "sigmoid"]),
+    (
+        ["model=moe_tiny", "model.moe.balance_over=layer"],
+        ["model.moe.balance_over", "layer", "sequence", "global_batch"],
+    ),
+    (["model=moe_tiny", "model.moe.routed_scaling=0"], ["model.moe.routed_scaling=0", "positive"]),
+    (["model=moe_tiny", "model.moe.routed_scaling=nan"], ["model.moe.routed_scaling=nan"]),
+    (["model=moe_tiny", "model.moe.renormalise=2x"], ["model.moe.renormalise", "2x", "ool"]),
+    *(
+        (["model=moe_tiny", f"model.moe.{name}={value}"], [f"model.moe.{name}={value}"])
+        for name in ("bias_update_rate", "balance_loss", "router_z_loss")
+        for value in ("-1", "nan", "inf")
+    ),
+    (
+        ["model=moe_tiny", "attention=diff_v2", "model.match_params_to=standard"],
+        ["model.match_params_to=standard", "closest", "model.moe.expert_dim"],
+    ),
+]
 SYNTAX = [
     (["steps=[1"], ["steps=[1"]),
     (["steps"], ["steps"]),
@@ -305,7 +337,9 @@ def cases(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("words", "named"), cases(KEYS, CHOICES, TYPES, ENUMS, RANGES, SYNTAX))
+@pytest.mark.parametrize(
+    ("words", "named"), cases(KEYS, CHOICES, TYPES, ENUMS, RANGES, MIXTURES, SYNTAX)
+)
 def test_override_that_cannot_run(workspace: Workspace, words: list[str], named: list[str]) -> None:
     workspace.rejects(words, *named)
 

@@ -52,6 +52,7 @@ def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Pat
             "target_ffn_dim": 512,
             "params": params,
             "ffn_dim": width,
+            "key": "ffn_dim",
         }
         saved = yaml.safe_load((run / "config.yaml").read_text())
         assert saved["model"]["ffn_dim"] == width

@@ -34,14 +34,15 @@ class MoEConfig:
     """Experts that every token goes to, as one SwiGLU of n_shared * expert_dim."""
     n_dense_layers: int = 0
     """First layers that stay dense, `ffn_dim` wide."""
-    score: Score = Score.softmax
+    score: Score = Score.sigmoid
     renormalise: bool = True
     """Make the weights of a token's top_k experts sum to 1."""
     routed_scaling: float = 1.0
     """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
     bias_update_rate: float = 1e-3
     """Change an optimizer step of the bias that balances experts without a loss (Wang et al.,
-    arXiv 2408.15664); 0: no bias."""
+    arXiv 2408.15664); 0: no bias. The default is for sigmoid scores; of softmax, whose scores are
+    1 / n_experts on average, it would be several percent a step from 32 experts on."""
     balance_loss: float = 0.0
     """Weight of the load-balancing loss of a layer; the losses of layers add up."""
     balance_over: Balance = Balance.global_batch

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts a token,
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.ffn.config import Balance, MoEConfig
@@ -123,4 +124,4 @@ class _Return(torch.autograd.Function):
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
     """(M, D) in the experts' order -> (n, D), summed over each token's rows."""
-    return rows.index_select(0, inverse).unflatten(0, (n, -1)).sum(1)
+    return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

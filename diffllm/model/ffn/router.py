@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.init import Initializer
 
+EPS = 1e-20
+
 
 class Routing(NamedTuple):
     """Of N tokens."""
@@ -53,11 +55,11 @@ class Router(nn.Module):
             scores = shares = logits.softmax(-1)
         else:
             scores = logits.sigmoid()
-            shares = scores / scores.sum(-1, keepdim=True)
+            shares = scores / (scores.sum(-1, keepdim=True) + EPS)
         experts = (scores.detach() + self.bias).topk(self.cfg.top_k, sorted=False).indices
         weights = scores.gather(1, experts)
         if self.cfg.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + EPS)
         return Routing(experts, weights * self.cfg.routed_scaling, shares, logits)
 
     @torch.no_grad()
@@ -68,8 +70,9 @@ class Router(nn.Module):
             counts: (E,) int64, tokens of the whole global batch that each expert got.
             skipped: scalar; 1.0 leaves all as it is.
         """
-        load = counts / counts.sum().clamp_min(1) * len(counts)
-        moved = self.bias + self.cfg.bias_update_rate * torch.sign(1 - load)
+        missing = counts.sum() - len(counts) * counts  # integers: none at exactly the mean
+        moved = self.bias + self.cfg.bias_update_rate * missing.sign()
+        load = counts * (len(counts) / counts.sum())
         keep = skipped > 0
         self.bias.copy_(torch.where(keep, self.bias, moved))
         self.load.copy_(torch.where(keep, self.load, load))

@@ -1,0 +1,369 @@
+"""The mixture of experts against a per-token reference: outputs, counts and every gradient."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_reference import (
+    counts_of,
+    global_balance,
+    mixture,
+    moved_bias,
+    sequence_balance,
+    z_loss,
+)
+
+from diffllm.model.ffn import MoE, MoEConfig, experts
+from diffllm.model.ffn.config import Balance, Score
+from diffllm.model.ffn.router import Router
+
+DIM, WIDTH, EXPERTS, TOP_K = 8, 12, 5, 2
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {**DTYPES, torch.float64: 1e-12}
+"""Errors relative to the largest entry."""
+
+
+def layer(dtype=torch.float64, dim=DIM, biased=False, **fields):
+    """An MoE with weights large enough that every option shows; biased: experts chosen otherwise
+    than by their scores."""
+    options = {"n_experts": EXPERTS, "top_k": TOP_K, "expert_dim": WIDTH, **fields}
+    moe = MoE(dim, MoEConfig(**options))
+    with torch.no_grad():
+        for param in moe.parameters():
+            param.normal_(0, 0.7)
+        if biased:
+            moe.router.bias.normal_()
+        moe.router.load.uniform_(0.2, 2)
+    moe = moe.to(dtype)
+    if dtype == torch.bfloat16:
+        moe.router.float()  # as FSDP2 leaves it
+    return moe
+
+
+def reference(moe, x, chosen=None):
+    """(N, D) and what the reference says of each token."""
+    cfg, w = moe.cfg, moe.experts
+    shared = moe.shared and (moe.shared.w1.weight, moe.shared.w2.weight, moe.shared.w3.weight)
+    return mixture(
+        x.flatten(0, 1),
+        moe.router.weight,
+        moe.router.bias,
+        w.w1,
+        w.w2,
+        w.w3,
+        cfg.top_k,
+        cfg.score.value,
+        cfg.renormalise,
+        cfg.routed_scaling,
+        shared,
+        chosen,
+    )
+
+
+def gradients(moe, x, out):
+    """Of a loss that weighs every output differently, with respect to x and every parameter."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    names = dict(moe.named_parameters())
+    return dict(
+        zip(
+            ["x", *names],
+            torch.autograd.grad((out * weights).sum(), [x, *names.values()]),
+            strict=True,
+        )
+    )
+
+
+def assert_equals_the_reference(moe, x):
+    x = x.requires_grad_()
+    out, routed = moe(x)
+    expected, taken, _, _ = reference(moe, x)
+    torch.testing.assert_close(out, expected.view_as(x), rtol=1e-10, atol=1e-10)
+    assert routed.counts.tolist() == counts_of(taken, moe.cfg.n_experts)
+    found, wanted = gradients(moe, x, out), gradients(moe, x, expected.view_as(x))
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-9, msg=name)
+    return routed.counts
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("n_shared", [0, 1, 2])
+@pytest.mark.parametrize("scaling", [1.0, 2.5])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("score", Score)
+def test_every_routing_option_equals_the_reference(score, renormalise, scaling, n_shared, biased):
+    moe = layer(
+        biased=biased,
+        score=score,
+        renormalise=renormalise,
+        routed_scaling=scaling,
+        n_shared=n_shared,
+    )
+    assert_equals_the_reference(moe, torch.randn(2, 7, DIM, dtype=torch.float64))
+
+
+def test_the_bias_chooses_other_experts_but_stays_out_of_their_weights():
+    moe = layer(biased=True)
+    x = torch.randn(1, 20, DIM, dtype=torch.float64)
+    _, chosen, shares, _ = reference(moe, x)
+    moe.router.bias.zero_()
+    _, without, _, _ = reference(moe, x)
+    assert chosen != without
+    moe.router.bias.normal_()
+    routing = moe.router(x[0])
+    for taken, weights, share in zip(routing.experts, routing.weights, shares, strict=True):
+        torch.testing.assert_close(weights, share[taken] / share[taken].sum())
+
+
+@pytest.mark.parametrize("score", Score)
+def test_experts_without_tokens_get_gradients_of_zero(score):
+    moe = layer(score=score, n_experts=9)
+    moe.router.bias[[0, 4, 8]] = -100
+    counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
+    assert (counts == 0).nonzero().flatten().tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize("favourite", [0, 2, 4])
+def test_one_expert_takes_everything(favourite):
+    moe = layer(top_k=1, renormalise=False)
+    moe.router.bias[favourite] = 100
+    counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
+    assert counts.tolist() == [10 * (e == favourite) for e in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
+def test_a_single_token(top_k):
+    counts = assert_equals_the_reference(
+        layer(top_k=top_k), torch.randn(1, 1, DIM, dtype=torch.float64)
+    )
+    assert sorted(counts.tolist()) == [0] * (EXPERTS - top_k) + [1] * top_k
+
+
+def test_ties_go_to_distinct_experts_the_same_each_time():
+    """Which of equal experts is open; the output is that of the ones that were taken."""
+    moe = layer(n_experts=6, top_k=3)
+    with torch.no_grad():
+        moe.router.weight[1:] = moe.router.weight[0]
+    x = torch.randn(2, 8, DIM, dtype=torch.float64, requires_grad=True)
+    taken = moe.router(x.flatten(0, 1)).experts.tolist()
+    assert all(len(set(row)) == 3 for row in taken)
+    assert moe.router(x.flatten(0, 1)).experts.tolist() == taken
+    out, routed = moe(x)
+    expected = reference(moe, x, taken)[0].view_as(x)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    assert routed.counts.sum() == 2 * 8 * 3
+    wanted = gradients(moe, x, expected)
+    for name, grad in gradients(moe, x, out).items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_each_tokens_output_is_its_own():
+    """No capacity: what other tokens do changes nothing."""
+    moe = layer(n_shared=1)
+    x = torch.randn(2, 9, DIM, dtype=torch.float64)
+    alone = torch.cat([moe(token.view(1, 1, -1))[0] for token in x.flatten(0, 1)])
+    torch.testing.assert_close(moe(x)[0].flatten(0, 1), alone.flatten(0, 1), rtol=1e-12, atol=0)
+
+
+# One product for all experts against one each
+
+
+def both_ways(monkeypatch, moe, x):
+    """Output, counts and gradients, grouped and looped; grouped products are really taken."""
+    calls, real, results = [], torch.nn.functional.grouped_mm, []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    for products in (3, 0):
+        if not products:
+            monkeypatch.setattr(experts, "takes_groups", lambda *_: False)
+        calls.clear()
+        mine = x.clone().requires_grad_()
+        out, routed = moe(mine)
+        assert len(calls) == products
+        results.append((out, routed.counts, gradients(moe, mine, out)))
+    return results
+
+
+def assert_close(found, wanted, tolerance, name="", floor=0.1):
+    assert torch.isfinite(found).all(), name
+    error = (found.double() - wanted.double()).abs().max()
+    assert error <= tolerance * max(wanted.abs().max(), floor), name
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_products_equal_looped_ones(monkeypatch, dtype, crowded):
+    """Also with experts that get nothing, and with one that gets all it can."""
+    moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
+    if crowded:
+        moe.router.bias[[1, 2, 7]] = -100
+        moe.router.bias[3] = 100
+    x = torch.randn(2, 33, 16).to(dtype)
+    grouped, looped = both_ways(monkeypatch, moe, x)
+    assert torch.equal(grouped[1], looped[1])
+    if crowded:
+        assert grouped[1][[1, 2, 3, 7]].tolist() == [0, 0, 66, 0]
+    assert grouped[0].dtype == dtype
+    assert_close(grouped[0], looped[0], DTYPES[dtype])
+    for name, grad in looped[2].items():
+        assert_close(grouped[2][name], grad, DTYPES[dtype], name)
+        if crowded and name.startswith("experts"):
+            assert not grouped[2][name][[1, 2, 7]].any(), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 9),
+    dim=st.sampled_from([4, 6, 16]),
+    width=st.sampled_from([4, 9, 32]),
+    n_experts=st.integers(1, 12),
+    data=st.data(),
+)
+def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_experts, data):
+    """Widths that grouped products take, and widths that they do not."""
+    top_k = data.draw(st.integers(1, n_experts))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    moe = layer(
+        torch.float32, dim=dim, n_experts=n_experts, top_k=top_k, expert_dim=width, n_shared=1
+    )
+    x = torch.randn(batch, length, dim, requires_grad=True)
+    out, routed = moe(x)
+    found = gradients(moe, x, out)
+    taken = moe.router(x.flatten(0, 1)).experts.tolist()
+    exact, x64 = moe.double(), x.detach().double().requires_grad_()
+    expected = reference(exact, x64, taken)[0].view_as(x64)
+    assert routed.counts.tolist() == counts_of(taken, n_experts)
+    assert_close(out, expected, 1e-5)
+    wanted = gradients(exact, x64, expected)
+    for name, grad in wanted.items():
+        # One renormalised weight is 1: the router's gradient is what two large terms leave.
+        floor = wanted["experts.w2"].abs().max() if name == "router.weight" else 0.1
+        assert_close(found[name], grad, 1e-4, name, floor)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_layer_is_one_graph(dtype):
+    """Where it is looped, too."""
+    torch._dynamo.reset()
+    moe = layer(dtype, dim=16, expert_dim=24, n_shared=1, balance_loss=1.0, router_z_loss=1.0)
+    x = torch.randn(2, 9, 16).to(dtype).requires_grad_()
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    out, routed = moe(x)
+    found, found_routed = compiled(x)
+    assert_close(found, out, TOLERANCE[dtype])
+    assert torch.equal(found_routed.counts, routed.counts)
+    for mine, other in zip(found_routed[1:], routed[1:], strict=True):
+        torch.testing.assert_close(mine, other)
+    wanted = gradients(moe, x, out)
+    for name, grad in gradients(moe, x, found).items():
+        assert_close(grad, wanted[name], TOLERANCE[dtype], name)
+
+
+# Losses of the router, and the bias
+
+
+@pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
+@pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
+def test_losses_and_their_gradients_equal_the_formulas(loss, score, biased):
+    weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}
+    over = Balance.global_batch if loss == "z" else Balance(loss)
+    moe = layer(score=score, biased=biased, balance_over=over, **weights)
+    shares_before = [3, 0, 7, 1, 9]
+    moe.router.rebalance(torch.tensor(shares_before), torch.zeros(()))
+    x = torch.randn(3, 7, DIM, dtype=torch.float64, requires_grad=True)
+    _, routed = moe(x)
+    _, taken, shares, logits = reference(moe, x)
+    expected = {
+        "sequence": lambda: sequence_balance(shares, taken, 7, TOP_K),
+        "global_batch": lambda: global_balance(shares, shares_before),
+        "z": lambda: z_loss(logits),
+    }[loss]()
+    found, other = (routed.z, routed.balance) if loss == "z" else (routed.balance, routed.z)
+    assert not other.any(), "what has no weight is not computed"
+    torch.testing.assert_close(found / 21, expected, rtol=1e-6, atol=0)  # the load is float32
+    inputs = [x, moe.router.weight]
+    grads = torch.autograd.grad(found / 21, inputs)
+    for mine, grad in zip(grads, torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
+
+
+def test_balance_losses_are_1_when_balanced_and_n_over_k_at_worst():
+    for over in Balance:
+        moe = layer(top_k=1, balance_loss=1.0, balance_over=over, score=Score.softmax)
+        with torch.no_grad():
+            moe.router.weight.zero_()
+            moe.router.weight[:, :EXPERTS] = 50 * torch.eye(EXPERTS)
+        tokens = torch.eye(DIM, dtype=torch.float64)[:EXPERTS].view(1, EXPERTS, DIM)
+        for x, loss in ((tokens, 1), (tokens[:, :1].expand(1, EXPERTS, DIM), EXPERTS)):
+            _, routed = moe(x)
+            moe.router.rebalance(routed.counts, torch.zeros(()))
+            _, routed = moe(x)
+            torch.testing.assert_close(routed.balance.item() / EXPERTS, float(loss))
+
+
+def test_the_bias_moves_by_its_rate_towards_balance_and_a_skipped_step_moves_nothing():
+    router = Router(DIM, MoEConfig(n_experts=EXPERTS, top_k=TOP_K, bias_update_rate=0.25))
+    router.bias.zero_()
+    router.load.fill_(1)
+    bias = [0.0] * EXPERTS
+    steps = [[10, 0, 5, 5, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 100], [7, 6, 5, 4, 3]]
+    for counts, skipped in zip(steps, (0.0, 0.0, 1.0, 0.0), strict=True):
+        before = router.bias.clone(), router.load.clone()
+        router.rebalance(torch.tensor(counts), torch.tensor(skipped))
+        if skipped:
+            assert torch.equal(router.bias, before[0])
+            assert torch.equal(router.load, before[1])
+        else:
+            bias = moved_bias(bias, counts, 0.25)
+            assert router.bias.tolist() == bias
+            load = [EXPERTS * count / sum(counts) for count in counts]
+            torch.testing.assert_close(router.load, torch.tensor(load))
+    assert router.bias.tolist() == [-0.5, 0.0, 0.0, 0.25, 0.25]
+
+
+@given(n_experts=st.integers(1, 200), tokens=st.integers(1, 2**40))
+def test_experts_that_are_equally_busy_are_left_alone(n_experts, tokens):
+    router = Router(DIM, MoEConfig(n_experts=n_experts, top_k=1, bias_update_rate=0.25))
+    router.bias.zero_()
+    router.rebalance(torch.full((n_experts,), tokens), torch.zeros(()))
+    assert not router.bias.any()
+
+
+def test_without_a_rate_the_bias_stays():
+    router = Router(DIM, MoEConfig(n_experts=EXPERTS, bias_update_rate=0.0))
+    router.bias.zero_()
+    router.rebalance(torch.tensor([9, 0, 0, 0, 0]), torch.zeros(()))
+    assert not router.bias.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_router_computes_in_float32_whatever_it_is_given(dtype):
+    moe = layer(torch.float32)
+    x = torch.randn(6, DIM).to(dtype)
+    routing = moe.router(x)
+    assert torch.equal(routing.logits, x.float() @ moe.router.weight.T)
+    for value in (routing.logits, routing.shares, routing.weights):
+        assert value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("n_experts", [16, 64])
+def test_the_bias_balances_many_experts(n_experts):
+    """At the default scores and rate, of tokens that crowd into some experts."""
+    cfg = MoEConfig(n_experts=n_experts, top_k=8, expert_dim=8)
+    router = Router(32, cfg)
+    with torch.no_grad():
+        router.weight.normal_(0, 0.02)
+        x = torch.randn(2048, 32) + 2 * torch.randn(32)
+    busiest = []
+    for _ in range(300):
+        counts = router(x).experts.flatten().bincount(minlength=n_experts)
+        router.rebalance(counts, torch.zeros(()))
+        busiest.append((counts.max() / counts.float().mean()).item())
+    assert busiest[0] > 1.5
+    assert max(busiest[-100:]) < 1.15

@@ -1,0 +1,147 @@
+"""Every attention variant over a mixture of experts: trains, decodes, masks documents, compiles."""
+
+from functools import cache
+
+import pytest
+import torch
+from variants import VARIANTS, small_config, small_model
+
+from diffllm import build_model
+from diffllm.model.documents import Documents
+from diffllm.model.ffn import MoE, SwiGLU
+
+END = 0
+MIXTURE = (
+    "model.moe.n_experts=4",
+    "model.moe.top_k=2",
+    "model.moe.expert_dim=16",
+    "model.moe.n_shared=1",
+    "model.moe.score=sigmoid",
+    "model.moe.routed_scaling=1.5",
+)
+LOSSES = (
+    "model.moe.balance_loss=0.1",
+    "model.moe.balance_over=sequence",
+    "model.moe.router_z_loss=0.01",
+)
+
+shared_model = cache(small_model)
+
+
+def mixture(variant, *extra):
+    return shared_model(variant, extra=(*MIXTURE, *extra))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient(variant):
+    model = mixture(variant, *LOSSES)
+    tokens = torch.randint(0, 64, (4, 17))
+    out = model(tokens[:, :-1], tokens[:, 1:])
+    assert out.routed.counts.sum(1).tolist() == [2 * 64] * 2
+    grads = torch.autograd.grad(out.objective, list(model.parameters()))
+    for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+        assert torch.isfinite(grad).all(), name
+        assert grad.any(), name
+        if ".experts." in name:
+            assert grad.flatten(1).any(1).all(), name
+
+
+def test_the_objective_is_the_cross_entropy_and_each_weighted_loss():
+    model, tokens = mixture("standard", *LOSSES), torch.randint(0, 64, (2, 17))
+    out = model(tokens[:, :-1], tokens[:, 1:])
+    assert out.routed.balance > 0
+    assert out.routed.z > 0
+    expected = out.loss.nll + 0.1 * out.routed.balance + 0.01 * out.routed.z
+    torch.testing.assert_close(out.objective.double(), expected.double(), rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_decoding_equals_the_full_pass(variant):
+    model, tokens = mixture(variant), torch.randint(0, 64, (3, 16))
+    whole = model(tokens)
+    caches = model.new_caches(3, 16)
+    out = [model(part, caches=caches) for part in tokens.split([1, 4, 1, 6, 4], 1)]
+    torch.testing.assert_close(torch.cat(out, 1), whole, rtol=0, atol=1e-10)
+    lengths = torch.tensor([9, 2, 12])
+    for held in caches:
+        held.truncate(lengths.tolist())
+    logits = model(tokens.gather(1, lengths[:, None]), caches=caches)
+    expected = whole[torch.arange(3), lengths].unsqueeze(1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masking_documents_equals_running_them_one_by_one(variant):
+    model = mixture(variant)
+    row = torch.tensor([[5, 9, 3, END, END, 7, 7, 2, 8, END, 3, 4, 6]])
+    masked = model(row, documents=Documents.of(row, END))
+    parts = [model(row[:, a:b]) for a, b in ((0, 4), (4, 5), (5, 10), (10, 13))]
+    torch.testing.assert_close(masked, torch.cat(parts, 1), rtol=0, atol=1e-10)
+    assert (model(row) - masked).abs().max() > 1e-6, "nothing was masked"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["standard", "diff_v2"])
+def test_appending_tokens_never_changes_what_was(variant):
+    model, tokens = mixture(variant), torch.randint(0, 64, (2, 16))
+    torch.testing.assert_close(model(tokens[:, :9]), model(tokens)[:, :9], rtol=0, atol=1e-10)
+
+
+def test_the_first_layers_are_dense():
+    extra = ("model.n_layers=4", "model.moe.n_dense_layers=3", *LOSSES)
+    model = mixture("diff_v2", *extra)
+    assert [type(layer.ffn) for layer in model.layers] == [SwiGLU] * 3 + [MoE]
+    assert model.layers[0].ffn.w1.out_features == model.cfg.ffn_dim == 32
+    assert model.layers[3].ffn.experts.w1.shape == (4, 16, 24)
+    tokens = torch.randint(0, 64, (2, 17))
+    out = model(tokens[:, :-1], tokens[:, 1:], diagnose=True)
+    assert out.routed.counts.shape == (1, 4)
+    assert out.stats["hidden_top1"].shape == (4,)
+    assert out.stats["router_entropy"].shape == (1,)
+
+
+def test_what_a_mixture_shares_with_the_dense_model_starts_alike():
+    """Also where only the number of experts differs: an expert's values are its own."""
+    dense, four, six = (
+        dict(build_model(small_config("diff_v2", extra=extra).model).named_parameters())
+        for extra in ((), MIXTURE, (*MIXTURE, "model.moe.n_experts=6"))
+    )
+    names = {"tok_embeddings.weight", "output.weight", "layers.1.attention.wq.weight"}
+    for name in names:
+        assert torch.equal(dense[name], four[name])
+        assert torch.equal(four[name], six[name])
+    stacked = {name for name in four if ".experts." in name}
+    assert {name.rpartition(".")[2] for name in stacked} == {"w1", "w2", "w3"}
+    for name in stacked:
+        assert not torch.equal(four[name][0], four[name][1])
+
+
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "gated"])
+def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant):
+    """In float32, with statistics and without."""
+    torch._dynamo.reset()
+    model = build_model(small_config(variant, extra=(*MIXTURE, *LOSSES)).model)
+    block = model.layers[1]
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    rope, mask = model.whole_sequences(torch.zeros(2, 12, dtype=torch.int64), None, torch.float32)
+    for diagnose in (False, True):
+        results = []
+        for run in (block, compiled):
+            torch.manual_seed(1)
+            x = torch.randn(2, 12, 24, requires_grad=True)
+            out, stats, routed = run(x, rope, mask, None, diagnose)
+            loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+            loss = loss + routed.balance + routed.z
+            results.append(
+                (out, stats, routed, torch.autograd.grad(loss, [x, *block.parameters()]))
+            )
+        (out, stats, routed, grads), found = results
+        torch.testing.assert_close(found[0], out, rtol=1e-4, atol=1e-5)
+        assert found[1].keys() == stats.keys()
+        assert ("router_entropy" in stats) == diagnose
+        for name, value in stats.items():
+            torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found[2].counts, routed.counts)
+        for mine, other in zip(found[3], grads, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
