@@ -183,6 +183,7 @@ def memory_table(made: Plan) -> Table:
         table.add_row(f"  {kind.value}", *[gib(step.peak.by_kind[kind]) for step in steps])
     table.add_row("peak", *[gib(step.peak.total) for step in steps])
     table.add_row("  reached in the", *[step.when for step in steps])
+    table.add_row("  gradients, once they are there", *[gib(step.gradients) for step in steps])
     table.add_row("  kept by one forward pass", *[gib(step.activations) for step in steps])
     table.add_row("with the reserve", *[gib(step.peak.total + made.reserve) for step in steps])
     table.add_row(f"of {made.cluster.device.name}", *[gib(made.memory)] * 2)
