@@ -14,10 +14,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from steps import PRECISIONS, Step, against, fastest, in_turns, ours, theirs, write
+from steps import PRECISIONS, Step, against, fastest, in_turns, ours, run_alone, theirs, write
 
-from diffllm.config import load_config
-from diffllm.distributed.world import join
 from diffllm.model.ffn import experts
 
 EXPERTS, TOP_K, WIDTH = 16, 4, 256
@@ -78,8 +76,4 @@ def main(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    settings = load_config([]).distributed
-    world = join(settings)
-    world.init_process_group(world.device(), settings)
-    main(world.device())
-    torch.distributed.destroy_process_group()
+    run_alone(main)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from diffllm.config import load_config
+from diffllm.distributed.world import join
 from diffllm.trainer import build, train_step
 
 LAYERS, DIM, HEADS, KV_HEADS, SEQ, BATCH, VOCAB = 6, 256, 8, 4, 512, 8, 8192
@@ -153,3 +154,15 @@ def write(path: Path, device: torch.device, rounds: int, results: dict[str, Any]
         "rounds": rounds,
     }
     path.write_text(json.dumps({**meta, "results": results}, indent=2) + "\n")
+
+
+def run_alone(main: Callable[[torch.device], None]) -> None:
+    """`main` on this machine's device, in a process group of one."""
+    settings = load_config([]).distributed
+    world = join(settings)
+    device = world.device()
+    world.init_process_group(device, settings)
+    try:
+        main(device)
+    finally:
+        torch.distributed.destroy_process_group()

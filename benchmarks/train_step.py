@@ -12,10 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from steps import PRECISIONS, against, fastest, in_turns, ours, theirs, write
-
-from diffllm.config import load_config
-from diffllm.distributed.world import join
+from steps import PRECISIONS, against, fastest, in_turns, ours, run_alone, theirs, write
 
 FFN = 768
 
@@ -44,8 +41,4 @@ def main(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    settings = load_config([]).distributed
-    world = join(settings)
-    world.init_process_group(world.device(), settings)
-    main(world.device())
-    torch.distributed.destroy_process_group()
+    run_alone(main)

@@ -70,19 +70,13 @@ class Training:
         }
 
 
-def build(
-    cfg: TrainConfig,
-    device: torch.device,
-    document_end: int | None = None,
-    splits: Splits = exchanged_splits,
-) -> Training:
+def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
     """The sharded model and its optimizer, initialised; needs a process group.
 
     Args:
         document_end: the token behind which documents begin; masks them.
-        splits: how many rows experts get from other ranks.
     """
-    model, meshes = sharded_model(cfg, device, splits)
+    model, meshes = sharded_model(cfg, device)
     t = allocated(cfg, device, model, meshes, document_end)
     t.model.reset_parameters(local_block)
     return t
@@ -91,7 +85,11 @@ def build(
 def sharded_model(
     cfg: TrainConfig, device: torch.device, splits: Splits = exchanged_splits
 ) -> tuple[Transformer, Meshes]:
-    """The model on the meta device, wrapped for training on `device`; needs a process group."""
+    """The model on the meta device, wrapped for training on `device`; needs a process group.
+
+    Args:
+        splits: how many rows experts get from other ranks.
+    """
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
         model = Transformer(cfg.model)
