@@ -5,6 +5,7 @@ Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n se
 
 import atexit
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -134,11 +135,11 @@ class TrainLoader:
     def __next__(self) -> Batch:
         """The next micro batch; raises DataError if it cannot be read or a worker died."""
         if self._batches is None:
-            self._batches = iter(self._loader)
+            self._batches = started(self._loader)
         try:
             batch = next(self._batches)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, OSError, EOFError) as error:  # also a pipe that ends half-way
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise DataError(f"a data loader process died: {error}") from error
         if isinstance(batch, DataError):
@@ -231,6 +232,18 @@ class ShuffledSequences(Dataset[Batch]):
             return read_sequences(self._stream, self._seq_len, samples)
         except DataError as error:
             return error
+
+
+def started(loader: Any) -> Iterator[Any]:
+    """Its iterator; that a worker died is found out by reading, and by reading only.
+
+    The library would raise at once, in whatever the main thread is doing then.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)
+    return batches
 
 
 def _unchanged(batch: Batch | DataError) -> Batch | DataError:
