@@ -82,10 +82,20 @@ class Plan:
         return self.step.flops_per_token * self.tokens_per_step
 
     @property
-    def step_seconds(self) -> float:
-        """At the stated MFU."""
+    def compute_seconds(self) -> float:
+        """Of a step, at the stated MFU."""
         cluster = self.cluster
         return self.flops_per_step / (cluster.gpus * cluster.device.peak_flops * cluster.mfu)
+
+    @property
+    def step_seconds(self) -> float:
+        """The stated MFU's, or what sending takes where that is longer."""
+        return max(self.compute_seconds, self.communication_seconds)
+
+    @property
+    def mfu(self) -> float:
+        """What is left of the stated one."""
+        return self.cluster.mfu * self.compute_seconds / self.step_seconds
 
     @property
     def tokens_per_s(self) -> float:
@@ -140,6 +150,17 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
     return Plan(cfg, overrides, cluster, steps, [*assumptions(cfg, cluster, given), *assumed])
 
 
+def changed(made: Plan, words: tuple[str, ...], step: Step) -> Plan:
+    """The plan with other words on the command line, of which `step` is known already."""
+    keys = {word.partition("=")[0] for word in words}
+    gpus = [int(word.partition("=")[2]) for word in words if word.startswith("gpus=")]
+    cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
+    kept = [word for word in made.overrides if word.partition("=")[0] not in keys]
+    overrides = [*kept, *(word for word in words if not word.startswith("gpus="))]
+    cfg, assumed = planned_config(cluster, overrides)
+    return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed)
+
+
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
     """The training config, and what had to be assumed of it.
 
@@ -188,14 +209,17 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
         found.append(Assumption("precision", "bf16", "what auto chooses on a GPU", False))
     if cfg.compile is None:
         found.append(Assumption("compile", True, "what null chooses on a GPU", False))
+    return found
+
+
+def idealised(cfg: TrainConfig) -> dict[str, str]:
+    """What the plan leaves out, and no key changes."""
+    found = {
+        "collectives": "at line rate, without latency, one after the other, all hidden behind the "
+        "computation while they take less",
+    }
     if cfg.data.mask_documents:
-        found.append(
-            Assumption(
-                "data.mask_documents", False, "boundaries of documents take no memory", False
-            )
-        )
+        found["documents"] = "planned without their masks"
     if cfg.model.moe.n_experts:
-        found.append(
-            Assumption("routing", "balanced", "every expert gets equally many tokens", False)
-        )
+        found["routing"] = "assumed balanced: every expert gets equally many tokens"
     return found

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from diffllm.errors import ConfigError
 from diffllm.plan.cluster import OWN_KEYS, Cluster
-from diffllm.plan.estimate import DAY, GIB, Plan, plan
+from diffllm.plan.estimate import DAY, GIB, Plan, changed, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 from diffllm.plan.suggest import Change, nearest_change
@@ -96,18 +96,28 @@ def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
             "flops_per_step": made.flops_per_step,
             "tokens_per_step": made.tokens_per_step,
             "tokens_per_s": made.tokens_per_s,
-            "step_seconds": made.step_seconds,
+            "compute_seconds": made.compute_seconds,
             "communication_seconds": made.communication_seconds,
+            "step_seconds": made.step_seconds,
+            "mfu": made.mfu,
             "tokens": cluster.tokens,
             "days": made.seconds and made.seconds / DAY,
             "gpu_hours": made.seconds and made.seconds / 3600 * cluster.gpus,
         },
-        "nearest_change": change
-        and {
-            "overrides": list(change.words),
-            **policy_numbers(made, change.step),
-        },
+        "nearest_change": change and change_numbers(made, change),
         "assumptions": [assumption._asdict() for assumption in made.assumptions],
+        "idealised": idealised(cfg),
+    }
+
+
+def change_numbers(made: Plan, change: Change) -> dict[str, Any]:
+    other = changed(made, change.words, change.step)
+    return {
+        "overrides": list(change.words),
+        **policy_numbers(made, change.step),
+        "communication_seconds": other.communication_seconds,
+        "step_seconds": other.step_seconds,
+        "tokens_per_s": other.tokens_per_s,
     }
 
 
@@ -147,7 +157,7 @@ def show(made: Plan, change: Change | None) -> None:
         console.print(f"\n{title}")
         console.print(table)
     console.print(verdict(made, change), markup=False)
-    console.print("\ntime")
+    console.print("\ntime" if made.fits else "\ntime, if it did fit")
     for line in time_lines(made):
         console.print("  " + line)
     console.print("\nassumed, not measured; each key can be given")
@@ -155,6 +165,9 @@ def show(made: Plan, change: Change | None) -> None:
         console.print(
             f"  {f'{key}={short(value)}':<28} {why}{' (given)' if given else ''}", markup=False
         )
+    console.print("\nidealised")
+    for what, how in said["idealised"].items():
+        console.print(f"  {what:<28} {how}", markup=False)
 
 
 def gib(size: float) -> str:
@@ -179,13 +192,16 @@ def memory_table(made: Plan) -> Table:
     names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
     table = plain_table("GiB a rank, activation_checkpointing=", *names)
     steps = [made.steps[policy] for policy in policies]
+    for name in ("parameters", "gradients", "optimizer"):
+        table.add_row(name, *[gib(getattr(step, name)) for step in steps])
+    table.add_row("activations of a forward pass", *[gib(step.activations) for step in steps])
+    table.add_section()
+    table.add_row("peak", *[gib(step.peak.total) for step in steps])
+    table.add_row("  in the", *[step.when for step in steps])
     for kind in Kind:
         table.add_row(f"  {kind.value}", *[gib(step.peak.by_kind[kind]) for step in steps])
-    table.add_row("peak", *[gib(step.peak.total) for step in steps])
-    table.add_row("  reached in the", *[step.when for step in steps])
-    table.add_row("  gradients, once they are there", *[gib(step.gradients) for step in steps])
-    table.add_row("  kept by one forward pass", *[gib(step.activations) for step in steps])
-    table.add_row("with the reserve", *[gib(step.peak.total + made.reserve) for step in steps])
+    table.add_section()
+    table.add_row("peak and reserve", *[gib(step.peak.total + made.reserve) for step in steps])
     table.add_row(f"of {made.cluster.device.name}", *[gib(made.memory)] * 2)
     return table
 
@@ -214,23 +230,28 @@ def verdict(made: Plan, change: Change | None) -> str:
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
     if change is None:
         return f"{text}; nor with all changes that were tried"
+    other = changed(made, change.words, change.step)
     used = change.step.peak.total + made.reserve
-    return f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB"
+    return (
+        f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB, "
+        f"{other.step_seconds:.3g} s a step and reaches {other.tokens_per_s:,.0f} tokens a second"
+    )
 
 
 def time_lines(made: Plan) -> list[str]:
     """Seconds, tokens a second, and, where tokens are stated, days."""
     cluster, step = made.cluster, made.step
-    talk = made.communication_seconds
     lines = [
         f"{made.flops_per_step:.3g} FLOPs a step, {step.flops_per_token:.4g} a token",
-        f"{made.step_seconds:.3g} s a step at mfu={cluster.mfu:g}; communication alone "
-        f"{talk:.3g} s",
-        f"{made.tokens_per_s:,.0f} tokens a second",
+        f"{made.compute_seconds:.3g} s to compute a step at mfu={cluster.mfu:g}, "
+        f"{made.communication_seconds:.3g} s to send",
     ]
-    if talk > made.step_seconds:
-        limit = cluster.mfu * made.step_seconds / talk
-        lines.append(f"so mfu is {limit:.2f} at most: more tokens a rank and step would raise that")
+    if made.mfu < cluster.mfu:
+        lines.append(
+            f"sending decides: {made.step_seconds:.3g} s a step, an MFU of {made.mfu:.2f}; "
+            "more tokens a rank and step would raise it"
+        )
+    lines.append(f"{made.tokens_per_s:,.0f} tokens a second")
     if made.seconds and cluster.tokens:
         lines.append(
             f"{made.seconds / DAY:,.1f} days and {made.seconds / 3600 * cluster.gpus:,.0f} "
