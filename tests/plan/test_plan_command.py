@@ -24,7 +24,8 @@ def as_json(capsys, *words):
 
 
 def test_json_holds_memory_communication_time_and_assumptions(capsys):
-    out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5")
+    fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
+    out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast)
     memory, time = out["memory"], out["time"]
     assert memory["optimizer"] > 2 * memory["parameters"] > 0
     for policy in ("false", "true"):
@@ -45,8 +46,31 @@ def test_json_holds_memory_communication_time_and_assumptions(capsys):
     assert time["gpu_hours"] == pytest.approx(time["days"] * 24 * 4)
     given = {a["key"]: a["given"] for a in out["assumptions"]}
     said_so = {key for key, value in given.items() if value}
-    assert said_so == {"mfu", "gpus_per_node"}
-    assert {"gpu", "reserve_gib", "network_gbs", "global_batch_size"} < given.keys()
+    assert said_so == {"mfu", "gpus_per_node", "nvlink_gbs", "network_gbs"}
+    assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
+
+
+def test_a_step_takes_the_longer_of_computing_and_sending(capsys):
+    words = [*SMALL, "gpus=16", "tokens=1e9"]
+    time = as_json(capsys, *words, "mfu=0.5", "network_gbs=1e-3")["time"]
+    assert time["communication_seconds"] > 10 * time["compute_seconds"]
+    assert time["step_seconds"] == time["communication_seconds"]
+    assert time["mfu"] == pytest.approx(0.5 * time["compute_seconds"] / time["step_seconds"])
+    assert time["days"] == pytest.approx(1e9 / (16 * 128) * time["step_seconds"] / 86400)
+    assert f"an MFU of {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
+
+
+def test_the_nearest_change_says_how_fast_it_is(capsys):
+    words = [*SMALL, "seq_len=512", "gpus=2", "micro_batch_size=8", "reserve_gib=0", "tokens=1e9"]
+    changed = ["micro_batch_size=4", "global_batch_size=16"]
+    room = limited(1, [*SMALL, "seq_len=512", *changed]).step.peak.total / GIB + 1e-6
+    change = as_json(capsys, *words, f"memory_gib={room}")["nearest_change"]
+    assert change["overrides"] == changed
+    kept = [word for word in words if not word.startswith("micro")]
+    again = as_json(capsys, *kept, *changed)
+    for name in ("communication_seconds", "step_seconds", "tokens_per_s"):
+        assert change[name] == again["time"][name]
+    assert change["peak"] == again["memory"]["policies"]["false"]["peak"]
 
 
 def test_text_says_what_fits_and_what_is_assumed(capsys):
@@ -54,7 +78,7 @@ def test_text_says_what_fits_and_what_is_assumed(capsys):
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "tokens= gives days", "optimizer"):
         assert text in out
     assert "balanced" not in out
-    assert "routing=balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
+    assert "assumed balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
 
 
 def test_a_batch_that_is_given_is_not_assumed(capsys):
