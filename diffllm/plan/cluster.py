@@ -63,17 +63,20 @@ class Cluster:
             )
         return Device(known.name if known else self.gpu, peak, memory)
 
-    def most_in_one_node(self, ranks: tuple[int, ...]) -> int:
-        """How many of the ranks share a node; ranks fill nodes in order."""
-        return max(Counter(rank // self.gpus_per_node for rank in ranks).values())
+    def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
+        """How many of the ranks the node with the fewest of them has; ranks fill nodes in order."""
+        return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
+
+    most_in_one_node = fewest_in_a_node  # what estimate.py calls it
 
     def seconds(self, call: Call) -> float:
         """What a collective takes at the stated bandwidths.
 
         A ring enters and leaves a node once, and a group has as many rings as it has ranks in a
-        node, each with a network card of its own. All to all, every rank sends for itself.
+        node, each with a network card of its own. All to all, every rank sends for itself. Of a
+        group that is spread unevenly, the node with the fewest ranks is what the others wait for.
         """
-        n, near = len(call.ranks), self.most_in_one_node(call.ranks)
+        n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
         sent = call.kind.on_the_wire(call.size, n)
         if near == n:

@@ -1,5 +1,6 @@
 """The nearest change with which a run fits."""
 
+from enum import Enum, auto
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -22,6 +23,14 @@ class Change(NamedTuple):
     step: Step
 
 
+class Miss(Enum):
+    """Why a change does not help."""
+
+    too_big = auto()
+    invalid = auto()
+    """A batch or a mesh that so many ranks cannot have."""
+
+
 def nearest_change(plan: Plan) -> Change | None:
     """The fewest changes with which `plan` fits; None if none that is tried does.
 
@@ -32,10 +41,13 @@ def nearest_change(plan: Plan) -> Change | None:
     kinds = options(plan)
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
-            if search.change(tuple(kind[-1] for kind in chosen)) is None:
-                continue  # not even the farthest
+            # Valid values with the smallest micro-batch are the farthest of all that are valid.
+            found = map(search.outcome, reversed(list(product(*chosen))))
+            farthest = next((each for each in found if each is not Miss.invalid), Miss.invalid)
+            if isinstance(farthest, Miss):
+                continue
             for values in product(*chosen):
-                if change := search.change(values):
+                if isinstance(change := search.outcome(values), Change):
                     return change
     return None
 
@@ -50,9 +62,22 @@ def options(plan: Plan) -> list[list[Words]]:
         [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
         [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
         [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
-        [(f"gpus={times * gpus}",) for times in MORE_GPUS],
+        [more_gpus(plan, times) for times in MORE_GPUS],
     ]
     return [kind for kind in kinds if kind]
+
+
+def more_gpus(plan: Plan, times: int) -> Words:
+    """So many times as many GPUs, all of which go to shards: more replicas would save nothing."""
+    parallel, words = plan.cfg.parallel, (f"gpus={times * plan.cluster.gpus}",)
+    if parallel.shard == -1:
+        return words
+    shard = times * parallel.shard if parallel.replicate == -1 else -1
+    return *words, f"parallel.shard={shard}"
+
+
+def key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
 
 
 class Search:
@@ -60,36 +85,39 @@ class Search:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.seen: dict[Words, Change | None] = {}
+        self.seen: dict[Words, Change | Miss] = {}
 
-    def change(self, values: tuple[Words, ...]) -> Change | None:
-        """With the words of all `values`; None if it does not fit or cannot be."""
-        words = tuple(word for value in values for word in value)
+    def outcome(self, values: tuple[Words, ...]) -> Change | Miss:
+        """With the words of all `values`; of words with one key, the first."""
+        by_key: dict[str, str] = {}
+        for word in (word for value in values for word in value):
+            by_key.setdefault(key_of(word), word)
+        words = tuple(by_key.values())
         if words not in self.seen:
             self.seen[words] = self.simulated(words)
         return self.seen[words]
 
-    def simulated(self, words: Words) -> Change | None:
+    def simulated(self, words: Words) -> Change | Miss:
         plan, step = self.plan, self.plan.step
         state = step.parameters + step.gradients + step.optimizer
         spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
         if not spreads and state > plan.memory - plan.reserve:
-            return None
+            return Miss.too_big
         if words == ("activation_checkpointing=true",):
             return fitting(plan, Change(words, plan.steps[True]))
         gpus = next((int(word[5:]) for word in words if word.startswith("gpus=")), None)
         gpus = gpus or plan.cluster.gpus
         overrides = [word for word in words if not word.startswith("gpus=")]
-        keys = {word.partition("=")[0] for word in overrides}
-        kept = [word for word in plan.overrides if word.partition("=")[0] not in keys]
+        keys = set(map(key_of, overrides))
+        kept = [word for word in plan.overrides if key_of(word) not in keys]
         cluster = Cluster(**{**vars(plan.cluster), "gpus": gpus})
         try:
             cfg, _ = planned_config(cluster, [*kept, *overrides])
             return fitting(plan, Change(words, simulate(cfg, gpus, cluster.rank)))
-        except ConfigError:  # a batch or a mesh that so many ranks cannot have
-            return None
+        except ConfigError:
+            return Miss.invalid
 
 
-def fitting(plan: Plan, change: Change) -> Change | None:
+def fitting(plan: Plan, change: Change) -> Change | Miss:
     """`change`, if it fits the device of `plan`."""
-    return change if plan.free(change.step) >= 0 else None
+    return change if plan.free(change.step) >= 0 else Miss.too_big
