@@ -21,7 +21,7 @@ class Cluster:
     gpu: str = key("its name, for peak and memory", "h200")
     tokens: float | None = key("to train on, for days and GPU-hours", None)
     mfu: float = key("model FLOPs utilisation that a step reaches", 0.4)
-    nvlink_gbs: float = key("GB/s that a GPU sends inside its node", 450.0)
+    nvlink_gbs: float = key("GB/s that a GPU sends inside its node; NVLink of H100, H200", 450.0)
     network_gbs: float = key("GB/s of the network card that each GPU has", 50.0)
     gpus_per_node: int = key("GPUs that share a node", 8)
     reserve_gib: float = key("GiB for CUDA's context, NCCL's buffers, fragments", 6.0)
@@ -66,8 +66,6 @@ class Cluster:
     def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
         """How many of the ranks the node with the fewest of them has; ranks fill nodes in order."""
         return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
-
-    most_in_one_node = fewest_in_a_node  # what estimate.py calls it
 
     def seconds(self, call: Call) -> float:
         """What a collective takes at the stated bandwidths.

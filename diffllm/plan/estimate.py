@@ -22,7 +22,7 @@ class Flow(NamedTuple):
     kind: Collective
     ranks: int
     in_a_node: int
-    """Of those ranks, the most that share one."""
+    """Of those ranks, as many as share a node, in the node that has fewest."""
     calls: int
     sent: float
     """Bytes that leave the rank."""
@@ -120,7 +120,7 @@ def flows(calls: list[Call], cluster: Cluster) -> list[Flow]:
     """Collectives put together, the longest first."""
     groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
     for call in calls:
-        near = cluster.most_in_one_node(call.ranks)
+        near = cluster.fewest_in_a_node(call.ranks)
         groups[call.kind, len(call.ranks), near].append(call)
     found = []
     for (kind, ranks, near), members in groups.items():

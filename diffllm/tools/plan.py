@@ -210,7 +210,8 @@ def flow_table(made: Plan) -> Table:
     """What one rank sends in a step."""
     table = plain_table("a rank and step", "ranks", "over", "calls", "GiB sent", "ms")
     for flow in made.flows:
-        over = "NVLink" if flow.in_a_node == flow.ranks else f"network, {flow.in_a_node} a node"
+        near = flow.in_a_node
+        over = "inside a node" if near == flow.ranks else f"network, {near} a node"
         table.add_row(
             flow.kind.value,
             f"{flow.ranks:,}",
