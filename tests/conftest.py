@@ -8,6 +8,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # gloo.py
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Workers side by side share the cores, with the runs that they start. Before torch is imported.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(workers))))
 
 import pytest
 import torch
