@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from diffllm.errors import AgreedError, ConfigError, UserError
+from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError
 
 T = TypeVar("T")
 
@@ -88,20 +88,48 @@ class World:
 
 
 def environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) without it."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    rank, size, local = (os.environ.get(name) for name in names)
-    if rank is None or size is None:
+    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) without it.
+
+    Raises:
+        LaunchError: values that no launcher sets.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return 0, 1, 0
-    return int(rank), int(size), int(local or 0)
+    rank, size, local = (number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if not rank < size:
+        raise LaunchError(f"RANK={rank} must be less than WORLD_SIZE={size} in the environment")
+    if size > 1:
+        number("MASTER_PORT", largest=65535)
+        if not os.environ.get("MASTER_ADDR"):
+            raise LaunchError("MASTER_ADDR is not set in the environment; torchrun sets it")
+    return rank, size, local
+
+
+def number(name: str, largest: int = 2**31) -> int:
+    """An environment variable that a launcher sets, 0 where it does not."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal() or not text.isascii() or int(text) > largest:
+        raise LaunchError(f"{name}={text!r} in the environment is not a number; torchrun sets it")
+    return int(text)
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Meet the other processes of this launch; waits for all of them to appear."""
+    """Meet the other processes of this launch; waits for all of them to appear.
+
+    Raises:
+        LaunchError: they do not, within distributed.timeout.
+    """
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=cfg.timeout)))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=cfg.timeout)))
+    except (DistError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"rank {rank} of {size} did not meet the other ranks at {where} within "
+            f"distributed.timeout={cfg.timeout} s: {error}"
+        ) from error
     # One launcher's store serves restarts and the jobs of a sweep, each with keys of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"diffllm/{attempt}/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}"
