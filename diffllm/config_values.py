@@ -31,7 +31,7 @@ LARGEST = {
     "model.moe.expert_dim": 2**24,
     "model.attention.query_heads": 64,
 }
-"""Beyond these a number is a slip: sizes overflow, or processes and modules without end are made."""
+"""Beyond these a number is a slip: sizes overflow, or processes and modules have no end."""
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32, in which a run computes: smaller ones would be 0 there, larger ones infinite."""
 LONGEST_TEXT = 4096
