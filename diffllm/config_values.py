@@ -53,14 +53,12 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 def check_values(cfg: Any) -> None:
     """Raise ConfigError for a value that cannot mean anything under its key."""
     for key, declared, value in leaves(cfg):
-        if isinstance(value, bool):
-            continue
-        if isinstance(value, int | float):
-            check_number(key, value)
+        if declared == list[str]:
+            check_texts(key, value)
         elif isinstance(value, str):
             check_text(key, value)
-        elif declared == list[str]:
-            check_texts(key, value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            check_number(key, value)
 
 
 def check_number(key: str, value: float) -> None:
