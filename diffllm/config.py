@@ -225,7 +225,8 @@ def compose_config(overrides: list[str]) -> DictConfig:
         except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:
-            raise ConfigError("an override is nested too deeply to be read") from None
+            deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
+            raise ConfigError(f"{deepest[:40]}... is nested too deeply to be read") from None
     choices = cfg.hydra.runtime.choices
     with open_dict(cfg):
         cfg.run.choices = {group: choices[group] for group in GROUPS}

@@ -15,19 +15,24 @@ from diffllm.errors import ConfigError
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.matched")
-COMPOSING = (HydraException, OmegaConfBaseException, ValueError, TypeError, LookupError)
+COMPOSING = (
+    HydraException, OmegaConfBaseException, ValueError, TypeError, LookupError, ArithmeticError
+)  # fmt: skip
 """What Hydra and OmegaConf raise for an override that they cannot compose."""
 
+LONGEST_QUOTED = 200
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"[+~]*(?:[\w/@]+\.)*{SECRET}", re.I)
-SECRET_IN_VALUE = re.compile(rf"[{{,]\s*{SECRET}\s*:|\boc\.env:\s*['\"]?{SECRET}\b", re.I)
+SECRET_IN_VALUE = re.compile(
+    rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*|.*\boc\.env:\s*['\"]?{SECRET}\b.*", re.I | re.S
+)
 
 
 def check_secrets(words: list[str]) -> None:
     """Raise ConfigError, which does not repeat it, for a key that would put a secret on disk."""
     for word in words:
         key, _, value = word.partition("=")
-        if SECRET_KEY.fullmatch(key.strip()) or SECRET_IN_VALUE.search(value):
+        if SECRET_KEY.fullmatch(key.strip()) or SECRET_IN_VALUE.fullmatch(value):
             raise ConfigError(
                 f"{key.strip().lstrip('+~')}: secrets come from the environment (WANDB_API_KEY, "
                 "HF_TOKEN), never from the configuration, which is written to disk"
@@ -92,8 +97,11 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 def explain(error: Exception, words: list[str]) -> str:
     """One line about a failed composition: the key, the value, what is allowed."""
     if isinstance(error, OverrideParseException):
-        text = re.sub(r"LexerNoViableAltException: .*", "", one_line(error))
-        return f"{error.override!r} is not of the form key=value{text and f': {text}'}"
+        word, text = error.override or "", one_line(error)
+        if len(word) > LONGEST_QUOTED or text.startswith("LexerNoViableAltException"):
+            text = ""  # it says no more than the word again
+        shown = word if len(word) <= LONGEST_QUOTED else f"{word[:LONGEST_QUOTED]}..."
+        return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = one_line(cause)
     for word in reversed(words):  # the last one for a key counts

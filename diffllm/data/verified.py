@@ -1,10 +1,10 @@
 """Checksums of files, compared once for all processes that read them, and again after a day.
 
-A shard is compared before the first token of it is used. Many ranks and loader workers, on one node
-or on many with a shared file system, read the same shards: whoever comes first hashes and leaves a
-mark beside the file, the others wait for it. The mark holds what identifies the file, so a file that
-was written to is compared again. Decay that leaves size and times alone is found by the first run
-that starts after the mark has become old.
+A shard is compared before the first token of it is used. Many ranks and loader workers, on one
+node or on many with a shared file system, read the same shards: whoever comes first hashes and
+leaves a mark beside the file, the others wait for it. The mark holds what identifies the file, so a
+file that was written to is compared again. Decay that leaves size and times alone is found by the
+first run that starts after the mark has become old.
 """
 
 import contextlib

@@ -107,10 +107,6 @@ def environment() -> tuple[int, int, int]:
     rank, size, local = (number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not rank < size:
         raise LaunchError(f"RANK={rank} must be less than WORLD_SIZE={size} in the environment")
-    if size > 1:
-        number("MASTER_PORT", largest=65535)
-        if not os.environ.get("MASTER_ADDR"):
-            raise LaunchError("MASTER_ADDR is not set in the environment; torchrun sets it")
     return rank, size, local
 
 
@@ -131,6 +127,9 @@ def join(cfg: DistributedConfig) -> World:
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())
+    number("MASTER_PORT", largest=65535)
+    if not os.environ.get("MASTER_ADDR"):
+        raise LaunchError("MASTER_ADDR is not set in the environment; torchrun sets it")
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=cfg.timeout)))
     except (DistError, ValueError) as error:

@@ -12,7 +12,7 @@ import struct
 import types
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import changes, snapshot
+from cli_helpers import changes, clean_environment, command, snapshot, train_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -74,19 +74,28 @@ def untouched(
     assert capfd.readouterr() == ("", "")
 
 
-def refusal(words: list[str]) -> str | None:
-    """The line that refuses these overrides on one rank, or None if they are accepted."""
+def line_of(check: Callable[[], object]) -> str | None:
+    """What a check says, or None if it has nothing to say."""
     try:
-        cfg = load_config(words)
-        cfg.check_world(1)
+        check()
+        return None
     except ConfigError as error:
         line = str(error)
-        assert line.isprintable(), line
-        assert len(line) <= LONGEST + 10
-        assert "Error:" not in line, f"an exception's name says nothing to a user: {line}"
-        assert not isinstance(error.__context__, AssertionError)
-        return line
-    return None
+    assert line.isprintable(), line
+    assert len(line) <= LONGEST + 10
+    assert "Error:" not in line, f"an exception's name says nothing to a user: {line}"
+    return line
+
+
+def refusal(words: list[str]) -> str | None:
+    """The line that refuses these overrides on one rank, or None if they are accepted."""
+    return line_of(lambda: load_config(words).check_world(1))
+
+
+def checked(cfg: TrainConfig, world_size: int = 1) -> None:
+    check_values(cfg)
+    cfg.validate()
+    cfg.check_world(world_size)
 
 
 def assert_refused(words: list[str], *named: str) -> None:
@@ -125,7 +134,20 @@ def test_values_of_a_wrong_type(key: str) -> None:
 NUMBERS = [key for key, (declared, _) in KEYS.items() if base_type(declared)[0] in (int, float)]
 EDGES = {
     int: [0, -1, 1, 2, 3, 7, -2, 10**5, 2**31, 2**63 - 1, 2**63],
-    float: ["0", "-1", "1", "0.5", "1.5", "1e-30", "1e-38", "1e-39", "1e30", "3e38", "1e38", "-0.0"],
+    float: [
+        "0",
+        "-1",
+        "1",
+        "0.5",
+        "1.5",
+        "1e-30",
+        "1e-38",
+        "1e-39",
+        "1e30",
+        "3e38",
+        "1e38",
+        "-0.0",
+    ],
 }
 
 
@@ -135,14 +157,11 @@ def test_numbers_at_the_edges_mean_something_or_are_refused(key: str) -> None:
     kind = base_type(KEYS[key][0])[0]
     for value in map(kind, EDGES[kind]):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
-        try:
-            check_values(cfg)
-            cfg.validate()
-            cfg.check_world(1)
-        except ConfigError as error:
-            assert key.split(".")[-1] in str(error), f"{key}={value} gave: {error}"
-        else:
+        line = line_of(functools.partial(checked, cfg))
+        if line is None:
             assert_meaningful(cfg)
+        else:
+            assert key.split(".")[-1] in line, f"{key}={value} gave: {line}"
 
 
 def with_value(cfg: TrainConfig, key: str, value: float) -> TrainConfig:
@@ -231,7 +250,17 @@ def test_every_key_with_one_letter_wrong() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_choices_of_a_group(group: str) -> None:
-    for value in ("", "null", "Tiny", "tiny2", "[tiny]", "../model/tiny", "'x\\ny'", "3", "${model}"):
+    for value in (
+        "",
+        "null",
+        "Tiny",
+        "tiny2",
+        "[tiny]",
+        "../model/tiny",
+        "'x\\ny'",
+        "3",
+        "${model}",
+    ):
         assert_refused([f"{group}={value}"], group)
     assert_refused([f"~{group}"], group)
     assert_refused([f"{group}@elsewhere=tiny"], group)
@@ -269,7 +298,7 @@ ODD = [
     (["optim.lr=interval(0,1)"], "optim.lr=interval"),
     (["steps=" + "9" * 5000], "steps=9"),
     (["optim.lr=" + "9" * 5000], "optim.lr=9"),
-    (["steps=" + "[" * 2000], "nested"),
+    (["steps=" + "[" * 2000], "'steps=[[[["),
     (["+_target_=os.system"], "_target_"),
     (["+model._target_=os.system"], "_target_"),
     (["--steps"], "'--steps'"),
@@ -282,6 +311,7 @@ ODD = [
     (["compile=3"], "compile=3"),
     (["data.split='\x00'"], "data.split"),
     (["x" * 100_000], "key=value"),
+    (["steps=" + "[" * 500 + "]" * 500], "steps=[[[["),
 ]
 
 
@@ -336,7 +366,7 @@ def test_ranks_that_a_mesh_and_a_batch_divide(
     micro: int | None,
     cfg: TrainConfig,
 ) -> None:
-    """Accepted just if some mesh of natural numbers fills the world and the batch comes out even."""
+    """Accepted just if some mesh of natural numbers fills the world and the batch divides."""
     parallel = replace(cfg.parallel, replicate=replicate, shard=shard, expert=expert)
     cfg = replace(cfg, parallel=parallel, global_batch_size=batch, micro_batch_size=micro)
     natural = range(1, world + 1)
@@ -349,23 +379,20 @@ def test_ranks_that_a_mesh_and_a_batch_divide(
         and expert == mesh[2]
         and not replicate == shard == -1
     ]
-    n_experts, width, dim = cfg.model.moe.n_experts, cfg.model.moe.expert_dim, cfg.model.dim
+    n_experts, widths = cfg.model.moe.n_experts, (cfg.model.moe.expert_dim, cfg.model.dim)
     meshes = [
         (r, s, e)
         for r, s, e in meshes
         if e == 1
-        or (n_experts and not n_experts % e and not all(n % s for n in (n_experts // e, width, dim)))
+        or (
+            n_experts and not n_experts % e and not all(n % s for n in (n_experts // e, width, dim))
+        )
     ]
     even = batch > 0 and not batch % world
     even = even and (micro is None or (micro > 0 and not batch // world % micro))
-    try:
-        cfg.validate()
-        cfg.check_world(world)
-    except ConfigError as error:
-        assert not (even and meshes), f"refused: {error}"
-        assert str(error).isprintable()
-    else:
-        assert even
+    line = line_of(lambda: (cfg.validate(), cfg.check_world(world)))
+    assert (line is None) == bool(even and meshes), line
+    if line is None:
         assert meshes == [cfg.parallel.sizes(world)]
 
 
@@ -426,12 +453,11 @@ def test_shapes_are_refused_or_can_be_built(
         attention=attention,
         moe=moe,
     )
-    try:
-        model.validate()
-    except ConfigError as error:
-        assert str(error).startswith(("model.", "attention="))
-        return
-    assert_builds(replace(DENSE, model=model, seq_len=seq_len))
+    line = line_of(model.validate)
+    if line is None:
+        assert_builds(replace(DENSE, model=model, seq_len=seq_len))
+    else:
+        assert line.startswith(("model.", "attention="))
 
 
 ROPE_VALUES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 32.0, 1e4, 1e30])
@@ -474,12 +500,56 @@ def test_rope_scalings_are_refused_or_give_frequencies(
         beta_fast=fast if yarn else default.beta_fast,
         attention_factor=warmth if yarn else None,
     )
-    try:
-        rope.validate()
-    except ConfigError as error:
-        assert str(error).startswith("model.rope.")
-        return
-    assert_rope(replace(DENSE, model=replace(DENSE.model, rope=rope)))
+    line = line_of(rope.validate)
+    if line is None:
+        assert_rope(replace(DENSE, model=replace(DENSE.model, rope=rope)))
+    else:
+        assert line.startswith("model.rope.")
+
+
+RANKS_2 = {"RANK": "0", "WORLD_SIZE": "2"}
+REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
+    (["stepz=1"], {}, ["stepz", "steps"]),
+    (["steps=1e400"], {}, ["steps=1e400"]),
+    ([f"optim.lr={10**400}"], {}, ["optim.lr"]),
+    (["optim.eps=1e-60"], {}, ["optim.eps=1e-60", "float32"]),
+    (["data.num_workers=99999"], {}, ["data.num_workers=99999", "256"]),
+    (["run.name=a\nb"], {}, ["run.name"]),
+    (["resume="], {}, ["resume", "empty"]),
+    (["data.cache_dir="], {}, ["data.cache_dir", "empty"]),
+    (["~steps"], {}, ["~steps"]),
+    (["hydra.run.dir=x"], {}, ["hydra.run.dir"]),
+    (["data.split=\udcff"], {}, ["data.split"]),
+    (["--cfg", "jobb"], {}, ["--cfg", "jobb", "job"]),
+    (["--cfg", "job", "steps=x"], {}, ["steps=x"]),
+    (["--config-name=other"], {}, ["--config_name"]),
+    (["--multirun", "--cfg", "job"], {}, ["--multirun", "--cfg"]),
+    (["--unknown"], {}, ["--unknown"]),
+    (["-m", "seed=0,1", "optim.eps=1e-60"], {}, ["optim.eps=1e-60"]),
+    ([], {"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'"]),
+    ([], {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+    ([], RANKS_2, ["MASTER_ADDR"]),
+    ([], {**RANKS_2, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, ["MASTER_PORT='99999'"]),
+    (
+        ["global_batch_size=3"],
+        {**RANKS_2, "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+        ["global_batch_size=3", "2 ranks"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "named"), REAL, ids=lambda value: str(value)[:40])
+def test_the_real_command(
+    tmp_path: Path, words: list[str], variables: dict[str, str], named: list[str]
+) -> None:
+    env = {**clean_environment(tmp_path / "cache"), "HOME": str(tmp_path / "home"), **variables}
+    result = command(train_command(words), tmp_path / "cwd", env)
+    (line,) = result.err.splitlines()
+    assert (result.code, result.out) == (2, "")
+    assert line.startswith("error: ")
+    assert line.isprintable()
+    missing = [word for word in named if word not in line]
+    assert not missing, line
 
 
 def test_every_limit_is_of_a_key() -> None:
