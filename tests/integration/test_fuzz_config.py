@@ -384,9 +384,7 @@ def test_ranks_that_a_mesh_and_a_batch_divide(
         (r, s, e)
         for r, s, e in meshes
         if e == 1
-        or (
-            n_experts and not n_experts % e and not all(n % s for n in (n_experts // e, width, dim))
-        )
+        or (n_experts and not n_experts % e and any(n % s == 0 for n in (n_experts // e, *widths)))
     ]
     even = batch > 0 and not batch % world
     even = even and (micro is None or (micro > 0 and not batch // world % micro))
@@ -528,7 +526,7 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["-m", "seed=0,1", "optim.eps=1e-60"], {}, ["optim.eps=1e-60"]),
     ([], {"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'"]),
     ([], {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
-    ([], RANKS_2, ["MASTER_ADDR"]),
+    (["global_batch_size=8"], RANKS_2, ["MASTER_ADDR"]),
     ([], {**RANKS_2, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, ["MASTER_PORT='99999'"]),
     (
         ["global_batch_size=3"],
