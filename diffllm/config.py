@@ -12,6 +12,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -219,9 +220,10 @@ def compose_config(overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
             check_secrets(overrides)
-            check_overrides(overrides)
+            parsed = OverridesParser.create().parse_overrides(overrides)
+            check_overrides(parsed)
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
-            check_booleans(cfg, overrides)
+            check_booleans(cfg, parsed)
         except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -39,14 +39,14 @@ def check_secrets(words: list[str]) -> None:
             )
 
 
-def check_overrides(words: list[str]) -> None:
+def check_overrides(overrides: list[Override]) -> None:
     """Raise ConfigError for overrides that Hydra would take and that no run can mean.
 
     They are: a choice that is none of its group's YAML files, a key that no one may set, a key
     removed, and Hydra's own keys, which a single run does not read.
     """
     loader = GlobalHydra.instance().config_loader()
-    for override in OverridesParser.create().parse_overrides(words):
+    for override in overrides:
         word, key = override.input_line, override.key_or_group
         if not key:
             raise ConfigError(f"{word}: there is no key before the =")
@@ -67,9 +67,9 @@ def check_overrides(words: list[str]) -> None:
             raise ConfigError(f"{word}: there is always one {key}; without the +, this one")
 
 
-def check_booleans(cfg: DictConfig, words: list[str]) -> None:
+def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
     """Raise ConfigError for a number other than 0 and 1 where true or false belongs."""
-    for override in OverridesParser.create().parse_overrides(words):
+    for override in overrides:
         value = override.value()
         if isinstance(value, int) and value not in (0, 1) and override.key_or_group not in GROUPS:
             chosen = OmegaConf.select(cfg, override.key_or_group)
