@@ -19,3 +19,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A run directory or checkpoint that cannot be used."""
+
+
+class LaunchError(UserError):
+    """Processes of one launch that could not meet."""

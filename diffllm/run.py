@@ -11,7 +11,8 @@ from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.display import Display
-from diffllm.distributed.world import World, environment, join
+from diffllm.distributed.launcher import environment
+from diffllm.distributed.world import World, join
 from diffllm.errors import DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
