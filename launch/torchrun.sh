@@ -12,7 +12,7 @@ else
   # A dead node is missed after 3 x 5 seconds; the others wait 10 more for it to come back.
   meet=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-id="${RDZV_ID:-diffllm}"
     --rdzv-endpoint="${RDZV_ENDPOINT:?the address of one of the nodes, host:port}"
-    --rdzv-conf=join_timeout="${JOIN_TIMEOUT:-1800}",last_call_timeout="${LAST_CALL_TIMEOUT:-10}"
+    --rdzv-conf=join_timeout=1800,last_call_timeout=10
     ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
   # Rank 0 may move to another node: the ranks have to meet anew, not where it was at first.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
