@@ -1,7 +1,5 @@
-"""What the tests of real clusters need of the machine."""
+"""Helpers of this folder, and a corpus."""
 
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,14 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # nodes.py, slurm.py
 
 from integration.runs import write_corpus
-
-
-def lacking(*programs: str) -> str | None:
-    """Why the tests cannot run here."""
-    if os.geteuid() != 0:
-        return "needs root"
-    missing = [p for p in programs if not shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin")]
-    return f"needs {', '.join(missing)}" if missing else None
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -15,6 +16,14 @@ from typing import IO
 NAMED = Path("/etc/netns")
 """Where `ip netns exec` finds the /etc/hosts of a namespace."""
 START = 'hostname "$0"; exec "$@"'
+
+
+def lacking(*programs: str) -> str | None:
+    """Why tests cannot run here, if they cannot."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [p for p in programs if not shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin")]
+    return f"needs {', '.join(missing)}" if missing else None
 
 
 def ip(*words: str) -> str:
