@@ -4,6 +4,7 @@
 #   NNODES=2 RDZV_ENDPOINT=node1:29400 launch/torchrun.sh [overrides]     the same on every node
 # Started from the repository, in its environment. A signal goes on to the training processes, which
 # save and end; torchrun itself would kill them after 30 seconds, or leave them behind.
+# RUN_DIR=... names the run; then the exit status is 75 if it was stopped and wants to go on.
 set -m # torchrun gets a process group of its own: a terminal's Ctrl-C comes through here, too
 
 if [[ ${NNODES:-1} == 1 ]]; then
@@ -19,13 +20,18 @@ else
 fi
 
 torchrun "${meet[@]}" --nproc-per-node="${NPROC_PER_NODE:-auto}" \
-  --max-restarts="${MAX_RESTARTS:-0}" train.py "$@" &
+  --max-restarts="${MAX_RESTARTS:-0}" train.py ${RUN_DIR:+"run.dir=$RUN_DIR"} "$@" &
 agent=$!
 
-forward() { # to the workers, or to torchrun while it has none
-  pkill -"$1" -P "$agent" || kill -TERM "$agent"
+forward() { # to the workers, or as SIGTERM to torchrun while it has none
+  local workers
+  read -ra workers < <(cat "/proc/$agent/task/"*/children)
+  if ((${#workers[@]})); then kill -s "$1" "${workers[@]}"; else kill -s TERM "$agent"; fi
 }
 for signal in TERM USR1 INT; do trap "forward $signal" "$signal"; done
 
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done # a signal ends `wait`
 wait "$agent"
+code=$?
+[[ $code == 0 && -n ${RUN_DIR:-} && -e $RUN_DIR/requeue ]] && code=75
+exit "$code"

@@ -29,7 +29,8 @@ AWKWARD = [
 
 def environment_with(path: Path, **variables: str) -> dict[str, str]:
     """This environment without a launcher's variables, `path` first in PATH."""
-    own = ("NNODES", "MAX_RESTARTS", "NPROC_PER_NODE", "RDZV_ENDPOINT", "RDZV_ID", "LOCAL_ADDR")
+    own = ("NNODES", "MAX_RESTARTS", "NPROC_PER_NODE", "RDZV_ENDPOINT", "RDZV_ID", "LOCAL_ADDR",
+           "RUN_DIR")  # fmt: skip
     kept = {name: value for name, value in os.environ.items() if name not in own}
     found = f"{path}:{Path(sys.executable).parent}:{kept['PATH']}"
     return {**kept, "PATH": found, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
@@ -99,6 +100,26 @@ def test_the_exit_code_is_torchruns(tmp_path: Path, code: int) -> None:
     fake(tmp_path / "bin", "torchrun", f"raise SystemExit({code})\n")
     done = subprocess.run([SCRIPT], env=environment_with(tmp_path / "bin"), timeout=30)
     assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("code", "marker", "named", "expected"),
+    [(0, True, True, 75), (0, True, False, 0), (0, False, True, 0), (1, True, True, 1)],
+)
+def test_a_run_that_was_stopped_asks_to_go_on(
+    tmp_path: Path, code: int, marker: bool, named: bool, expected: int
+) -> None:
+    fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
+    run, seen = tmp_path / "a run", tmp_path / "seen"
+    run.mkdir()
+    if marker:
+        (run / "requeue").touch()
+    variables = {"RUN_DIR": str(run)} if named else {}
+    env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
+    done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=30)
+    assert done.returncode == expected
+    given = json.loads(seen.read_text())
+    assert given[given.index("train.py") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
 
 
 @pytest.fixture(scope="module")
