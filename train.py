@@ -17,7 +17,7 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import config_directory, load_config  # noqa: E402
-from diffllm.errors import AgreedError, ConfigError, UserError  # noqa: E402
+from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -52,7 +52,7 @@ def reported_rank() -> int:
     """This process's rank, or 0 where its variables make no sense."""
     try:
         return environment()[0]
-    except ConfigError:
+    except LaunchError:
         return 0
 
 

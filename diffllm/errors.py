@@ -22,4 +22,4 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """Processes of one launch that could not meet."""
+    """Processes that were not started as a launcher starts them, or that do not meet."""

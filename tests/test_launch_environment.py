@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from diffllm.distributed.launcher import environment, first_host, meeting_point
 from diffllm.distributed.world import DistributedConfig, join, meet
-from diffllm.errors import ConfigError, LaunchError
+from diffllm.errors import LaunchError
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
@@ -58,7 +58,7 @@ def test_rank_size_and_local_rank(env: dict[str, str], expected: tuple[int, int,
     ],
 )
 def test_variables_that_make_no_sense(env: dict[str, str], named: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(LaunchError) as error:
         environment(env)
     assert all(part in str(error.value) for part in named)
     assert "\n" not in str(error.value)
@@ -95,7 +95,7 @@ def test_where_rank_0_answers(env: dict[str, str], expected: tuple[str, int]) ->
 )
 def test_ranks_without_an_address(change: dict[str, str | None], named: str) -> None:
     env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(LaunchError, match=named):
         meeting_point(env)
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from diffllm.errors import ConfigError
+from diffllm.errors import LaunchError
 
 FIRST_PORT, PORTS = 12000, 20000
 """Where ports that are derived from job ids lie: below what Linux gives to clients."""
@@ -21,7 +21,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     `srun --pty` opens. A training that is started there by hand is a single process.
 
     Raises:
-        ConfigError: variables that are no numbers, or that do not fit together.
+        LaunchError: variables that are no numbers, or that do not fit together.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -34,13 +34,13 @@ def place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int
     """The values of three variables, once they make sense."""
     for one, other in ((rank, size), (size, rank)):
         if one not in env:
-            raise ConfigError(
+            raise LaunchError(
                 f"{other}={env[other]} is set and {one} is not; start with torchrun or srun, "
                 f"or unset {other} to train in one process"
             )
     r, n = number(env, rank, 0), number(env, size, 1)
     if r >= n:
-        raise ConfigError(f"{rank}={r} must be below {size}={n}")
+        raise LaunchError(f"{rank}={r} must be below {size}={n}")
     return r, n, number(env, local, 0) if local in env else 0
 
 
@@ -48,7 +48,7 @@ def number(env: Mapping[str, str], name: str, least: int) -> int:
     """The variable as a whole number."""
     text = env[name].strip()
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"{name}={env[name]!r} must be a whole number, {least} or more")
+        raise LaunchError(f"{name}={env[name]!r} must be a whole number, {least} or more")
     return int(text)
 
 
@@ -59,20 +59,20 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     job and step, so that the jobs of one node do not meet each other.
 
     Raises:
-        ConfigError: a variable is missing or wrong.
+        LaunchError: a variable is missing or wrong.
     """
     address, port = env.get("MASTER_ADDR"), None
     if "MASTER_PORT" in env:
         port = number(env, "MASTER_PORT", 1)
         if port > 65535:
-            raise ConfigError(f"MASTER_PORT={port} must be below 65536")
+            raise LaunchError(f"MASTER_PORT={port} must be below 65536")
     if "RANK" not in env and "SLURM_STEP_NODELIST" in env:
         address = address or first_host(env["SLURM_STEP_NODELIST"])
         job, step = (number(env, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         port = port or FIRST_PORT + (16 * job + step) % PORTS
     missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not v]
     if not address or not port:
-        raise ConfigError(
+        raise LaunchError(
             f"WORLD_SIZE={env.get('WORLD_SIZE')} needs {' and '.join(missing)}, the address where "
             "rank 0 answers; torchrun sets both, or unset RANK and WORLD_SIZE to train in one "
             "process"

@@ -103,8 +103,8 @@ def join(cfg: DistributedConfig) -> World:
     """Meet the other processes of this launch; waits for all of them to appear.
 
     Raises:
-        ConfigError: the environment variables do not say who meets where.
-        LaunchError: not all have appeared within `cfg.timeout`.
+        LaunchError: the environment variables do not say who meets where, or not all ranks have
+            appeared within `cfg.timeout`.
     """
     rank, size, local_rank = environment()
     if size == 1:

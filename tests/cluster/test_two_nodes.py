@@ -90,11 +90,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command(
-        corpus, Path("unused"), "model.n_layers=1", "precision=fp32", "log_interval=1", *more
-    )
+    words = command(corpus, Path("unused"), "model.n_layers=1", "log_interval=1")
     words = words[words.index(str(ROOT / "train.py")) + 1 :]
-    return [word for word in words if not word.startswith("run.dir=")]
+    return [*(word for word in words if not word.startswith("run.dir=")), *more]
 
 
 def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
@@ -113,7 +111,7 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
 def test_two_nodes_train_as_one_does(
     nodes: tuple[Node, Node], corpus: Path, tmp_path: Path
 ) -> None:
-    words = overrides(corpus, "steps=12")
+    words = overrides(corpus, "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
     cluster.start(0)
@@ -122,7 +120,13 @@ def test_two_nodes_train_as_one_does(
     assert cluster.losses() == undisturbed(words, tmp_path / "alone", ranks=2)
 
 
-LONG = ["steps=240", "global_batch_size=32", "checkpoint.interval=5", "distributed.timeout=20"]
+LONG = [
+    "precision=fp32",
+    "steps=240",
+    "global_batch_size=32",
+    "checkpoint.interval=5",
+    "distributed.timeout=20",
+]
 
 
 @pytest.mark.parametrize(
