@@ -25,7 +25,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if "SLURM_STEP_ID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_PTY_PORT" not in env:
+    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PTY_PORT" not in env:
         return place(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     return 0, 1, 0
 
