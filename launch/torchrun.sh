@@ -13,7 +13,7 @@ else
   # A dead node is missed after 3 x 5 seconds; the others wait 10 more for it to come back.
   meet=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-id="${RDZV_ID:-diffllm}"
     --rdzv-endpoint="${RDZV_ENDPOINT:?the address of one of the nodes, host:port}"
-    --rdzv-conf=join_timeout=1800,last_call_timeout=10
+    "--rdzv-conf=join_timeout=1800,last_call_timeout=10"
     ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
   # Rank 0 may move to another node: the ranks have to meet anew, not where it was at first.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -28,7 +28,9 @@ forward() { # to the workers, or as SIGTERM to torchrun while it has none
   read -ra workers < <(cat "/proc/$agent/task/"*/children)
   if ((${#workers[@]})); then kill -s "$1" "${workers[@]}"; else kill -s TERM "$agent"; fi
 }
-for signal in TERM USR1 INT; do trap "forward $signal" "$signal"; done
+trap 'forward TERM' TERM
+trap 'forward USR1' USR1
+trap 'forward INT' INT
 
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done # a signal ends `wait`
 wait "$agent"

@@ -50,7 +50,7 @@ def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(
     cluster: Slurm, corpus: Path, tmp_path: Path, how: str
 ) -> None:
     run = tmp_path / "run"
-    last = 300
+    last = 150
     words = overrides(corpus, f"steps={last}", "global_batch_size=64", f"run.dir={run}")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps(run)) > 5, "training")
