@@ -15,9 +15,10 @@ from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.data.file_index import combined_hash
 from diffllm.display import Display
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
+from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
-from diffllm.distributed.world import World, environment, join
+from diffllm.distributed.world import World, join
 from diffllm.errors import CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
