@@ -51,7 +51,7 @@ class MetricsFile:
             line = self.waiting[0]
             try:
                 written = self.file.write(line)
-                problem = None if written == len(line) else "no space left"
+                problem = None if written == len(line) else "there is no room"
             except OSError as error:
                 problem = error.strerror or str(error)
             if problem:
