@@ -134,11 +134,12 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     words += ["eval.interval=1000000", "seq_len=64", "attention=diff_v2"]
     straight, broken = directory / "straight", directory / "broken"
     rng = random.Random(args.seed)
-    undisturbed = Victim(
-        [*overrides_of(corpus, straight), *words], args.ranks, straight, directory / "a"
+    undisturbed, victim = (
+        Victim([*overrides_of(corpus, run), *words], args.ranks, run) for run in (straight, broken)
     )
+    undisturbed.start()
     undisturbed.wait(lambda: False, "end")
-    victim = Victim([*overrides_of(corpus, broken), *words], args.ranks, broken, directory / "b")
+    victim.start()
     one = everything = saves = 0
     while one + everything < args.kills or saves < args.saves:
         made = victim.steps_made()

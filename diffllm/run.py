@@ -59,14 +59,15 @@ def run(cfg: TrainConfig) -> None:
     Raises:
         UserError: something outside the code is wrong; nothing that was there is changed.
     """
-    rank, world_size, _ = environment()
+    _, world_size, _ = environment()
     cfg.check_world(world_size)
+    world = join(cfg.distributed)  # no handler of ours could run while this waits
     stop = StopRequest()
     try:
-        launch(cfg, stop)
+        launch(cfg, world, stop)
     except StoppedEarly as early:
         (number,) = early.args
-        if rank == 0:
+        if world.rank == 0:
             print(f"stopped by {number.name} before the first step", flush=True)
             if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else nobody would find it
                 choose_path(cfg).mkdir(parents=True, exist_ok=True)
@@ -75,9 +76,8 @@ def run(cfg: TrainConfig) -> None:
         stop.close()
 
 
-def launch(cfg: TrainConfig, stop: StopRequest) -> None:
-    """Meet the other processes, claim the run directory, and go on from there."""
-    world = join(cfg.distributed)
+def launch(cfg: TrainConfig, world: World, stop: StopRequest) -> None:
+    """Claim the run directory, and go on from there."""
     watch = Watch(world, cfg.distributed.timeout, stop)
     directory: RunDirectory | None = None
 
