@@ -14,7 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.checkpoint import complete_checkpoints, read_state
+from diffllm.checkpoint.directory import (
+    check_whole,
+    list_checkpoints,
+    list_incomplete,
+    newest_good,
+    remove,
+)
 from diffllm.config import TrainConfig, compose_config, typed
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.held_directory import hold
@@ -73,7 +79,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> list[Path]:
-        return complete_checkpoints(self.path / "checkpoints")
+        return list_checkpoints(self.path / "checkpoints")
 
     def finished(self) -> dict[str, Any] | None:
         """The summary of a run that has reached its last step."""
@@ -85,8 +91,8 @@ class RunDirectory:
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if not (self.path / "tokenizer.model").exists():
             shutil.copyfile(tokenizer, self.path / "tokenizer.model")
-        for leftover in (self.path / "checkpoints").glob(".step-*.incomplete"):
-            shutil.rmtree(leftover)
+        for leftover in list_incomplete(self.path / "checkpoints"):
+            remove(leftover)
 
     def withdraw(self) -> None:
         """Remove the directory if this process made it and no training came of it."""
@@ -144,15 +150,22 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """The checkpoint that `resume` means, or None for a start from nothing."""
+    """The checkpoint that `resume` means, every file verified; None for a start from nothing.
+
+    Of several, the newest that is whole; those skipped are named on stderr.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is whole, or the one named is not.
+    """
     if cfg.resume == "never":
         return None
     if own or cfg.resume == "auto":
-        return own[-1] if own else None
+        return newest_good(own)
     path = Path(cfg.resume).expanduser()
-    inside = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
-    path = inside[-1] if inside else path
-    read_state(path)
+    inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if inside:
+        return newest_good(inside)
+    check_whole(path)
     return path
 
 
