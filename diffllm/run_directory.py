@@ -35,7 +35,7 @@ FREE = (
     "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError)
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
@@ -178,12 +178,24 @@ def load_run_config(path: Path) -> TrainConfig:
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)
+        check_values(saved)
         return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
+
+
+def check_values(saved: Any) -> None:
+    """Raise ValueError unless a config holds plain values only, as a saved one does.
+
+    An interpolation would be resolved here: `${oc.env:...}` reads this process's environment.
+    """
+    content: Any = OmegaConf.to_container(saved, resolve=False)
+    for key, value in flatten(content).items():
+        if "${" in str(value):
+            raise ValueError(f"{key} is an interpolation, not a value")
 
 
 @cache

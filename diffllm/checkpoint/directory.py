@@ -35,7 +35,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def list_incomplete(directory: Path) -> list[Path]:
     """What saves that were cut short have left, and a save under way."""
-    return sorted(directory.glob(".step-*.incomplete"))
+    found = directory.glob(".step-*.incomplete")
+    return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
@@ -44,7 +45,7 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
     Those behind it are damaged: each is named on stderr and left alone.
 
     Raises:
-        CheckpointError: all are damaged.
+        CheckpointError: all are damaged; it names them.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -55,7 +56,7 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
             return path
         damaged.append(f"{path} ({summary(problems)})")
     if damaged:
-        raise CheckpointError(f"no checkpoint is whole: {'; '.join(damaged)}")
+        raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")
     return None
 
 
