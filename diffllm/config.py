@@ -50,6 +50,9 @@ class RunConfig:
     """null: a fresh name from the variant and the time."""
     dir: str | None = None
     """null: outputs/<name>, or outputs/<sweep>/<name>."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys, or groups of them, that may differ from what is continued; also `corpus` and
+    `tokenizer`, which are compared by content."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
     sweep: str | None = None

@@ -1,28 +1,55 @@
 """One run, from a typed config to a summary."""
 
+import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from diffllm.checkpoint import Checkpointer
+from diffllm.changes import Changes, described
+from diffllm.checkpoint import Checkpointer, read_state
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, Tokenizer, prepare
+from diffllm.data.file_index import combined_hash
 from diffllm.display import Display
+from diffllm.distributed.consistency import check_same, check_tensors, code_version
+from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
+from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World, environment, join
-from diffllm.errors import DataError, UserError
+from diffllm.errors import CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
 from diffllm.model.attention.ops import prepare_backend
 from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
-from diffllm.run_directory import RunDirectory, choose_path, resume_checkpoint, yaml_dict
+from diffllm.run_directory import (
+    REQUEUE_FILE,
+    RunDirectory,
+    choose_path,
+    flatten,
+    request_requeue,
+    resume_checkpoint,
+    yaml_dict,
+)
 from diffllm.summary import describe, headline, summarise, summary_text
 from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
 from diffllm.wandb_run import WandbRun
+
+# What of the config may differ between machines.
+OF_THE_MACHINE = (
+    "data.cache_dir", "data.paths", "data.tokenizer", "data.num_workers", "data.prefetch_factor",
+)  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """This process among the others of a launch."""
+
+    world: World
+    stop: StopRequest
+    watch: Watch
 
 
 def run(cfg: TrainConfig) -> None:
@@ -33,7 +60,10 @@ def run(cfg: TrainConfig) -> None:
     """
     _, world_size, _ = environment()
     cfg.check_world(world_size)
+    stop = StopRequest()
     world = join(cfg.distributed)
+    watch = Watch(world, cfg.distributed.timeout, stop)
+    launch = Launch(world, stop, watch)
     directory: RunDirectory | None = None
 
     def claim() -> dict[str, Any]:
@@ -51,38 +81,107 @@ def run(cfg: TrainConfig) -> None:
         }
 
     try:
+        check_same(world, "code", code_version())
+        check_same(world, "config", shared_config(cfg))
         claimed = world.decide("run", claim)
-        prepare_and_execute(cfg, world, claimed, directory)
-    except UserError:
-        if directory:
+        prepare_and_execute(cfg, launch, claimed, directory)
+    except StoppedEarly as early:
+        (number,) = early.args
+        if directory and number in REQUEUE:
+            request_requeue(directory.path, number, None)
+        print(f"stopped by {number.name} before the first step", flush=True)
+    except BaseException as error:
+        watch.blame(error)
+        if directory and isinstance(error, UserError):
             directory.withdraw()
         raise
+    finally:
+        watch.close()
+        stop.close()
+
+
+def shared_config(cfg: TrainConfig) -> dict[str, Any]:
+    """What of the config has to be the same on all ranks."""
+    flat = flatten(yaml_dict(cfg))
+    return {key: value for key, value in flat.items() if key not in OF_THE_MACHINE}
 
 
 def prepare_and_execute(
-    cfg: TrainConfig, world: World, claimed: dict[str, Any], directory: RunDirectory | None
+    cfg: TrainConfig, launch: Launch, claimed: dict[str, Any], directory: RunDirectory | None
 ) -> None:
     """All but the claim on the run directory, which is rank 0's."""
+    world, stop, watch = launch
     display = Display(cfg.steps, enabled=world.rank == 0)
+    path = Path(claimed["path"])
+    if directory:
+        (path / REQUEUE_FILE).unlink(missing_ok=True)
     if claimed["finished"]:
-        display.say(f"{claimed['path']} is finished: {cfg.steps} steps")
+        display.say(f"{path} is finished: {cfg.steps} steps")
         return
     device = world.device()
     attention = cfg.model.attention
     dtype = compute_dtype(cfg.precision, device)
     prepare_backend(attention.backend, device, attention.kernel_width(cfg.model), dtype)
+    watch.reached("the preparation of the corpus")
     data = prepare(cfg.data)
     check_fit(cfg, data)
+    check_same(world, "corpus", corpus_facts(data))
+    checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
+    changes = order_changes(cfg, data, checkpoint) if checkpoint else {}
     if directory:
+        directory.changes |= changes
         directory.begin(data.directory / "tokenizer.model")
     torch.manual_seed(cfg.seed)
+    watch.reached("the meeting of the ranks")
     world.init_process_group(device, cfg.distributed)
+    watch.traces = path / "traces"
+
+    def at_the_end() -> None:
+        display.stop()
+        if stop.received in REQUEUE:
+            request_requeue(path, signal.Signals(stop.received), None)
+
+    watch.on_end = at_the_end
     try:
-        checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
-        execute(cfg, device, data, display, Path(claimed["path"]), checkpoint, directory)
+        execute(cfg, device, data, display, path, checkpoint, directory, launch)
+    except BaseException as error:
+        watch.blame(error)
+        raise
     finally:
         display.stop()
         dist.destroy_process_group()
+
+
+def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
+    """What decides which samples a step reads."""
+    return {
+        "seed": cfg.seed,
+        "corpus": data.manifest.corpus,
+        "tokenizer": data.manifest.pieces_hash,
+        "seq_len": cfg.seq_len,
+        "global_batch_size": cfg.global_batch_size,
+    }
+
+
+def order_changes(cfg: TrainConfig, data: TokenData, checkpoint: Path) -> Changes:
+    """How the order of data differs from that of a checkpoint; raises CheckpointError."""
+    state = LoopState(order=data_order(cfg, data))
+    try:
+        return state.changes(read_state(checkpoint)["loop"], cfg.run.allow_changes)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint: state.json lacks {error}"
+        ) from error
+
+
+def corpus_facts(data: TokenData) -> dict[str, str]:
+    """What identifies prepared tokens; machines may have prepared them apart."""
+    shards = [shard.sha256 for split in data.manifest.splits.values() for shard in split.shards]
+    return {
+        "corpus": data.manifest.corpus,
+        "tokenizer": data.manifest.pieces_hash,
+        "tokens": combined_hash(shards),
+    }
 
 
 def check_tokenizer(cfg: TrainConfig) -> None:
@@ -115,19 +214,26 @@ def execute(
     path: Path,
     checkpoint: Path | None,
     directory: RunDirectory | None,
+    launch: Launch,
 ) -> None:
     """Build, train and report, inside a process group; `directory` is rank 0's."""
     started = time.perf_counter()
+    launch.watch.reached("the building of the model")
     t = build(cfg, device, data.manifest.eos_id if cfg.data.mask_documents else None)
-    state = LoopState(corpus=f"{data.manifest.corpus}/{data.manifest.pieces_hash}")
+    state = LoopState(order=data_order(cfg, data))
     if checkpoint:
+        launch.watch.reached(f"the reading of {checkpoint.name}")
         restore(t, state, checkpoint)
         if path not in checkpoint.parents:
             state.wandb_id = None  # another run's
+    check_tensors(t.tensors(), t.meshes.dense.size(1))
     facts = describe(cfg, t, data)
     display.say(headline(cfg, facts, data, path, state.step))
     outputs = None
     if directory:
+        if directory.changes:
+            directory.note_changes(state.step, directory.changes)
+            display.say(f"changed: {described(directory.changes)}")
         directory.describe(facts)
         config = {**yaml_dict(cfg), **facts}
         wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id)
@@ -144,7 +250,7 @@ def execute(
     )
     checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     try:
-        stopped = train(t, state, data, recorder, checkpointer)
+        stopped = train(t, state, data, recorder, checkpointer, launch.stop, launch.watch)
     except SkippedTooOften:
         if outputs:
             outputs.file.close()
@@ -157,8 +263,10 @@ def execute(
         display.stop()
     summary: dict[str, Any] = {}
     if stopped:
+        if directory and stopped in REQUEUE:
+            request_requeue(path, stopped, state.step)
         display.say(
-            f"stopped by {stopped} after step {state.step}, saved; "
+            f"stopped by {stopped.name} after step {state.step}, saved; "
             f"the same command with run.dir={path} continues"
         )
     else:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from diffllm.changes import Changes, described, is_allowed
 from diffllm.checkpoint.directory import (
     check_whole,
     list_checkpoints,
@@ -27,7 +29,8 @@ from diffllm.held_directory import hold
 
 # What may change between two starts of one run without changing what it computes.
 FREE = (
-    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched", "wandb", "resume",
+    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
+    "run.allow_changes", "wandb", "resume",
     "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
     "train.max_consecutive_skips",
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
@@ -36,6 +39,8 @@ FREE = (
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
+
+REQUEUE_FILE = "requeue"
 
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
@@ -49,6 +54,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
+        self.changes: Changes = {}
         self.made = [p for p in (path, *path.parents) if not os.path.lexists(p)]
         self.lock = hold(path, "run directory", "run.dir=...")
 
@@ -62,12 +68,14 @@ class RunDirectory:
             if self.has_run:
                 raise ConfigError(f"{self.path} holds files but no config.yaml: not a run of ours")
             return
-        changed = differences(self.path, self.cfg)
-        if changed:
+        changes = differences(self.path, self.cfg)
+        allowed = self.cfg.run.allow_changes
+        if refused := [key for key in changes if not is_allowed(key, allowed)]:
             raise ConfigError(
-                f"{self.path} is a run with another config ({'; '.join(changed[:5])}"
-                f"{'; ...' if len(changed) > 5 else ''}); choose another run.name"
+                f"{self.path} is a run with another config ({described(changes)}); choose another "
+                f"run.name, or go on with run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
+        self.changes = changes
 
     @property
     def config_file(self) -> Path:
@@ -81,18 +89,25 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
-    def finished(self) -> dict[str, Any] | None:
-        """The summary of a run that has reached its last step."""
+    def finished(self) -> bool:
+        """Whether the run has reached its last step."""
         file = self.path / "summary.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        return file.is_file() and json.loads(file.read_text())["steps"] >= self.cfg.steps
 
     def begin(self, tokenizer: Path) -> None:
         """Write config.yaml and the tokenizer; drop checkpoints that were never completed."""
+        (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if not (self.path / "tokenizer.model").exists():
             shutil.copyfile(tokenizer, self.path / "tokenizer.model")
         for leftover in list_incomplete(self.path / "checkpoints"):
             remove(leftover)
+
+    def note_changes(self, step: int, changes: Changes) -> None:
+        """Add a line to changes.jsonl: from this step on, what differs from the run before it."""
+        line = {"step": step, "changes": changes}
+        with open(self.path / "changes.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def withdraw(self) -> None:
         """Remove the directory if this process made it and no training came of it."""
@@ -111,22 +126,21 @@ class RunDirectory:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def differences(path: Path, cfg: TrainConfig) -> list[str]:
-    """What `cfg` would change about the run at `path`, if one is there: "key: old there, new here".
+def differences(path: Path, cfg: TrainConfig) -> Changes:
+    """What `cfg` would change about the run at `path`, if one is there.
 
     Raises:
         CheckpointError: its config.yaml is not a config of ours.
     """
     if not (path / "config.yaml").is_file():
-        return []
+        return {}
     saved = flatten(yaml_dict(load_run_config(path)))
     new = flatten(yaml_dict(cfg))
-    return [
-        f"{key}: {saved.get(key)} there, {new.get(key)} here"
+    return {
+        key: (saved.get(key), new.get(key))
         for key in sorted(saved.keys() | new.keys())
-        if saved.get(key) != new.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE)
-    ]
+        if saved.get(key) != new.get(key) and not is_allowed(key, list(FREE))
+    }
 
 
 def choose_path(cfg: TrainConfig) -> Path:
@@ -227,3 +241,12 @@ def write_atomic(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
+
+
+def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
+    """Leave the marker that lets a launch script put the job back into the queue.
+
+    Args:
+        step: that was saved last on the way out; None where nothing was.
+    """
+    write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

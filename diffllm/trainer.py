@@ -1,5 +1,6 @@
 """build(), train_step(), train(), run(): a training run, one screen each."""
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diffllm.changes import Changes, described, is_allowed
 from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, load_tensors, read_state
 from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
+from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.experts import Splits, exchanged_splits
 from diffllm.distributed.fsdp import local, local_block, parallelize
 from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
 from diffllm.distributed.mesh import Meshes, build_meshes
-from diffllm.distributed.stop import StopFlag
+from diffllm.distributed.stop import Agreement, StopRequest
+from diffllm.distributed.watch import Watch
 from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
@@ -213,8 +217,8 @@ class LoopState:
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
-    corpus: str = ""
-    """Hashes of the corpus and of the tokenizer's pieces, which `data` counts in."""
+    order: dict[str, Any] = field(default_factory=dict)
+    """What decides which samples a step reads; `data` counts in it."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     heldout_loss: float | None = None
@@ -222,12 +226,34 @@ class LoopState:
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "spikes": self.spikes.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def changes(self, saved: dict[str, Any], allowed: list[str]) -> Changes:
+        """How this run's order of data differs from that of a saved loop state.
+
+        Raises:
+            CheckpointError: it does, in keys that are not `allowed`.
+        """
+        there = saved["order"]
+        keys = [key for key in self.order if there.get(key) != self.order[key]]
+        changes = {key: (there.get(key), self.order[key]) for key in keys}
+        if refused := [key for key in changes if not is_allowed(key, allowed)]:
+            raise CheckpointError(
+                f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
+                f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
+            )
+        return changes
+
+    def load_state_dict(self, state: dict[str, Any], allowed: list[str]) -> None:
+        """Continue from a saved state; another order of data begins at its first sample.
+
+        Raises:
+            CheckpointError: the order of data differs in keys that are not `allowed`.
+        """
+        changes = self.changes(state, allowed)
         self.spikes.load_state_dict(state["spikes"])
-        if state["corpus"] != self.corpus:
-            raise CheckpointError("the checkpoint is of another corpus or tokenizer")
         for name in ("step", "data", "wandb_id", "heldout_loss"):
             setattr(self, name, state[name])
+        if changes.keys() - {"global_batch_size"}:
+            self.data = {}
 
 
 def every(interval: int, step: int) -> bool:
@@ -250,9 +276,15 @@ def logged(cfg: TrainConfig, step: int) -> bool:
 
 
 def train(
-    t: Training, state: LoopState, data: TokenData, recorder: Recorder, checkpointer: Checkpointer
-) -> str | None:
-    """Train until cfg.steps, or until a signal, whose name is returned.
+    t: Training,
+    state: LoopState,
+    data: TokenData,
+    recorder: Recorder,
+    checkpointer: Checkpointer,
+    stop: StopRequest,
+    watch: Watch,
+) -> signal.Signals | None:
+    """Train until cfg.steps, or until a signal, which is returned.
 
     The last step is evaluated and saved whatever the intervals; the step at which the ranks agree
     on a signal is saved.
@@ -260,16 +292,21 @@ def train(
     Raises:
         SkippedTooOften: after saving.
     """
-    cfg, stop, loader = t.cfg, StopFlag(), training_loader(t, data, state)
+    cfg, agreement, loader = t.cfg, Agreement(stop), training_loader(t, data, state)
+    stop.training = True
     batches = recorder.timed(iter(loader))
     recorder.start(state.step)
-    stopping: str | None = None
+    stopping: signal.Signals | None = None
     stuck = 0
     while state.step < cfg.steps and not (stopping or stuck):
         step = state.step + 1
+        watch.reached(f"step {step}")
         out = train_step(t, batches, state.step, due(cfg, step))
         recorder.add(step, out)
-        state.step, last, stopping = step, step == cfg.steps, stop.agreed()
+        state.step, last = step, step == cfg.steps
+        stopping, timed = agreement.step(save=checkpointer.due())
+        if every(cfg.distributed.check_interval, step):
+            check_tensors(t.tensors(), t.meshes.dense.size(1))
         if every(cfg.eval.interval, step) or last:
             with recorder.paused():
                 state.heldout_loss = evaluate(t, data)
@@ -282,16 +319,17 @@ def train(
                 stuck = state.spikes.longest_skip
                 state.spikes.forget_skips()
         final = bool(last or stopping or stuck)
-        saving = every(cfg.checkpoint.steps, step) or final
+        saving = timed or every(cfg.checkpoint.steps, step) or final
         if saving or recorder.line:
             recorder.end_line(step)
         if saving:
             state.data = loader.state_dict()
             with recorder.paused():
                 save(t, state, checkpointer, final)
+    watch.reached(f"the end, after step {state.step}")
     checkpointer.close()
     loader.close()
-    stop.close()
+    agreement.close()
     if stuck:
         raise SkippedTooOften(
             f"stopped after step {state.step}, saved: {stuck} updates in a row were skipped "
@@ -352,17 +390,20 @@ def restore(t: Training, state: LoopState, path: Path) -> None:
     saved = read_state(path)
     check_loop(path, saved)
     try:
-        state.load_state_dict(saved["loop"])
+        state.load_state_dict(saved["loop"], t.cfg.run.allow_changes)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
     load_tensors(path, {**t.tensors(), **rng})
     t.guard.load(state.spikes)
-    for name, value in rng.items():
-        if name.startswith("rng.cuda"):
-            torch.cuda.set_rng_state(value, t.device)
-        else:
-            torch.set_rng_state(value)
+    try:
+        for name, value in rng.items():
+            if name.startswith("rng.cuda"):
+                torch.cuda.set_rng_state(value, t.device)
+            else:
+                torch.set_rng_state(value)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} holds no state of a random generator: {error}") from error
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

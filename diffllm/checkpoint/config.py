@@ -51,7 +51,7 @@ class CheckpointConfig:
 
 
 class SaveClock:
-    """Tells when an interval in time has passed; clocks differ, so rank 0's counts for all ranks.
+    """Tells when an interval in time has passed.
 
     Args:
         seconds: between saves; None is never due.
@@ -66,5 +66,8 @@ class SaveClock:
         self.since = self.now()
 
     def due(self) -> bool:
-        """Whether the interval has passed."""
-        return self.seconds is not None and self.now() - self.since >= self.seconds
+        """Whether the interval has passed; said once, then the next interval begins."""
+        if self.seconds is None or self.now() - self.since < self.seconds:
+            return False
+        self.reset()
+        return True

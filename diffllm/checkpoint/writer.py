@@ -114,6 +114,10 @@ class Checkpointer:
         staged = self.stager.stage(tensors)
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
+    def due(self) -> bool:
+        """Whether a save is due by rank 0's clock, which counts for all; never on other ranks."""
+        return self.rank == 0 and self.clock.due()
+
     def wait(self) -> None:
         """Wait until no save is under way.
 

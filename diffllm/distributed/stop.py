@@ -2,49 +2,87 @@
 
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of a scheduler that wants the machine back; a person's Ctrl-C is none."""
 
-class StopFlag:
-    """Set by SIGTERM or SIGINT; the ranks agree on it with one collective a step.
 
-    The collective of a step runs while the next step computes, so nobody waits for it, and all
-    ranks see the same answer one step later. A second SIGINT interrupts at once.
+class StoppedEarly(BaseException):
+    """A signal, the argument, came before training began."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop: SIGTERM, SIGUSR1 or SIGINT.
+
+    Until `training` is set there is nothing to save, and a signal raises StoppedEarly. From then on
+    it is noted, and a second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        self.flag = torch.zeros(1, dtype=torch.int32)
-        self.work: Any = None
-        stops = (signal.SIGTERM, signal.SIGINT)
-        self.previous = {number: signal.signal(number, self._on_signal) for number in stops}
+        self.training = False
+        self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
-
-    def agreed(self) -> str | None:
-        """The signal that some rank had received by the previous call; call once a step."""
-        number = self.received
-        if self.group is not None:
-            number = 0
-            if self.work is not None:
-                self.work.wait()
-                number = int(self.flag.item())
-            self.flag.fill_(self.received)
-            self.work = dist.all_reduce(
-                self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True
-            )
-        return signal.Signals(number).name if number else None
+        if not self.training:
+            raise StoppedEarly(signal.Signals(number))
 
     def close(self) -> None:
-        """Finish the pending collective and restore the signal handlers."""
-        if self.work is not None:
-            self.work.wait()
+        """Restore the handlers that were there before."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+class Agreed(NamedTuple):
+    """What the ranks agreed on at one step."""
+
+    signal: signal.Signals | None
+    """One that some rank had received."""
+    save: bool
+    """Whether rank 0's clock asks for a checkpoint."""
+
+
+class Agreement:
+    """One small collective a step, which runs while the next step computes.
+
+    Nobody waits for it, and all ranks see the same answer one step later. Without other ranks the
+    answer is that of the step itself.
+    """
+
+    def __init__(self, request: StopRequest):
+        self.request = request
+        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.flags = torch.zeros(2, dtype=torch.int32)
+        self.work: Any = None
+
+    def step(self, save: bool) -> Agreed:
+        """Exchange; call once a step on every rank.
+
+        Args:
+            save: a checkpoint is due by this rank's clock.
+        """
+        number = self.request.received
+        if self.group is not None:
+            mine = torch.tensor([number, save], dtype=torch.int32)
+            number, save = 0, False
+            if self.work is not None:
+                self.work.wait()
+                number, save = int(self.flags[0]), bool(self.flags[1])
+            self.flags.copy_(mine)
+            self.work = dist.all_reduce(
+                self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
+            )
+        return Agreed(signal.Signals(number) if number else None, save)
+
+    def close(self) -> None:
+        """Finish the pending collective."""
+        if self.work is not None:
+            self.work.wait()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
+from diffllm.distributed.collectives import record_collectives
 from diffllm.errors import AgreedError, ConfigError, UserError
 
 T = TypeVar("T")
@@ -27,11 +28,18 @@ class DistributedConfig:
 
     timeout: int = 600
     """Seconds until a collective that does not complete ends the run."""
+    check_interval: int = 0
+    """Steps between checks that ranks with the same part of the model hold the same values; at the
+    start that is always checked, and 0 leaves it at that."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a timeout that is not positive."""
+        """Raise ConfigError for a timeout that is not positive, or a negative interval."""
         if self.timeout < 1:
             raise ConfigError(f"distributed.timeout={self.timeout} must be at least 1 second")
+        if self.check_interval < 0:
+            raise ConfigError(
+                f"distributed.check_interval={self.check_interval} must not be negative"
+            )
 
 
 @dataclass
@@ -77,6 +85,7 @@ class World:
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
         """NCCL for GPU tensors and gloo for CPU tensors, or gloo alone."""
+        record_collectives()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=self.store,

@@ -6,6 +6,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
+from diffllm.changes import described, is_allowed
 from diffllm.config import TrainConfig, load_config
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.held_directory import hold
@@ -125,13 +126,12 @@ def check_runs(
     for name, cfg in {**there, **configs}.items():
         path = directory.path / name
         try:
-            changed = differences(path, cfg)
+            changes = differences(path, cfg)
         except CheckpointError:
             continue  # the run itself will say so, and the others can go on
-        if changed:
+        if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
-                f"the sweep {directory.path} was made with another config "
-                f"({'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}, "
+                f"the sweep {directory.path} was made with another config ({described(changes)}, "
                 f"in {path.name}); choose another run.sweep"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():

@@ -1,0 +1,139 @@
+"""Whether the ranks agree on what they are about to do, and on what they hold."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import diffllm
+from diffllm.distributed.world import World
+from diffllm.errors import AgreedError, UserError
+
+MOST = 5
+"""Differences that an error lists."""
+CHUNK = 2**26
+"""Bytes hashed at once."""
+MIXER = 0x9E3779B97F4A7C15 - 2**64
+"""Odd, as the weights times it are then, and spreads them over all bits."""
+
+
+class Disagreement(UserError):
+    """Ranks that should be alike are not."""
+
+
+def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
+    """Compare every rank's facts, through the store; no process group is needed.
+
+    Args:
+        what: they are about, for the message.
+        facts: by name; compared as text.
+
+    Raises:
+        Disagreement: on every rank alike; names the ranks, the facts and their values.
+    """
+    key = f"same/{what}"
+    mine = {name: str(value) for name, value in facts.items()}
+    world.store.set(f"{key}/{world.rank}", json.dumps(mine))
+
+    def judge() -> None:
+        keys = [f"{key}/{rank}" for rank in range(world.size)]
+        world.store.wait(keys)
+        of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
+        names = sorted({name for values in of_ranks for name in values})
+        found = (disagreement(name, [values.get(name) for values in of_ranks]) for name in names)
+        if different := [text for text in found if text]:
+            more = ["..."] * (len(different) > MOST)
+            raise Disagreement(
+                f"the ranks do not agree on their {what}: {'; '.join([*different[:MOST], *more])}"
+            )
+
+    if world.size > 1:
+        world.decide(f"{key}/judged", judge)
+
+
+def disagreement(name: str, values: list[str | None]) -> str | None:
+    """'seed is 1 on rank 3, 0 on the others', or None where all are equal."""
+    (common, count), *others = Counter(values).most_common()
+    if not others:
+        return None
+    ranks = {value: [r for r, v in enumerate(values) if v == value] for value, _ in others}
+    parts = [f"{value} on {ranks_text(of)}" for value, of in ranks.items()]
+    if count > sum(number for _, number in others):
+        parts.append(f"{common} on the others")
+    else:
+        parts.insert(
+            0, f"{common} on {ranks_text([r for r, v in enumerate(values) if v == common])}"
+        )
+    return f"{name} is {', '.join(parts)}"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """'rank 3', or 'ranks 1, 2 and 6 more'."""
+    shown = ", ".join(map(str, ranks[:4])) + f" and {len(ranks) - 4} more" * (len(ranks) > 4)
+    return f"rank{'s'[: len(ranks) > 1]} {shown}"
+
+
+def code_version() -> dict[str, str]:
+    """Hash of the package's sources, and torch's version."""
+    root = Path(diffllm.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return {"diffllm": digest.hexdigest()[:16], "torch": torch.__version__}
+
+
+def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
+    """Compare what should be equal: replicated tensors on all ranks, shards with their replicas.
+
+    Args:
+        tensors: those of this rank, the same names everywhere, local shards in DTensors.
+        replica_size: neighbouring ranks that hold one copy of the sharded tensors.
+
+    Raises:
+        Disagreement: on every rank alike; names ranks and tensors.
+    """
+    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    own = torch.stack([fingerprint(t) for t in local.values()])
+    size = dist.get_world_size()
+    gathered = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(gathered, own)
+    rows = [row.tolist() for row in gathered]
+    different = []
+    for i, (name, tensor) in enumerate(tensors.items()):
+        for first in range(replica_size if isinstance(tensor, DTensor) else 1):
+            stride = replica_size if isinstance(tensor, DTensor) else 1
+            ranks = list(range(first, size, stride))
+            common, _ = Counter(rows[r][i] for r in ranks).most_common(1)[0]
+            if others := [r for r in ranks if rows[r][i] != common]:
+                different.append(f"{name} on {ranks_text(others)}")
+    if different:
+        more = ["..."] * (len(different) > MOST)
+        error = Disagreement if dist.get_rank() == 0 else AgreedError
+        raise error(
+            f"the ranks do not hold the same values: {'; '.join([*different[:MOST], *more])} "
+            "differ from those of the other ranks that hold the same part"
+        )
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's bits, int64 scalar, computed where the tensor is.
+
+    The sum of 32-bit words times odd weights, modulo 2^64: any change of one word changes it.
+    """
+    flat = tensor.detach().flatten().view(torch.uint8)
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(flat), CHUNK):
+        words = flat[start : start + CHUNK].view(torch.int32).long()
+        weights = torch.arange(
+            start // 2 + 1, start // 2 + 1 + 2 * len(words), 2, device=flat.device
+        )
+        # an odd factor spreads weights over all bits and keeps them odd
+        total += (words * (weights * MIXER)).sum()
+    return total
