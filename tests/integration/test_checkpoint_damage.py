@@ -1,4 +1,4 @@
-"""A real run whose newest checkpoint is damaged: it goes on from the one before, to the same end."""
+"""Real runs whose newest checkpoint is damaged, or that save by the clock."""
 
 from pathlib import Path
 
