@@ -1,6 +1,7 @@
 """Nothing that is loaded can run code, or read what it should not: forged files, all readers."""
 
 import ast
+import contextlib
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_files import sign
 from single_process import gloo_group
 from test_consolidate import SMALL, trained_run
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import diffllm
@@ -81,7 +83,7 @@ def pickle_inside_the_index(path: Path, marker: Path) -> None:
 def bytes_entry(path: Path, marker: Path) -> None:
     """Declared as bytes, under the name of a tensor that every reader asks for."""
     index, name = index_of(path), "model.norm.weight"
-    place = next(v for k, v in index.storage_data.items() if k.fqn == name)
+    place = {key.fqn: place for key, place in index.storage_data.items()}[name]
     index.storage_data = {k: v for k, v in index.storage_data.items() if k.fqn != name}
     index.storage_data[MetadataIndex(name)] = place
     index.state_dict_metadata[name] = BytesStorageMetadata()
@@ -183,29 +185,20 @@ def test_a_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, cap
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["a pickle as index", "a pickle inside the index", "a bytes entry"]
-)
-def test_the_forgeries_would_run_code_in_a_reader_that_trusts_them(run, tmp_path, name):
+@pytest.mark.parametrize("forge", [pickle_as_index, pickle_inside_the_index, bytes_entry])
+def test_the_forgeries_would_run_code_in_a_reader_that_trusts_them(run, tmp_path, forge):
     path, marker = checkpoint_of(run), tmp_path / "marker"
-    FORGERIES[name](path, marker)
-    tensors = {"model.norm.weight": torch.zeros(32)}
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+    forge(path, marker)
+    with warnings.catch_warnings(), contextlib.suppress(Exception, CheckpointException):
         warnings.simplefilter("ignore")
-        patch.setattr("builtins.print", lambda *_: None)
-        try:
-            dcp.load(tensors, checkpoint_id=path, no_dist=True)
-        except BaseException:  # noqa: BLE001
-            pass
+        dcp.load({"model.norm.weight": torch.zeros(32)}, checkpoint_id=path, no_dist=True)
     assert marker.exists()
 
 
 def test_the_manifest_is_compared_before_the_index_is_opened(run, tmp_path, capfd, monkeypatch):
     """Not signed: not even the restricted reader of the index sees it."""
     opened: list[object] = []
-    monkeypatch.setattr(
-        "diffllm.checkpoint.reader.RecordUnpickler", lambda *a: opened.append(a) or pytest.fail()
-    )
+    monkeypatch.setattr("diffllm.checkpoint.reader.RecordUnpickler", opened.append)
     pickle_as_index(checkpoint_of(run), tmp_path / "marker")
     assert all(".metadata has" in line for line in refused(run, capfd))
     assert opened == []
@@ -412,7 +405,7 @@ def unguarded(source: str) -> list[str]:
     """Names in a source that could run code from data: what they are called or used as."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Name, ast.Attribute)):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             name = ast.unparse(node)
             found += [name] if name in FORBIDDEN else []
         if isinstance(node, ast.ImportFrom):
