@@ -24,6 +24,7 @@ from diffllm.checkpoint import (
     read_state,
     step_of,
 )
+from diffllm.checkpoint.writer import needed_bytes
 from diffllm.distributed.fsdp import local
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.trainer import LoopState, Training, build, restore, save, train_step
@@ -187,6 +188,31 @@ def test_tensors_have_stable_flat_names():
     for parameter in ("tok_embeddings.weight", "layers.1.attention.lambda_q1", "norm.weight"):
         for name in ("model.{}", "optim.{}.exp_avg", "optim.{}.exp_avg_sq", "optim.{}.step"):
             assert name.format(parameter) in names
+
+
+def test_the_space_that_is_asked_for_is_a_bit_more_than_it_takes(checkpointer, tmp_path):
+    t = training("diff_v1", "model.dim=128", "model.ffn_dim=512", "model.vocab_size=2048")
+    save(t, LoopState(step=1), checkpointer)
+    checkpointer.wait()
+    taken = sum(file.stat().st_size for file in (tmp_path / "step-00000001").iterdir())
+    asked = needed_bytes({**t.tensors(), "rng.cpu.0": torch.get_rng_state()})
+    assert taken <= asked <= 1.1 * taken
+
+
+def test_the_copies_of_one_save_are_the_memory_of_the_next(checkpointer, monkeypatch):
+    t, places = training("standard"), []
+    stage = checkpointer.stager.stage
+
+    def noting(tensors: dict[str, torch.Tensor]) -> Any:
+        staged = stage(tensors)
+        places.append({n: local(v).data_ptr() for n, v in staged.items() if "rng" not in n})
+        return staged
+
+    monkeypatch.setattr(checkpointer.stager, "stage", noting)
+    for number in (1, 2):
+        save(t, LoopState(step=number), checkpointer)
+    assert places[0] == places[1]
+    assert len(places[0]) == len(t.tensors())
 
 
 # When it is visible
