@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import diffllm
 from diffllm import load_config
 from diffllm.checkpoint import verify
+from diffllm.checkpoint.manifest import describe, read_manifest
+from diffllm.checkpoint.reader import check_index
 from diffllm.errors import CheckpointError
 from diffllm.run_directory import RunDirectory, resume_checkpoint
 from diffllm.tools import main
@@ -205,6 +207,14 @@ def test_the_manifest_is_compared_before_the_index_is_opened(run, tmp_path, capf
     assert not (tmp_path / "marker").exists()
 
 
+def test_a_bytes_entry_is_refused_by_the_check_behind_the_unpickler_too(run, tmp_path):
+    path = checkpoint_of(run)
+    check_index(index_of(path), read_manifest(path))
+    bytes_entry(path, tmp_path / "marker")
+    with pytest.raises(pickle.UnpicklingError, match=r"norm\.weight is not a tensor"):
+        check_index(index_of(path), read_manifest(path))
+
+
 def test_a_link_out_of_a_checkpoint_is_refused(run, tmp_path, capfd):
     file = checkpoint_of(run) / "__0_0.distcp"
     shutil.move(file, tmp_path / "outside")
@@ -222,24 +232,35 @@ def manifest_with(run: Path, **parts: Any) -> str:
     return json.dumps({**json.loads((checkpoint_of(run) / "manifest.json").read_text()), **parts})
 
 
-def record(size: Any = 1, sha256: Any = "0" * 64) -> dict[str, Any]:
-    return {"size": size, "sha256": sha256}
+def also(run: Path, name: str, **parts: Any) -> str:
+    """The manifest with one more file; by default with the right record of a file outside."""
+    outside = run.parent / "outside"
+    outside.write_text("not of the checkpoint")
+    files = json.loads((checkpoint_of(run) / "manifest.json").read_text())["files"]
+    right = vars(describe([outside])["outside"])
+    return manifest_with(run, files={**files, name: {**right, **parts}})
+
+
+OUT = ("../../../outside", "{parent}/outside", "./state.json", "..", ".", "", "a\0b", "\x1b[31m\n/")
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_a_manifest_that_names_what_is_no_file_of_the_checkpoint_is_refused(run, name, capfd):
+    file = checkpoint_of(run) / "manifest.json"
+    file.write_text(also(run, name.format(parent=run.parent)))
+    said = refused(run, capfd)
+    assert all("which cannot be a file of a checkpoint" in line for line in said), said
+    assert all(line.isprintable() for line in said), said
+    assert "damaged" in listed_and_reported(run, capfd)
 
 
 MANIFESTS: dict[str, Callable[[Path], str]] = {
-    "a path out": lambda run: manifest_with(run, files={"../../../etc/passwd": record()}),
-    "an absolute path": lambda run: manifest_with(run, files={"/etc/passwd": record()}),
-    "a path inside": lambda run: manifest_with(run, files={"a/b": record()}),
-    "dots": lambda run: manifest_with(run, files={"..": record()}),
-    "no name": lambda run: manifest_with(run, files={"": record()}),
-    "a null byte": lambda run: manifest_with(run, files={"a\0b": record()}),
-    "colours": lambda run: manifest_with(run, files={"\x1b[31m\n/": record()}),
-    "a huge size": lambda run: manifest_with(run, files={"a": record(size=10**400)}),
-    "an endless size": lambda run: manifest_with(run, files={"a": record(size=float("inf"))}),
+    "a huge size": lambda run: also(run, "state.json", size=10**400),
+    "an endless size": lambda run: also(run, "state.json", size=float("inf")),
     "a size of 5000 digits": lambda run: '{"format": 2, "step": ' + "9" * 5000 + "}",
-    "a negative size": lambda run: manifest_with(run, files={"a": record(size=-1)}),
-    "a true size": lambda run: manifest_with(run, files={"a": record(size=True)}),
-    "a checksum in words": lambda run: manifest_with(run, files={"a": record(sha256="x")}),
+    "a negative size": lambda run: also(run, "state.json", size=-1),
+    "a true size": lambda run: also(run, "state.json", size=True),
+    "a checksum in words": lambda run: also(run, "state.json", sha256="x"),
     "records as numbers": lambda run: manifest_with(run, files={"a": 3}),
     "files as a list": lambda run: manifest_with(run, files=["a"]),
     "no files": lambda run: manifest_with(run, files={}),

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,16 +81,18 @@ def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, r
     assert_clean(run, output)
 
 
-def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path):
+@pytest.mark.parametrize("how", ["the last step", "a signal"])
+def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path, how):
     run = tmp_path / "run"
     process = start(command(corpus, run, *WORDS))
     wait_for(lambda: steps(run), process, "first checkpoint")
     limit_files(process.pid, TOO_SMALL)
+    if how == "a signal":
+        process.send_signal(signal.SIGTERM)
     output = finish(process, 2)
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert (
-        f"step 60 could not be saved under {run / 'checkpoints'}: rank 0: File too large" in error
-    )
+    assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
+    assert ("error: step 60 " in error) == (how == "the last step")
     newest = list_checkpoints(run / "checkpoints")[-1]
     assert f"the newest checkpoint is {newest.name}; make room, then the same command" in error
     assert 5 <= step_of(newest) < 60
