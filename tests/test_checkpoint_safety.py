@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import diffllm
 from diffllm import load_config
-from diffllm.checkpoint import verify
+from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
 from diffllm.checkpoint.reader import check_index
 from diffllm.errors import CheckpointError
@@ -203,15 +203,21 @@ def test_the_manifest_is_compared_before_the_index_is_opened(run, tmp_path, capf
     monkeypatch.setattr("diffllm.checkpoint.reader.RecordUnpickler", opened.append)
     pickle_as_index(checkpoint_of(run), tmp_path / "marker")
     assert all(".metadata has" in line for line in refused(run, capfd))
+    with pytest.raises(CheckpointError, match=r"\.metadata has"):
+        load_tensors(checkpoint_of(run), {"model.norm.weight": torch.zeros(32)}, no_dist=True)
     assert opened == []
     assert not (tmp_path / "marker").exists()
 
 
-def test_a_bytes_entry_is_refused_by_the_check_behind_the_unpickler_too(run, tmp_path):
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [(bytes_entry, "norm.weight is not a tensor"), (transformed, "asks for tensors to be")],
+)
+def test_the_check_behind_the_unpickler_refuses_by_itself(run, tmp_path, forge, said):
     path = checkpoint_of(run)
     check_index(index_of(path), read_manifest(path))
-    bytes_entry(path, tmp_path / "marker")
-    with pytest.raises(pickle.UnpicklingError, match=r"norm\.weight is not a tensor"):
+    forge(path, tmp_path / "marker")
+    with pytest.raises(pickle.UnpicklingError, match=said):
         check_index(index_of(path), read_manifest(path))
 
 
