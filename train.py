@@ -8,6 +8,8 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 # MKL otherwise picks one of two code paths for small products, process by process, and a continued
 # run would differ from an uninterrupted one in the last bits. Costs about 5% on a CPU.
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+# A rank that is gone is named by ours; torch would add a C++ stack trace for every socket.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import hydra  # noqa: E402
 from hydra._internal.utils import get_args_parser  # noqa: E402

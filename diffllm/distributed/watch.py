@@ -1,7 +1,8 @@
 """Which rank is missing: a heartbeat of every rank, and an end for those that wait in vain.
 
-A thread of every rank writes every second where the rank is. Rank 0 reads all of that, the others
-read rank 0's; so a rank costs a write and a read a second, however many there are.
+A thread of every rank writes every second where the rank is and which collectives it has called.
+Rank 0 reads all of that, the others read rank 0's; so a rank costs a write and a read or two a
+second, however many there are. Another thread judges, and never asks the store, which may hang too.
 """
 
 import contextlib
@@ -12,15 +13,15 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from diffllm.distributed.collectives import newest_collective, waits_in
+from diffllm.distributed.collectives import Call, Calls, recorded
 from diffllm.distributed.stop import StopRequest
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
@@ -29,10 +30,11 @@ BEAT_S = 1.0
 SILENT_S = 4.0
 """A rank without a beat for so long is gone, once a collective has failed."""
 STOPPING_S = 15.0
-"""And so long where a scheduler has asked to stop and will not wait."""
-FAILED_COLLECTIVE = re.compile(
-    r"gloo|nccl|process ?group|connection (closed|reset)|timed out", re.I
-)
+"""And so long where somebody has asked to stop, and a scheduler may not wait."""
+EXIT_S = 10.0
+"""How long a rank may take to exit with an error of its own, if the others hold it up."""
+DEFAULT_GROUP = "0"
+FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
 class Beat(NamedTuple):
@@ -41,16 +43,13 @@ class Beat(NamedTuple):
     number: int
     place: str
     """"step 41" and the like."""
-    waits_in: str | None
-    """The collective that it waits in."""
-    waits_s: float
-    """For how long."""
+    calls: Calls
     stopping: bool
     """It has been asked to stop."""
     left: bool
     """It is done, or has failed for a reason of its own."""
-    words: str | None
-    """That reason."""
+    words: str
+    """That reason, or nothing."""
 
 
 class Watch:
@@ -65,146 +64,171 @@ class Watch:
         self.limit = timeout - min(10.0, timeout / 5)  # before a collective says only "timed out"
         self.traces: Path | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self.place, self.number, self.words = "the start", 0, ""
-        self.closed = threading.Event()
+        self.place, self.words, self.verdict = "the start", "", ""
+        self.closed, self.ending = threading.Event(), threading.Lock()
+        self.watched: Iterable[int] = range(self.size) if self.rank == 0 else [0]
         if self.size == 1:
             return
         self.store = dist.PrefixStore("watch", world.store).clone()  # type: ignore[attr-defined]
-        self.store.set_timeout(timedelta(seconds=30))
+        self.store_gone = False
+        self.answered = time.monotonic()
         self.beats: dict[int, Beat] = {}
-        self.heard = dict.fromkeys(range(self.size), time.monotonic())
-        self._beat()
-        self.thread = threading.Thread(target=self._work, name="watch", daemon=True)
-        self.thread.start()
+        self.heard = dict.fromkeys(range(self.size), self.answered)
+        self._beat(0)
+        for work in (self._talk, self._judge):
+            threading.Thread(target=work, name="watch", daemon=True).start()
 
     def reached(self, place: str) -> None:
         """Tell where this rank is."""
         self.place = place
 
     def close(self) -> None:
-        """Leave: from here on nobody waits for this rank."""
-        if self.size == 1 or self.closed.is_set():
-            return
-        self.closed.set()
-        self.thread.join()
-        with contextlib.suppress(DistError):
-            self._beat()
+        """Leave: from here on nobody waits for this rank. Returns once that is written."""
+        if self.size > 1 and not self.closed.is_set():
+            self.closed.set()
+            with contextlib.suppress(DistError):
+                self._beat(-1)
 
     def blame(self, error: BaseException) -> None:
         """Before an error ends this rank: end with the name of the missing rank if there is one.
 
-        An error of this rank's own is left for the others to read, and returns.
+        An error of this rank's own is left for the others to read, and returns; exiting with it
+        takes EXIT_S at most.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
         if isinstance(error, UserError) or not is_failed_collective(error):
             self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
-            self.words += " ".join(str(error).split())[:500]
+            self.words += one_line(error)
             self.close()
+            faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
-        at = time.monotonic()
-        while time.monotonic() < at + SILENT_S + 2 * BEAT_S:
-            with contextlib.suppress(DistError):
-                self._listen(range(self.size))
-                if self._verdict():
-                    break
-                silent = [r for r in self.beats if self._silence(r) > SILENT_S]
-                if silent or self._failed():
-                    self._end(diagnosis(self.beats, silent, self.rank, newest_collective()))
+        calls = recorded()
+        self.heard = dict.fromkeys(range(self.size), time.monotonic())
+        self.watched = range(self.size)
+        deadline = time.monotonic() + SILENT_S + 3 * BEAT_S
+        message = ""
+        while not message and time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
-        waiting = diagnosis(self.beats, [], self.rank, newest_collective())
-        self._end(self._verdict() or waiting or f"a collective failed: {error}")
+            message = self.verdict or self._store_message(SILENT_S)
+            silent = [rank for rank in self.beats if self._silence(rank) > SILENT_S]
+            if not message and (silent or any(beat.words for beat in self.beats.values())):
+                message = diagnosis(self.beats, silent, self.rank, self.place, calls)
+        message = message or diagnosis(self.beats, [], self.rank, self.place, calls)
+        self._end(message or f"a collective failed: {one_line(error)}", error)
 
-    def _work(self) -> None:
-        """The thread."""
+    def _talk(self) -> None:
+        """A thread: write this rank's beat, read those of others."""
+        number = 0
         while not self.closed.wait(BEAT_S):
+            number += 1
             try:
-                self._beat()
-                self._listen(range(self.size) if self.rank == 0 else [0])
-                message = self._verdict() or self._judge()
-            except DistError as error:
-                if self.closed.wait(SILENT_S):  # the others are done, and their store with them
-                    return
-                at = f", last at {self.beats[0].place}" if 0 in self.beats else ""
-                message = (
-                    f"the store that the ranks meet in is gone, and with it the process that held "
-                    f"it: rank 0{at}, or its launcher ({type(error).__name__})"
-                )
-            if message:
+                self._beat(number)
+                self._listen()
+                if self.store.check(["verdict"]):
+                    self.verdict = self.store.get("verdict").decode()
+            except DistError:
+                self.store_gone = True
+                return
+            self.answered = time.monotonic()
+
+    def _judge(self) -> None:
+        """A thread: end this process if a rank is missing."""
+        while not self.closed.wait(BEAT_S):
+            others = list(self.beats.values())
+            stopping = bool(self.request.received) or any(beat.stopping for beat in others)
+            limit = min(self.limit, STOPPING_S) if stopping else self.limit
+            message = self.verdict or self._store_message(limit)
+            silent = [rank for rank in self.watched if self._silence(rank) > limit]
+            stuck = self.rank == 0 and any(
+                waits_s(beat) > self.limit and not_called(self.beats, beat) for beat in others
+            )
+            if not message and (silent or stuck):
+                message = diagnosis(self.beats, silent, self.rank, self.place, recorded())
+            # Without its store a launch that ends well looks the same for a moment.
+            if message and not (self.store_gone and self.closed.wait(SILENT_S)):
                 self._end(message)
 
-    def _beat(self) -> None:
-        self.number += 1
-        name, seconds = waits_in()
-        left = self.closed.is_set()
-        beat = Beat(
-            self.number,
-            self.place,
-            name,
-            seconds,
-            bool(self.request.received),
-            left,
-            self.words or None,
-        )
+    def _beat(self, number: int) -> None:
+        left, stopping = self.closed.is_set(), bool(self.request.received)
+        beat = Beat(number, self.place, recorded(), stopping, left, self.words)
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
-    def _listen(self, ranks: Any) -> None:
-        """Read beats; a rank's that has never come is looked for one by one."""
+    def _listen(self) -> None:
+        """Read beats; that of a rank that has never written one is asked for by itself."""
+        ranks = list(self.watched)
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
         for rank, text in zip(known, texts, strict=True):
-            beat = Beat(*json.loads(text))
+            beat = read_beat(text)
             if rank not in self.beats or beat.number != self.beats[rank].number:
                 self.heard[rank] = time.monotonic()
             self.beats[rank] = beat
 
     def _silence(self, rank: int) -> float:
-        """Seconds since a rank's last beat; none for one that has left."""
-        left = rank in self.beats and self.beats[rank].left
-        return 0.0 if left else time.monotonic() - self.heard[rank]
+        """Seconds since a rank's last beat; none for one that has left, or without a store."""
+        if self.store_gone or (rank in self.beats and self.beats[rank].left):
+            return 0.0
+        return self.answered - self.heard[rank]
 
-    def _failed(self) -> bool:
-        return any(beat.words for beat in self.beats.values())
+    def _store_message(self, limit: float) -> str:
+        """What is wrong, if the store that the ranks meet in does not answer."""
+        if not self.store_gone and time.monotonic() - self.answered < limit:
+            return ""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "the launcher of the first node is missing, and with it the store of the ranks"
+        return missing(0, self.beats.get(0))
 
-    def _judge(self) -> str | None:
-        """What is wrong, if this rank is the one to find it."""
-        watched = range(self.size) if self.rank == 0 else [0]
-        stopping = any(beat.stopping for beat in self.beats.values())
-        limit = min(self.limit, STOPPING_S) if stopping else self.limit
-        silent = [r for r in watched if self._silence(r) > limit]
-        stuck = [r for r in watched if r in self.beats and self.beats[r].waits_s > self.limit]
-        if not silent and not (stuck and self.rank == 0):
-            return None
-        return diagnosis(self.beats, silent, self.rank, newest_collective())
-
-    def _verdict(self) -> str | None:
-        """What another rank has found."""
-        return self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
-
-    def _end(self, message: str) -> None:
+    def _end(self, message: str, error: BaseException | None = None) -> None:
         """Tell the others, write stack traces, and end the process with code 1."""
-        where = self._write_traces(message)
-        first = True
-        with contextlib.suppress(DistError):
-            self.store.set("verdict", message)
-            first = self.store.add("said", 1) == 1
+        if not self.ending.acquire(blocking=False):
+            time.sleep(3600)  # the other thread is at it
+        where = self._write_traces(message, error)
+        said: list[bool] = []
+        telling = threading.Thread(target=lambda: said.append(self._tell(message)), daemon=True)
+        telling.start()
+        telling.join(2 * BEAT_S)
         self.on_end()
-        if first:
+        if not said or said[0]:
             print(f"error: {message}{where}", file=sys.stderr, flush=True)
-        time.sleep(3 * BEAT_S)  # for the others to read it, should the store end with this process
+        time.sleep(2 * BEAT_S)  # for the others to read it, should the store end with this process
         os._exit(1)
 
-    def _write_traces(self, message: str) -> str:
+    def _tell(self, message: str) -> bool:
+        """Whether this rank is the first to say so."""
+        try:
+            self.store.set("verdict", message)
+            return self.store.add("said", 1) == 1
+        except DistError:
+            return True
+
+    def _write_traces(self, message: str, error: BaseException | None) -> str:
         if self.traces is None:
             return ""
         try:
             self.traces.mkdir(exist_ok=True)
             with open(self.traces / f"rank-{self.rank:05d}.txt", "w") as file:
-                print(f"rank {self.rank} at {self.place}\n{message}\n", file=file, flush=True)
+                print(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
+                if error:
+                    traceback.print_exception(error, file=file)
+                file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            return f"; no stack traces: {error}"
+        except OSError as problem:
+            return f"; no stack traces: {problem}"
         return f"; stack traces in {self.traces}"
+
+
+def read_beat(text: bytes) -> Beat:
+    """From JSON, as `_beat` writes it."""
+    beat = Beat(*json.loads(text))
+    newest, pending, numbers = beat.calls
+    calls = Calls(newest and Call(*newest), pending and Call(*pending), numbers)
+    return beat._replace(calls=calls)
+
+
+def one_line(error: BaseException) -> str:
+    """Its text, cut short."""
+    return " ".join(str(error).split())[:500]
 
 
 def is_failed_collective(error: BaseException) -> bool:
@@ -214,30 +238,48 @@ def is_failed_collective(error: BaseException) -> bool:
     )
 
 
-def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, collective: str | None) -> str:
+def waits_s(beat: Beat) -> float:
+    """Seconds that a rank has been in its oldest open collective."""
+    return beat.calls.pending.age_s if beat.calls.pending else 0.0
+
+
+def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
+    """Ranks that have not called the collective that a rank waits in."""
+    open_one = beat.calls.pending
+    if not open_one:
+        return []
+    # Not every rank is in every group, but in the default one.
+    unknown = 0 if open_one.group == DEFAULT_GROUP else 10**18
+    numbers = {r: b.calls.numbers.get(open_one.group, unknown) for r, b in dict(beats).items()}
+    return [rank for rank, number in numbers.items() if number < open_one.number]
+
+
+def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, calls: Calls) -> str:
     """One line: which ranks are missing, at what, and which wait for them in what.
 
     Args:
         silent: ranks without a sign of life.
-        own: the rank that asks; it knows the newest collective it called, `collective`.
+        own: the rank that asks, at `place`, with its `calls`; what it knows of the others is older.
     """
-    waiting = {r: b for r, b in beats.items() if b.waits_in and r not in silent}
-    failed = [r for r, b in beats.items() if b.words]
-    hanging = [r for r, b in beats.items() if not b.waits_in and not b.left and r != own]
-    if failed:
+    beats = {r: b for r, b in beats.items() if r != own}
+    here = Beat(0, place, calls, False, False, "")
+    waited_for = [r for b in [here, *beats.values()] for r in not_called({**beats, own: here}, b)]
+    if failed := [r for r, b in beats.items() if b.words]:
+        culprits = failed
         parts = [f"rank {r} failed at {beats[r].place}: {beats[r].words}" for r in failed]
     elif silent:
+        culprits = silent
         parts = [missing(r, beats.get(r)) for r in silent]
-    elif waiting and hanging:
-        parts = [f"rank {r} is missing: it hangs at {beats[r].place}" for r in hanging]
-    elif waiting:
-        parts = ["the ranks wait in different collectives"]
+    elif waited_for:
+        culprits = sorted(set(waited_for))
+        places = {**{r: b.place for r, b in beats.items()}, own: place}
+        parts = [f"rank {r} is missing: it hangs at {places[r]}" for r in culprits]
     else:
         return ""
-    for rank in [r for r in waiting if r != own][:3]:
-        parts.append(f"rank {rank} waits at {beats[rank].place} in {waiting[rank].waits_in}")
-    if own in beats and own not in silent and collective:
-        parts.append(f"rank {own} waits at {beats[own].place} in {collective}")
+    for rank, beat in sorted({**beats, own: here}.items()):
+        call = beat.calls.pending or beat.calls.newest
+        if rank not in culprits and call and not beat.left and len(parts) < len(culprits) + 3:
+            parts.append(f"rank {rank} waits at {beat.place} in {call.name}")
     return "; ".join(parts)
 
 
@@ -245,8 +287,7 @@ def missing(rank: int, beat: Beat | None) -> str:
     """Of a rank without a sign of life."""
     if beat is None:
         return f"rank {rank} is missing: it never started"
-    inside = f", in {beat.waits_in}" if beat.waits_in else ""
     return (
         f"rank {rank} is missing: killed, stopped or cut off; its last sign of life is from "
-        f"{beat.place}{inside}"
+        f"{beat.place}"
     )

@@ -32,9 +32,12 @@ def command(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[st
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*launcher, str(ROOT / "train.py"), *overrides_of(corpus, run), *overrides]
+
+
+def overrides_of(corpus: Path, run: Path) -> list[str]:
+    """What makes a run small."""
     return [
-        *launcher,
-        str(ROOT / "train.py"),
         "data=files",
         f"data.paths=[{corpus}]",
         f"data.cache_dir={corpus.parent / 'cache'}",
@@ -48,7 +51,6 @@ def command(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[st
         "wandb.mode=disabled",
         "run.report=false",
         f"run.dir={run}",
-        *overrides,
     ]
 
 
@@ -133,3 +135,9 @@ def assert_same_weights(one: Path, other: Path, step: int) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         assert torch.equal(value, theirs[name]), name
+
+
+def reached(run: Path, step: int) -> bool:
+    """Whether a step's line has been written."""
+    file = run / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()

@@ -12,6 +12,7 @@ from runs import (
     kill_everything,
     metric_lines,
     pid_of_rank,
+    reached,
     start,
     wait_for,
     write_corpus,
@@ -102,8 +103,3 @@ def test_another_number_of_ranks_continues_with_the_same_batches(corpus, tmp_pat
         assert mine.keys() == other.keys()
         for name in mine.keys() & {"train/loss", "eval/loss", "train/grad_norm"}:
             assert mine[name] == pytest.approx(other[name], abs=1e-4), (mine["step"], name)
-
-
-def reached(run: Path, step: int) -> bool:
-    file = run / "metrics.jsonl"
-    return file.exists() and f'"step": {step},' in file.read_text()

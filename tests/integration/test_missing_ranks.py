@@ -1,0 +1,146 @@
+"""Ranks that hang, die or differ: the others end in time, and say which rank it was."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkedRun
+from planted_train import Fault
+from runs import overrides_of, write_corpus
+
+from diffllm import load_config
+from diffllm.data import prepare
+
+TIMEOUT = 12
+LATE = 60
+"""Seconds more that a busy machine may take for what follows."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with its tokens prepared."""
+    path = write_corpus(tmp_path_factory.mktemp("corpus"))
+    prepare(load_config(overrides_of(path, path.parent / "none")).data)
+    return path
+
+
+@contextlib.contextmanager
+def ranks(
+    corpus: Path, directory: Path, fault: Fault, *more: str, number: int = 2
+) -> Iterator[ForkedRun]:
+    """A run of 40 steps with a fault."""
+    words = [*overrides_of(corpus, directory), "global_batch_size=6", "steps=40", "log_interval=5"]
+    words += [f"distributed.timeout={TIMEOUT}", *more]
+    run = ForkedRun(words, number, directory, fault)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
+    """The one error that there is once all ranks other than `but` have ended with `code`."""
+    for rank, process in enumerate(run.processes):
+        if rank not in but:
+            process.join(TIMEOUT + LATE)
+            assert process.exitcode == code, (rank, process.exitcode, run.text())
+    lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 or 0 in but, run.text()  # rank 0 has the store: nobody can be the first
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "said"),
+    [
+        pytest.param(
+            "die", 0, "rank 0 is missing: killed, stopped or cut off", marks=pytest.mark.slow
+        ),
+        ("die", 1, "rank 1 is missing: killed, stopped or cut off"),
+        ("freeze", 0, "rank 0 is missing: killed, stopped or cut off"),
+        pytest.param(
+            "freeze", 2, "rank 2 is missing: killed, stopped or cut off", marks=pytest.mark.slow
+        ),
+        pytest.param("hang", 0, "rank 0 is missing: it hangs at step 8", marks=pytest.mark.slow),
+        ("hang", 2, "rank 2 is missing: it hangs at step 8"),
+        ("start", 1, "rank 1 is missing: it hangs at the building of the model"),
+    ],
+)
+def test_a_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind, rank, said):
+    run_directory = tmp_path / "run"
+    with ranks(corpus, run_directory, Fault(kind, rank, 8), number=3) as run:
+        error = error_of(run, *([rank] if kind in ("die", "freeze") else []))
+    assert said in error
+    assert "Traceback" not in run.text()
+    others = {0, 1, 2} - {rank}
+    place = "step 8" if kind != "start" else "the building of the model"
+    if rank:  # the store is in rank 0's process
+        assert all(f"rank {r} waits at {place} in gloo:" in error for r in others), error
+    traces = run_directory / "traces"
+    assert f"stack traces in {traces}" in error
+    for other in others:
+        text = (traces / f"rank-{other:05d}.txt").read_text()
+        assert text.startswith(f"rank {other} at {place}\n")
+        assert "train_step" in text or kind == "start"
+    if kind in ("hang", "start"):
+        assert "planted_train.py" in (traces / f"rank-{rank:05d}.txt").read_text()
+
+
+def test_a_rank_that_fails_says_why_and_the_others_repeat_it(corpus, tmp_path):
+    with ranks(corpus, tmp_path / "run", Fault("raise", 1, 8)) as run:
+        error = error_of(run)
+    assert "rank 1 failed at step 8: ValueError: a planted error" in error
+    assert "rank 0 waits at step 8 in gloo:" in error
+    assert run.said[1].read_text().count("Traceback") == 1
+    assert "Traceback" not in run.said[0].read_text()
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+
+
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
+    """Long before distributed.timeout, for a scheduler does not wait; and it is to try again."""
+    directory = tmp_path / "run"
+    with ranks(corpus, directory, Fault("freeze", frozen, 8), "distributed.timeout=3000") as run:
+        run.wait_for(lambda: is_stopped(run.processes[frozen].pid), "frozen rank")
+        run.signal(signal.SIGTERM, 1 - frozen)
+        error = error_of(run, frozen)
+    assert f"rank {frozen} is missing" in error
+    assert (directory / "requeue").is_file()
+
+
+# What the ranks have to agree on
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("seed", "the ranks do not agree on their config: seed is 1 on rank 2, 0 on the others"),
+        ("code", "the ranks do not agree on their code: diffllm is another on rank 2, "),
+        ("corpus", "the ranks do not agree on their corpus: tokens is others on rank 2, "),
+    ],
+)
+def test_a_rank_that_differs_at_the_start_is_named(corpus, tmp_path, kind, said):
+    with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
+        error = error_of(run, code=2)
+    assert said in error
+    assert "Traceback" not in run.text()
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_rank_with_other_values_is_named_with_the_tensor(corpus, tmp_path):
+    """Found at the next check, between replicas."""
+    more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
+    more += ["global_batch_size=4", "parallel=hsdp"]
+    with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:
+        error = error_of(run, code=2)
+    assert "do not hold the same values: model.layers.1.attention.wq.weight on rank" in error
+
+
+def test_checked_again_and_again_all_is_well(corpus, tmp_path):
+    more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
+    with ranks(corpus, tmp_path / "run", Fault(), *more) as run:
+        assert "step 40/40" in run.finish()

@@ -1,0 +1,133 @@
+"""Continued on other ranks and meshes, a run reads the same samples, step by step."""
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkedRun
+from runs import metric_lines, overrides_of, reached, write_corpus
+
+from diffllm import load_config
+from diffllm.data import prepare
+
+STEPS = 24
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with its tokens prepared: two epochs and a half of STEPS."""
+    path = write_corpus(tmp_path_factory.mktemp("corpus"))
+    prepare(load_config(overrides_of(path, path.parent / "none")).data)
+    return path
+
+
+def words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return [
+        *overrides_of(corpus, run),
+        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=1", "precision=fp32"),
+        *("seq_len=256", "checkpoint.interval=1000", "eval.interval=1000"),
+        *more,
+    ]
+
+
+def samples(run: Path) -> dict[int, list[str]]:
+    """What each step read, over all ranks, sorted; a step that was made again counts once."""
+    by_rank: list[dict[int, list[str]]] = []
+    for file in run.glob("samples-*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        by_rank.append({line["step"]: line["samples"] for line in lines})
+    return {
+        step: sorted(name for of_rank in by_rank for name in of_rank.get(step, []))
+        for step in range(1, STEPS + 1)
+    }
+
+
+def stop_at(run: ForkedRun, directory: Path, step: int) -> int:
+    """Stop it, saved, some time after a step; the step."""
+    run.wait_for(lambda: reached(directory, step), f"step {step}")
+    run.signal(signal.SIGTERM)
+    run.finish()
+    return metric_lines(directory)[-1]["step"]
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An undisturbed run on one rank, dense; and of experts in `moe`."""
+    directory = tmp_path_factory.mktemp("straight")
+    ForkedRun(words(corpus, directory / "dense"), 1, directory / "dense").finish()
+    ForkedRun(words(corpus, directory / "moe", "model=moe_tiny"), 1, directory / "moe").finish()
+    yield directory
+
+
+def test_an_undisturbed_run_reads_every_sample_once_an_epoch(straight):
+    read = samples(straight / "dense")
+    order = [name for step in sorted(read) for name in read[step]]
+    assert all(len(names) == BATCH for names in read.values())
+    epoch = len(set(order))
+    assert epoch < STEPS * BATCH, "no epoch ends in this run"
+    assert len(order) == STEPS * BATCH
+    counts = {order.count(name) for name in set(order)}
+    assert counts == {STEPS * BATCH // epoch, math.ceil(STEPS * BATCH / epoch)}
+
+
+LAYOUTS = {
+    "1, 2, 4, 3": [
+        (1, ()),
+        (2, ("micro_batch_size=3",)),
+        (4, ("parallel=hsdp", "parallel.replicate=2", "parallel.shard=2")),
+        (3, ("data.num_workers=0",)),
+    ],
+    "experts": [
+        (2, ("parallel.expert=2",)),
+        (1, ("micro_batch_size=4",)),
+        (4, ("parallel.expert=2", "parallel.shard=2")),
+        (2, ("parallel.replicate=2", "parallel.shard=1")),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
+    corpus, straight, tmp_path, kind
+):
+    """Stopped and continued three times, each time on other ranks."""
+    model = ["model=moe_tiny"] if kind == "experts" else []
+    undisturbed = straight / ("moe" if model else "dense")
+    run, made = tmp_path / "run", 0
+    for i, (ranks, more) in enumerate(LAYOUTS[kind]):
+        forked = ForkedRun(words(corpus, run, *model, *more), ranks, run)
+        if i < len(LAYOUTS[kind]) - 1:
+            made = stop_at(forked, run, made + 3)
+            assert made < STEPS - 3, "stopped too late"
+        else:
+            forked.finish()
+    assert samples(run) == samples(undisturbed)
+    for mine, other in zip(metric_lines(run), metric_lines(undisturbed), strict=True):
+        assert mine["step"] == other["step"]
+        assert mine["train/loss"] == pytest.approx(other["train/loss"], abs=2e-4), mine["step"]
+
+
+# What would break it
+
+
+@pytest.mark.parametrize(
+    "change", ["seed=1", "seq_len=128", "global_batch_size=6", "data.vocab_size=290"]
+)
+def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change):
+    key, _, value = change.partition("=")
+    run = tmp_path / "run"
+    short = [*words(corpus, run), "steps=3", "checkpoint.interval=2", "optim.warmup_steps=1"]
+    ForkedRun(short, 1, run).finish()
+    (run / "summary.json").unlink()  # as if it had been killed before its end
+    before = (run / "config.yaml").read_bytes()
+    refused = ForkedRun([*short, "steps=3", change], 1, tmp_path / "refused")
+    assert refused.codes() == [2]
+    (error,) = [x for x in refused.text().splitlines() if x.startswith("error: ")]
+    assert f"{key}: " in error
+    assert f"{value} here" in error
+    assert f"run.allow_changes=[{key}]" in error
+    assert (run / "config.yaml").read_bytes() == before
