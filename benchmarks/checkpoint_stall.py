@@ -5,7 +5,7 @@
 In every round, steps without a save, then for each way to save a save and the steps until it is
 complete: ours, DCP's `async_save` as it comes, and DCP's `save`, which blocks. The stall is by how
 much these steps and the save call took longer than as many steps without one. Ours also hashes
-every file; the others leave no manifest.
+every file; the others leave no manifest. TMPDIR chooses the disk.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main() -> None:
     t = build(cfg, device)
     plain: list[float] = []
     results: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         checkpointer = Checkpointer(directory, CheckpointConfig(keep_last=1))
         for round_ in range(args.rounds + 1):
