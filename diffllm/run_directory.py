@@ -38,6 +38,7 @@ FREE = (
     "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
+FOLLOWS = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 REQUEUE_FILE = "requeue"
@@ -98,7 +99,7 @@ class RunDirectory:
         """Write config.yaml and the tokenizer; drop checkpoints that were never completed."""
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
-        if not (self.path / "tokenizer.model").exists():
+        if "tokenizer" in self.changes or not (self.path / "tokenizer.model").exists():
             shutil.copyfile(tokenizer, self.path / "tokenizer.model")
         for leftover in list_incomplete(self.path / "checkpoints"):
             remove(leftover)
@@ -136,10 +137,12 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
         return {}
     saved = flatten(yaml_dict(load_run_config(path)))
     new = flatten(yaml_dict(cfg))
+    keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
+    keys -= {key for key, origin in FOLLOWS.items() if origin in keys}
     return {
         key: (saved.get(key), new.get(key))
-        for key in sorted(saved.keys() | new.keys())
-        if saved.get(key) != new.get(key) and not is_allowed(key, list(FREE))
+        for key in sorted(keys)
+        if not is_allowed(key, list(FREE))
     }
 
 

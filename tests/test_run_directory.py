@@ -217,9 +217,11 @@ def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(b
 
 def test_a_finished_run_says_so(begun):
     directory = RunDirectory(begun, tiny())
-    assert directory.finished() is None
-    directory.finish({"heldout_loss": 1.5})
-    assert directory.finished() == {"heldout_loss": 1.5}
+    assert not directory.finished()
+    directory.finish({"steps": tiny().steps})
+    assert directory.finished()
+    directory.finish({"steps": tiny().steps - 1})
+    assert not directory.finished(), "it was shorter"
 
 
 # Whether it may be used
