@@ -19,3 +19,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A run directory or checkpoint that cannot be used."""
+
+
+class LaunchError(UserError):
+    """Processes that were not started as a launcher starts them, or that do not meet."""

@@ -15,9 +15,10 @@ from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.data.file_index import combined_hash
 from diffllm.display import Display
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
+from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
-from diffllm.distributed.world import World, environment, join
+from diffllm.distributed.world import World, join
 from diffllm.errors import CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
@@ -58,12 +59,26 @@ def run(cfg: TrainConfig) -> None:
     Raises:
         UserError: something outside the code is wrong; nothing that was there is changed.
     """
-    _, world_size, _ = environment()
+    rank, world_size, _ = environment()
     cfg.check_world(world_size)
     stop = StopRequest()
+    try:
+        launch(cfg, stop)
+    except StoppedEarly as early:
+        (number,) = early.args
+        if rank == 0:
+            print(f"stopped by {number.name} before the first step", flush=True)
+            if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else nobody would find it
+                choose_path(cfg).mkdir(parents=True, exist_ok=True)
+                request_requeue(choose_path(cfg), number, None)
+    finally:
+        stop.close()
+
+
+def launch(cfg: TrainConfig, stop: StopRequest) -> None:
+    """Meet the other processes, claim the run directory, and go on from there."""
     world = join(cfg.distributed)
     watch = Watch(world, cfg.distributed.timeout, stop)
-    launch = Launch(world, stop, watch)
     directory: RunDirectory | None = None
 
     def claim() -> dict[str, Any]:
@@ -84,12 +99,7 @@ def run(cfg: TrainConfig) -> None:
         check_same(world, "code", code_version())
         check_same(world, "config", shared_config(cfg))
         claimed = world.decide("run", claim)
-        prepare_and_execute(cfg, launch, claimed, directory)
-    except StoppedEarly as early:
-        (number,) = early.args
-        if directory and number in REQUEUE:
-            request_requeue(directory.path, number, None)
-        print(f"stopped by {number.name} before the first step", flush=True)
+        prepare_and_execute(cfg, Launch(world, stop, watch), claimed, directory)
     except BaseException as error:
         watch.blame(error)
         if directory and isinstance(error, UserError):
@@ -97,7 +107,6 @@ def run(cfg: TrainConfig) -> None:
         raise
     finally:
         watch.close()
-        stop.close()
 
 
 def shared_config(cfg: TrainConfig) -> dict[str, Any]:

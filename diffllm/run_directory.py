@@ -240,10 +240,14 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a file in one step; raises CheckpointError where that cannot be done."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
