@@ -19,7 +19,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.checkpoint import CheckpointConfig
+from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.data.config import DataConfig
 from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig

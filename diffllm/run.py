@@ -85,9 +85,10 @@ def launch(cfg: TrainConfig, world: World, stop: StopRequest) -> None:
         nonlocal directory
         directory = RunDirectory(choose_path(cfg), cfg)
         directory.check()
-        checkpoint = resume_checkpoint(cfg, directory.checkpoints)
+        checkpoint = None
         if not directory.finished():
             check_tokenizer(cfg)
+            checkpoint = resume_checkpoint(cfg, directory.checkpoints)
         return {
             "path": str(directory.path),
             "finished": directory.finished(),
@@ -256,7 +257,7 @@ def execute(
         display,
         outputs,
     )
-    checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint)
+    checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     try:
         stopped = train(t, state, data, recorder, checkpointer, launch.stop, launch.watch)
     except SkippedTooOften:
