@@ -19,7 +19,7 @@ from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World, join
-from diffllm.errors import CheckpointError, DataError, UserError
+from diffllm.errors import AgreedByAll, CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
 from diffllm.model.attention.ops import prepare_backend
@@ -260,13 +260,14 @@ def execute(
     checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     try:
         stopped = train(t, state, data, recorder, checkpointer, launch.stop, launch.watch)
-    except SkippedTooOften:
+    except UserError as error:
         if outputs:
             outputs.file.close()
             outputs.wandb.finish(exit_code=1)
-            if cfg.run.report:
+            if cfg.run.report and isinstance(error, SkippedTooOften):
                 display.say(f"report: {report_on(path)}")
-        dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
+        if isinstance(error, AgreedByAll):
+            dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
     finally:
         display.stop()

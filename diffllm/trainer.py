@@ -327,9 +327,9 @@ def train(
             with recorder.paused():
                 save(t, state, checkpointer, final)
     watch.reached(f"the end, after step {state.step}")
-    checkpointer.close()
     loader.close()
     agreement.close()
+    checkpointer.close()
     if stuck:
         raise SkippedTooOften(
             f"stopped after step {state.step}, saved: {stuck} updates in a row were skipped "

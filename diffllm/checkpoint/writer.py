@@ -36,7 +36,7 @@ from diffllm.checkpoint.manifest import (
     write_manifest,
 )
 from diffllm.checkpoint.reader import reason
-from diffllm.errors import AgreedError, CheckpointError
+from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 
 T = TypeVar("T")
 Part = tuple[dict[str, FileRecord], str | None]
@@ -44,6 +44,14 @@ Part = tuple[dict[str, FileRecord], str | None]
 
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
+
+
+class LastSaveFailed(CheckpointError, AgreedByAll):
+    """On rank 0: what was trained since the newest checkpoint is not on disk."""
+
+
+class LastSaveFailedToo(AgreedError, AgreedByAll):
+    """The same on the other ranks."""
 
 
 class TensorWriter(FileSystemWriter):
@@ -197,10 +205,10 @@ class Checkpointer:
         if not final:
             warn(f"{said}; training goes on")
         elif self.rank > 0:
-            raise AgreedError(said)
+            raise LastSaveFailedToo(said)
         else:
             again = "the same command continues from it" if left else "start again"
-            raise CheckpointError(f"{said}; make room, then {again}")
+            raise LastSaveFailed(f"{said}; make room, then {again}")
 
 
 def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
