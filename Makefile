@@ -1,12 +1,13 @@
 # make train   set up, then the quickstart under a fresh run name
 # make test    set up, then lint, format check, types and tests
+# make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-slow lint clean
+.PHONY: train test test-slow test-cluster lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -15,7 +16,11 @@ test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 test-slow: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not gpu"
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not gpu and not cluster"
+
+# Needs root, iproute2, and Debian's slurm-wlm and munge; tests that lack theirs say so and are skipped.
+test-cluster: $(READY)
+	$(BIN)/python -m pytest tests/cluster -m cluster -v -rs
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,6 +6,9 @@ import warnings
 from argparse import Namespace
 from typing import NoReturn
 
+from diffllm.distributed.launcher import end_with_torchrun, environment
+
+end_with_torchrun()  # before the imports that take seconds
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 # MKL otherwise picks one of two code paths for small products, process by process, and a continued
 # run would differ from an uninterrupted one in the last bits. Costs about 5% on a CPU.
@@ -18,7 +21,7 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import compose_config, config_directory, load_config  # noqa: E402
-from diffllm.errors import AgreedError, ConfigError, UserError  # noqa: E402
+from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -68,13 +71,21 @@ def main() -> int:
 
             run(load_config(args.overrides))
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0":
+        rank = reported_rank()
+        if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
             print(f"error: rank {rank}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def reported_rank() -> int:
+    """This process's rank, or 0 where its variables make no sense."""
+    try:
+        return environment()[0]
+    except LaunchError:
+        return 0
 
 
 if __name__ == "__main__":

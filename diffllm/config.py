@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.checkpoint import CheckpointConfig
+from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config_overrides import (
     COMPOSING,
     GROUPS,

@@ -22,6 +22,10 @@ class AgreedError(UserError):
     """An error of rank 0 that the other ranks share; rank 0 reports it."""
 
 
+class AgreedByAll:
+    """Marks errors that every rank raises at the same point of training."""
+
+
 class ConfigError(UserError):
     """A configuration key, value or combination that cannot run."""
 

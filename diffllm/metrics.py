@@ -3,12 +3,15 @@
 import contextlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, complete after every write.
+
+    Lines that a full disk does not take are kept, and written once it does.
 
     Args:
         path: the file; lines past `last_step`, and a line cut short, are dropped.
@@ -25,7 +28,10 @@ class MetricsFile:
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(path)
-        self.file = open(path, "a")  # noqa: SIM115
+        self.path = path
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.size = path.stat().st_size
+        self.waiting: list[bytes] = []
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line; values that JSON cannot hold (NaN, infinity) become null."""
@@ -33,8 +39,37 @@ class MetricsFile:
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in values.items()
         }
-        self.file.write(json.dumps(finite) + "\n")
-        self.file.flush()
+        known = len(self.waiting)
+        self.waiting.append(json.dumps(finite).encode() + b"\n")
+        problem = self._write_waiting()
+        if problem and not known:
+            say(f"{self.path} cannot be written, lines are kept until it can: {problem}")
+
+    def _write_waiting(self) -> str | None:
+        """Write what waits, in order; why not, if something is left."""
+        while self.waiting:
+            line = self.waiting[0]
+            try:
+                written = self.file.write(line)
+                problem = None if written == len(line) else "there is no room"
+            except OSError as error:
+                problem = error.strerror or str(error)
+            if problem:
+                with contextlib.suppress(OSError):
+                    self.file.truncate(self.size)
+                return problem
+            self.size += len(line)
+            self.waiting.pop(0)
+        return None
 
     def close(self) -> None:
+        """Try once more what still waits."""
+        problem = self._write_waiting()
+        if problem:
+            say(f"{self.path} lacks its last {len(self.waiting)} lines: {problem}")
         self.file.close()
+
+
+def say(line: str) -> None:
+    """One line on stderr."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from diffllm.errors import AgreedError, ConfigError
+from diffllm.errors import AgreedByAll, AgreedError, ConfigError
 from diffllm.spikes import WINDOW128_SIGMAS, SpikeMonitor
 
 
@@ -39,7 +39,7 @@ class ProtectionConfig:
             )
 
 
-class SkippedTooOften(AgreedError):
+class SkippedTooOften(AgreedError, AgreedByAll):
     """Too many updates in a row were skipped; the run has been saved."""
 
 

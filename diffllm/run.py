@@ -15,10 +15,11 @@ from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.data.file_index import combined_hash
 from diffllm.display import Display
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
+from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
-from diffllm.distributed.world import World, environment, join
-from diffllm.errors import CheckpointError, DataError, UserError
+from diffllm.distributed.world import World, join
+from diffllm.errors import AgreedByAll, CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
 from diffllm.model.attention.ops import prepare_backend
@@ -60,19 +61,34 @@ def run(cfg: TrainConfig) -> None:
     """
     _, world_size, _ = environment()
     cfg.check_world(world_size)
+    world = join(cfg.distributed)  # no handler of ours could run while this waits
     stop = StopRequest()
-    world = join(cfg.distributed)
+    try:
+        launch(cfg, world, stop)
+    except StoppedEarly as early:
+        (number,) = early.args
+        if world.rank == 0:
+            print(f"stopped by {number.name} before the first step", flush=True)
+            if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else nobody would find it
+                choose_path(cfg).mkdir(parents=True, exist_ok=True)
+                request_requeue(choose_path(cfg), number, None)
+    finally:
+        stop.close()
+
+
+def launch(cfg: TrainConfig, world: World, stop: StopRequest) -> None:
+    """Claim the run directory, and go on from there."""
     watch = Watch(world, cfg.distributed.timeout, stop)
-    launch = Launch(world, stop, watch)
     directory: RunDirectory | None = None
 
     def claim() -> dict[str, Any]:
         nonlocal directory
         directory = RunDirectory(choose_path(cfg), cfg)
         directory.check()
-        checkpoint = resume_checkpoint(cfg, directory.checkpoints)
+        checkpoint = None
         if not directory.finished():
             check_tokenizer(cfg)
+            checkpoint = resume_checkpoint(cfg, directory.checkpoints)
         return {
             "path": str(directory.path),
             "finished": directory.finished(),
@@ -83,12 +99,7 @@ def run(cfg: TrainConfig) -> None:
         check_same(world, "code", code_version())
         check_same(world, "config", shared_config(cfg))
         claimed = world.decide("run", claim)
-        prepare_and_execute(cfg, launch, claimed, directory)
-    except StoppedEarly as early:
-        (number,) = early.args
-        if directory and number in REQUEUE:
-            request_requeue(directory.path, number, None)
-        print(f"stopped by {number.name} before the first step", flush=True)
+        prepare_and_execute(cfg, Launch(world, stop, watch), claimed, directory)
     except BaseException as error:
         watch.blame(error)
         if directory and isinstance(error, UserError):
@@ -96,7 +107,6 @@ def run(cfg: TrainConfig) -> None:
         raise
     finally:
         watch.close()
-        stop.close()
 
 
 def shared_config(cfg: TrainConfig) -> dict[str, Any]:
@@ -247,16 +257,17 @@ def execute(
         display,
         outputs,
     )
-    checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint)
+    checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
     try:
         stopped = train(t, state, data, recorder, checkpointer, launch.stop, launch.watch)
-    except SkippedTooOften:
+    except UserError as error:
         if outputs:
             outputs.file.close()
             outputs.wandb.finish(exit_code=1)
-            if cfg.run.report:
+            if cfg.run.report and isinstance(error, SkippedTooOften):
                 display.say(f"report: {report_on(path)}")
-        dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
+        if isinstance(error, AgreedByAll):
+            dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
     finally:
         display.stop()

@@ -16,7 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from diffllm.changes import Changes, described, is_allowed
-from diffllm.checkpoint import complete_checkpoints, read_state
+from diffllm.checkpoint.directory import (
+    check_whole,
+    list_checkpoints,
+    list_incomplete,
+    newest_good,
+    remove,
+)
 from diffllm.config import TrainConfig, compose_config, typed
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.held_directory import hold
@@ -32,7 +38,8 @@ FREE = (
     "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError)
+FOLLOWS = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 REQUEUE_FILE = "requeue"
 
@@ -81,7 +88,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> list[Path]:
-        return complete_checkpoints(self.path / "checkpoints")
+        return list_checkpoints(self.path / "checkpoints")
 
     def finished(self) -> bool:
         """Whether the run has reached its last step."""
@@ -92,10 +99,10 @@ class RunDirectory:
         """Write config.yaml and the tokenizer; drop checkpoints that were never completed."""
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
-        if not (self.path / "tokenizer.model").exists():
+        if "tokenizer" in self.changes or not (self.path / "tokenizer.model").exists():
             shutil.copyfile(tokenizer, self.path / "tokenizer.model")
-        for leftover in (self.path / "checkpoints").glob(".step-*.incomplete"):
-            shutil.rmtree(leftover)
+        for leftover in list_incomplete(self.path / "checkpoints"):
+            remove(leftover)
 
     def note_changes(self, step: int, changes: Changes) -> None:
         """Add a line to changes.jsonl: from this step on, what differs from the run before it."""
@@ -130,10 +137,12 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
         return {}
     saved = flatten(yaml_dict(load_run_config(path)))
     new = flatten(yaml_dict(cfg))
+    keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
+    keys -= {key for key, origin in FOLLOWS.items() if origin in keys}
     return {
         key: (saved.get(key), new.get(key))
-        for key in sorted(saved.keys() | new.keys())
-        if saved.get(key) != new.get(key) and not is_allowed(key, list(FREE))
+        for key in sorted(keys)
+        if not is_allowed(key, list(FREE))
     }
 
 
@@ -158,15 +167,22 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """The checkpoint that `resume` means, or None for a start from nothing."""
+    """The checkpoint that `resume` means, every file verified; None for a start from nothing.
+
+    Of several, the newest that is whole; those skipped are named on stderr.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is whole, or the one named is not.
+    """
     if cfg.resume == "never":
         return None
     if own or cfg.resume == "auto":
-        return own[-1] if own else None
+        return newest_good(own)
     path = Path(cfg.resume).expanduser()
-    inside = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
-    path = inside[-1] if inside else path
-    read_state(path)
+    inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if inside:
+        return newest_good(inside)
+    check_whole(path)
     return path
 
 
@@ -179,12 +195,24 @@ def load_run_config(path: Path) -> TrainConfig:
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)
+        check_values(saved)
         return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
+
+
+def check_values(saved: Any) -> None:
+    """Raise ValueError unless a config holds plain values only, as a saved one does.
+
+    An interpolation would be resolved here: `${oc.env:...}` reads this process's environment.
+    """
+    content: Any = OmegaConf.to_container(saved, resolve=False)
+    for key, value in flatten(content).items():
+        if "${" in str(value):
+            raise ValueError(f"{key} is an interpolation, not a value")
 
 
 @cache
@@ -212,10 +240,14 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a file in one step; raises CheckpointError where that cannot be done."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:

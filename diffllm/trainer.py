@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.changes import Changes, described, is_allowed
-from diffllm.checkpoint import Checkpointer, check_parameters, load_tensors, read_state
+from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, load_tensors, read_state
 from diffllm.config import Precision, TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
@@ -304,7 +304,7 @@ def train(
         out = train_step(t, batches, state.step, due(cfg, step))
         recorder.add(step, out)
         state.step, last = step, step == cfg.steps
-        stopping, _ = agreement.step(save=False)
+        stopping, timed = agreement.step(save=checkpointer.due())
         if every(cfg.distributed.check_interval, step):
             check_tensors(t.tensors(), t.meshes.dense.size(1))
         if every(cfg.eval.interval, step) or last:
@@ -318,17 +318,18 @@ def train(
             if state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
                 stuck = state.spikes.longest_skip
                 state.spikes.forget_skips()
-        saving = every(cfg.checkpoint.interval, step) or last or stopping or stuck
+        final = bool(last or stopping or stuck)
+        saving = timed or every(cfg.checkpoint.steps, step) or final
         if saving or recorder.line:
             recorder.end_line(step)
         if saving:
             state.data = loader.state_dict()
             with recorder.paused():
-                save(t, state, checkpointer)
+                save(t, state, checkpointer, final)
     watch.reached(f"the end, after step {state.step}")
-    checkpointer.close()
     loader.close()
     agreement.close()
+    checkpointer.close()
     if stuck:
         raise SkippedTooOften(
             f"stopped after step {state.step}, saved: {stuck} updates in a row were skipped "
@@ -371,30 +372,38 @@ def evaluate(t: Training, data: TokenData) -> float:
     return loss
 
 
-def save(t: Training, state: LoopState, checkpointer: Checkpointer) -> None:
-    """Start an asynchronous checkpoint; every rank calls it."""
+def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
+    """Start an asynchronous checkpoint; every rank calls it.
+
+    Args:
+        final: nothing is trained behind it, so that its failure ends the run.
+    """
     rng = rng_tensors(t.device)
     shapes = {name: list(param.shape) for name, param in t.params.items()}
     meta = {"parameters": shapes, "ranks": dist.get_world_size(), "loop": state.state_dict()}
-    checkpointer.save(state.step, {**t.tensors(), **rng}, meta)
+    checkpointer.save(state.step, {**t.tensors(), **rng}, meta, final)
 
 
 def restore(t: Training, state: LoopState, path: Path) -> None:
     """Continue from a checkpoint, whatever mesh wrote it; raises CheckpointError."""
     check_parameters(path, t.params)
     saved = read_state(path)
+    check_loop(path, saved)
     try:
         state.load_state_dict(saved["loop"], t.cfg.run.allow_changes)
-        rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
+    rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
     load_tensors(path, {**t.tensors(), **rng})
     t.guard.load(state.spikes)
-    for name, value in rng.items():
-        if name.startswith("rng.cuda"):
-            torch.cuda.set_rng_state(value, t.device)
-        else:
-            torch.set_rng_state(value)
+    try:
+        for name, value in rng.items():
+            if name.startswith("rng.cuda"):
+                torch.cuda.set_rng_state(value, t.device)
+            else:
+                torch.set_rng_state(value)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} holds no state of a random generator: {error}") from error
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

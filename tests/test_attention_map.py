@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_files import sign
 from datasets import Dataset
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 
 from diffllm import build_model, load_config, tools
+from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
 from diffllm.data.train_tokenizer import train_tokenizer
 from diffllm.maps import LayerMaps, layer_maps
@@ -248,7 +250,9 @@ def save_weights(run, model):
     params = {name: param.detach() for name, param in model.named_parameters()}
     dcp.save({f"model.{n}": p for n, p in params.items()}, checkpoint_id=path, no_dist=True)
     shapes = {name: list(param.shape) for name, param in params.items()}
-    (path / "state.json").write_text(json.dumps({"format": 1, "step": 7, "parameters": shapes}))
+    state = {"format": FORMAT, "step": 7, "parameters": shapes, "ranks": 1, "loop": {}}
+    (path / "state.json").write_text(json.dumps(state))
+    sign(path)
 
 
 @pytest.fixture

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import resource
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +133,53 @@ def test_a_resume_that_cannot_write_leaves_the_old_file_whole(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left"):
         MetricsFile(path, last_step=3)
     assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root for a file system of its own")
+def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no tmpfs here")
+    try:
+        file = MetricsFile(disk / "metrics.jsonl")
+        file.write({"step": 1})
+        (ballast := disk / "ballast").write_bytes(b"0" * 56 * 1024)
+        for step in range(2, 200):
+            file.write({"step": step, "text": "x" * 100})
+        written = (disk / "metrics.jsonl").read_text().splitlines()
+        assert len(written) < 199, "the disk was not full"
+        assert all(json.loads(line) for line in written), "a line cut short"
+        ballast.unlink()
+        file.write({"step": 200})
+        file.close()
+        lines = (disk / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 201))
+        said = capfd.readouterr().err
+        assert said.count("warning: ") == 1
+        assert "metrics.jsonl" in said
+        assert "there is no room" in said or "No space left" in said
+    finally:
+        subprocess.run(["umount", str(disk)])
+
+
+def test_lines_that_no_longer_fit_are_named_at_the_end(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("diffllm.metrics.say", said.append)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        for step in (2, 3):
+            file.write({"step": step})
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert "cannot be written" in said[0]
+    assert "lacks its last 2 lines: " in said[1]
+    assert len(said) == 2

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from checkpoint_files import write_checkpoint
 
 from diffllm import build_model, config, load_config
 from diffllm.config import TrainConfig, variants
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.run_directory import RunDirectory, choose_path, load_run_config, resume_checkpoint
 
-STATE_JSON = '{"format": 1, "step": %d, "parameters": {}, "ranks": 1, "loop": {}}'
 VARIANTS = variants()
 
 
@@ -36,9 +36,7 @@ def begun(tmp_path: Path, tokenizer: Path) -> Path:
     directory.check()
     directory.begin(tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
-    checkpoint = directory.path / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(STATE_JSON % 1)
+    write_checkpoint(directory.path / "checkpoints", 1)
     directory.lock.release()
     return directory.path
 
@@ -219,9 +217,11 @@ def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(b
 
 def test_a_finished_run_says_so(begun):
     directory = RunDirectory(begun, tiny())
-    assert directory.finished() is None
-    directory.finish({"heldout_loss": 1.5})
-    assert directory.finished() == {"heldout_loss": 1.5}
+    assert not directory.finished()
+    directory.finish({"steps": tiny().steps})
+    assert directory.finished()
+    directory.finish({"steps": tiny().steps - 1})
+    assert not directory.finished(), "it was shorter"
 
 
 # Whether it may be used
@@ -388,16 +388,9 @@ def test_a_directory_without_config_yaml_is_not_a_run(tmp_path):
 # Where a start continues
 
 
-def checkpoint_at(directory: Path, step: int) -> Path:
-    path = directory / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    (path / "state.json").write_text(STATE_JSON % step)
-    return path
-
-
 def test_what_resume_means(tmp_path):
-    own = [checkpoint_at(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
-    other = [checkpoint_at(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
+    own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
+    other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
     assert resume_checkpoint(tiny("resume=auto"), []) is None
     assert resume_checkpoint(tiny("resume=auto"), own) == own[-1]
     assert resume_checkpoint(tiny("resume=never"), []) is None

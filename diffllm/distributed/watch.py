@@ -97,7 +97,7 @@ class Watch:
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
-        if isinstance(error, UserError) or not is_failed_collective(error):
+        if not is_failed_collective(error):
             self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
             self.words += one_line(error)
             self.close()
@@ -231,8 +231,10 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]
 
 
-def is_failed_collective(error: BaseException) -> bool:
+def is_failed_collective(error: BaseException | None) -> bool:
     """Whether a missing rank may have caused it."""
+    if isinstance(error, UserError):
+        return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (
         isinstance(error, RuntimeError) and bool(FAILED_COLLECTIVE.search(str(error)))
     )

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from diffllm.distributed.collectives import record_collectives
+from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError
 
 T = TypeVar("T")
@@ -96,49 +99,60 @@ class World:
         )
 
 
-def environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) without it.
-
-    Raises:
-        LaunchError: values that no launcher sets.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return 0, 1, 0
-    rank, size, local = (number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if not rank < size:
-        raise LaunchError(f"RANK={rank} must be less than WORLD_SIZE={size} in the environment")
-    return rank, size, local
-
-
-def number(name: str, largest: int = 2**31) -> int:
-    """An environment variable that a launcher sets, 0 where it does not."""
-    text = os.environ.get(name, "0")
-    if not text.isdecimal() or not text.isascii() or int(text) > largest:
-        raise LaunchError(f"{name}={text!r} in the environment is not a number; torchrun sets it")
-    return int(text)
-
-
 def join(cfg: DistributedConfig) -> World:
     """Meet the other processes of this launch; waits for all of them to appear.
 
     Raises:
-        LaunchError: they do not, within distributed.timeout.
+        LaunchError: the environment variables do not say who meets where, or not all ranks have
+            appeared within `cfg.timeout`.
     """
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())
-    number("MASTER_PORT", largest=65535)
-    if not os.environ.get("MASTER_ADDR"):
-        raise LaunchError("MASTER_ADDR is not set in the environment; torchrun sets it")
+    address, port = meeting_point()
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    url = f"env://?rank={rank}&world_size={size}"
     try:
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=cfg.timeout)))
+        store, rank, size = next(rendezvous(url, timeout=timedelta(seconds=cfg.timeout)))
+        # A launcher's store can outlive its processes: it serves restarts and the jobs of a sweep.
+        store = dist.PrefixStore(f"diffllm/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}", store)
+        meeting = meet(store, rank, size, cfg.timeout)
     except (DistError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
         raise LaunchError(
-            f"rank {rank} of {size} did not meet the other ranks at {where} within "
-            f"distributed.timeout={cfg.timeout} s: {error}"
+            f"no meeting with the other {size - 1} ranks at {address}:{port} within "
+            f"distributed.timeout={cfg.timeout} seconds: {reason}"
         ) from error
-    # One launcher's store serves restarts and the jobs of a sweep, each with keys of its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"diffllm/{attempt}/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}"
-    return World(rank, size, local_rank, dist.PrefixStore(prefix, store))
+    return World(rank, size, local_rank, dist.PrefixStore(meeting, store))
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
+    """A name for this meeting that its ranks share, whatever earlier ones have left in `store`.
+
+    torchrun's count of restarts does not do: when nodes come and go it can stay the same, or differ
+    between nodes. So every rank leaves a word that nobody has used, and rank 0 answers to it.
+
+    Raises:
+        LaunchError: on rank 0, ranks that have not appeared within `timeout` seconds.
+        DistError: on other ranks, no answer within the store's timeout.
+    """
+    if rank:
+        word = uuid4().hex
+        store.set(f"arrived/{rank}", word)
+        meeting = store.get(f"answer/{word}").decode()
+        store.set(f"{meeting}/present/{rank}", "")
+        return meeting
+    meeting = uuid4().hex
+    missing, deadline = set(range(1, size)), time.monotonic() + timeout
+    while missing:
+        for other in [r for r in missing if store.check([f"arrived/{r}"])]:
+            store.set(f"answer/{store.get(f'arrived/{other}').decode()}", meeting)
+        missing -= {r for r in missing if store.check([f"{meeting}/present/{r}"])}
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(map(str, sorted(missing)))
+            raise LaunchError(
+                f"of {size} ranks these have not appeared within distributed.timeout={timeout} "
+                f"seconds: {names}"
+            )
+        time.sleep(0.01)
+    return meeting

@@ -59,7 +59,7 @@ class Job:
 
     def progress(self) -> str:
         """The newest checkpoint, in words."""
-        saved = Path(self.path, "checkpoints").glob("step-*/state.json")
+        saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")
         steps = [int(file.parent.name.removeprefix("step-")) for file in saved]
         return f"saved at step {max(steps)} of {self.steps}" if steps else "nothing saved yet"
 

@@ -9,6 +9,8 @@ COMMANDS = {
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
     "plan": "memory, communication and time of a run on a cluster, without the cluster",
+    "checkpoints": "the checkpoints of a run, every file verified",
+    "consolidate": "a checkpoint's parameters as safetensors, for inference",
     "generate": "continue a prompt with a trained run",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
     "attention-map": "what the heads of a trained run attend to, as a figure",
@@ -25,7 +27,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; the exit code is 2 for what a user can mend."""
+    """Run one subcommand, whose exit code is returned; 2 for what a user can mend."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(usage())
@@ -37,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     try:
-        importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}").main(args[1:])
+        tool = importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}")
+        return tool.main(args[1:]) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0

@@ -13,9 +13,9 @@ T = TypeVar("T")
 def parse(cls: type[T], argv: list[str], what: str) -> T:
     """An instance of the dataclass `cls` from `key=value` words.
 
-    Fields are str, int or float, or one of them or None, or list[str], whose key may come several
-    times; a field's `metadata["help"]` says what it is, and a field that ends in "_" because its
-    key is a Python keyword loses it. `--help` prints them and exits.
+    Fields are str, int, float or bool, or one of them or None, or list[str], whose key may come
+    several times; a field's `metadata["help"]` says what it is, and a field that ends in "_"
+    because its key is a Python keyword loses it. `--help` prints them and exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or not UTF-8, a missing key.
@@ -43,6 +43,11 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             values.setdefault(name, []).append(text)
             continue
         kind = next(iter(get_args(kind)), kind)  # float | None: float
+        if kind is bool:
+            if text not in ("true", "false"):
+                raise ConfigError(f"{name}={text!r} must be true or false")
+            values[known[name].name] = text == "true"
+            continue
         try:
             values[known[name].name] = kind(text)  # type: ignore[operator]
         except ValueError:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from diffllm.checkpoint import check_parameters, complete_checkpoints, load_tensors, read_state
+from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors
 from diffllm.data import Tokenizer
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.errors import ConfigError
 from diffllm.generate import generate
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend
@@ -25,22 +25,17 @@ class Arguments:
     temperature: float = field(default=0.8, metadata={"help": "0 takes the likeliest token"})
     top_p: float = field(default=0.95, metadata={"help": "nucleus to sample from"})
     seed: int = field(default=0, metadata={"help": "of the sampling"})
-    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest"})
+    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
 
 
 def load_model(run: Path, step: int = 0) -> Transformer:
     """The decoder of a run's checkpoint (0: the newest), float32 on the default device.
 
     Raises:
-        CheckpointError: no run, no such checkpoint, or one of another model.
+        CheckpointError: no run, no such checkpoint, a damaged one, or one of another model.
     """
     cfg = load_run_config(run)
-    found = {read_state(path)["step"]: path for path in complete_checkpoints(run / "checkpoints")}
-    if not found:
-        raise CheckpointError(f"{run} has no complete checkpoint yet")
-    if step and step not in found:
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
-    path = found[step or max(found)]
+    path = find_checkpoint(run, step)
     cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here
     model = Transformer(cfg.model)
     model.rope.reset_parameters()

@@ -5,6 +5,7 @@ They are real processes of the real command, without the seconds that torchrun a
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -90,6 +91,8 @@ def _rank(fault: Fault, words: list[str], environment: dict[str, str], said: str
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
+    # Of the loader's processes; one that forkserver started would go on when this one is killed.
+    multiprocessing.set_start_method("fork", force=True)
     code = 1
     try:
         code = planted_train.main(fault, words)

@@ -84,15 +84,15 @@ def kill_everything(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def descendants(parent: int) -> list[int]:
-    """Process ids of children, grandchildren and so on."""
+def descendants(parent: int, deep: bool = True) -> list[int]:
+    """Process ids of children, and if `deep` of grandchildren and so on."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             ppid = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(ppid, []).append(int(path.name))
     found = list(children.get(parent, []))
-    for pid in found:
+    for pid in found if deep else []:
         found += children.get(pid, [])
     return found
 

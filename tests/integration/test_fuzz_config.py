@@ -523,7 +523,7 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
     ([], {"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'"]),
     ([], {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
     (["global_batch_size=8"], RANKS_2, ["MASTER_ADDR"]),
-    ([], {**RANKS_2, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, ["MASTER_PORT='99999'"]),
+    ([], {**RANKS_2, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, ["MASTER_PORT=99999"]),
     (
         ["global_batch_size=3"],
         {**RANKS_2, "MASTER_ADDR": "x", "MASTER_PORT": "1"},

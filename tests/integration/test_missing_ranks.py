@@ -14,6 +14,8 @@ from diffllm import load_config
 from diffllm.data import prepare
 
 TIMEOUT = 12
+SLOW = pytest.mark.slow
+GONE = "killed, stopped or cut off"
 LATE = 60
 """Seconds more that a busy machine may take for what follows."""
 
@@ -54,15 +56,11 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
 @pytest.mark.parametrize(
     ("kind", "rank", "said"),
     [
-        pytest.param(
-            "die", 0, "rank 0 is missing: killed, stopped or cut off", marks=pytest.mark.slow
-        ),
-        ("die", 1, "rank 1 is missing: killed, stopped or cut off"),
-        ("freeze", 0, "rank 0 is missing: killed, stopped or cut off"),
-        pytest.param(
-            "freeze", 2, "rank 2 is missing: killed, stopped or cut off", marks=pytest.mark.slow
-        ),
-        pytest.param("hang", 0, "rank 0 is missing: it hangs at step 8", marks=pytest.mark.slow),
+        pytest.param("die", 0, f"rank 0 is missing: {GONE}", marks=pytest.mark.slow),
+        ("die", 1, f"rank 1 is missing: {GONE}"),
+        ("freeze", 0, f"rank 0 is missing: {GONE}"),
+        pytest.param("freeze", 2, f"rank 2 is missing: {GONE}", marks=pytest.mark.slow),
+        pytest.param("hang", 0, "rank 0 is missing: it hangs at step 8", marks=SLOW),
         ("hang", 2, "rank 2 is missing: it hangs at step 8"),
         ("start", 1, "rank 1 is missing: it hangs at the building of the model"),
     ],
@@ -100,7 +98,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=SLOW), 1])
 def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
     """Long before distributed.timeout, for a scheduler does not wait; and it is to try again."""
     directory = tmp_path / "run"

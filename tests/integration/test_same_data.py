@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,12 @@ def stop_at(run: ForkedRun, directory: Path, step: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run on one rank, dense; and of experts in `moe`."""
     directory = tmp_path_factory.mktemp("straight")
     ForkedRun(words(corpus, directory / "dense"), 1, directory / "dense").finish()
     ForkedRun(words(corpus, directory / "moe", "model=moe_tiny"), 1, directory / "moe").finish()
-    yield directory
+    return directory
 
 
 def test_an_undisturbed_run_reads_every_sample_once_an_epoch(straight):
@@ -115,19 +114,56 @@ def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.parametrize(
-    "change", ["seed=1", "seq_len=128", "global_batch_size=6", "data.vocab_size=290"]
+    ("change", "allowed"),
+    [
+        ("seed=1", ["seed"]),
+        ("seq_len=128", ["seq_len"]),
+        ("global_batch_size=6", ["global_batch_size"]),
+        ("data.vocab_size=290", ["data.vocab_size", "tokenizer"]),
+        ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
+    ],
 )
-def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change):
-    key, _, value = change.partition("=")
+def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allowed):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(corpus.read_text().splitlines(keepends=True)[:300])))
+    change = change.replace("OTHER", str(other))
     run = tmp_path / "run"
-    short = [*words(corpus, run), "steps=3", "checkpoint.interval=2", "optim.warmup_steps=1"]
+    short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
-    (run / "summary.json").unlink()  # as if it had been killed before its end
-    before = (run / "config.yaml").read_bytes()
-    refused = ForkedRun([*short, "steps=3", change], 1, tmp_path / "refused")
-    assert refused.codes() == [2]
-    (error,) = [x for x in refused.text().splitlines() if x.startswith("error: ")]
-    assert f"{key}: " in error
-    assert f"{value} here" in error
-    assert f"run.allow_changes=[{key}]" in error
-    assert (run / "config.yaml").read_bytes() == before
+    before = {
+        path: path.read_bytes() for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")
+    }
+
+    longer = [*short, "steps=6", change]
+    passed = ["steps"]
+    for key in allowed:  # each is asked for: first those of the config, then those of the content
+        refused = ForkedRun([*longer, f"run.allow_changes=[{','.join(passed)}]"], 1, tmp_path / key)
+        assert refused.codes() == [2]
+        (error,) = [x for x in refused.text().splitlines() if x.startswith("error: ")]
+        assert f"{key}: " in error
+        passed.append(key)
+    assert f"run.allow_changes=[{','.join(passed)}]" in error
+    assert before == {path: path.read_bytes() for path in before}
+
+    said = ForkedRun([*longer, f"run.allow_changes=[{','.join(passed)}]"], 1, run).finish()
+    assert "continues after step 4" in said
+    assert "changed: " in said
+    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    note = json.loads(line)
+    assert note["step"] == 4
+    assert note["changes"].keys() == {"steps", *allowed}
+    assert note["changes"]["steps"] == [4, 6]
+    assert [line["step"] for line in metric_lines(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_batch_size_goes_on_where_the_data_stood(corpus, straight, tmp_path):
+    """Half of the global batch: each step reads the next six samples of the same order."""
+    run = tmp_path / "run"
+    short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
+    ForkedRun(short, 1, run).finish()
+    more = ["steps=8", "global_batch_size=6", "run.allow_changes=[steps,global_batch_size]"]
+    ForkedRun([*short, *more], 1, run).finish()
+    mine, undisturbed = samples(run), samples(straight / "dense")
+    for step in (5, 6):
+        halves = mine[2 * step - 5] + mine[2 * step - 4]
+        assert sorted(halves) == undisturbed[step]

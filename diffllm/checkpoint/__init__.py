@@ -1,0 +1,21 @@
+"""What a run can continue from: written in the background, visible only when complete."""
+
+from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.checkpoint.directory import find_checkpoint, list_checkpoints, newest_good, step_of
+from diffllm.checkpoint.manifest import verify
+from diffllm.checkpoint.reader import check_loop, check_parameters, load_tensors, read_state
+from diffllm.checkpoint.writer import Checkpointer
+
+__all__ = [
+    "CheckpointConfig",
+    "Checkpointer",
+    "check_loop",
+    "check_parameters",
+    "find_checkpoint",
+    "list_checkpoints",
+    "load_tensors",
+    "newest_good",
+    "read_state",
+    "step_of",
+    "verify",
+]

@@ -1,0 +1,73 @@
+"""When checkpoints are written and which of them stay."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diffllm.errors import ConfigError
+
+SECONDS = {"s": 1, "min": 60, "h": 3600}
+DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
+
+
+@dataclass
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    interval: int | str = 100
+    """Between checkpoints: steps (100), or a time (30min, 90s, 1.5h). The last step always has
+    one."""
+    keep_last: int = 2
+    """Newest checkpoints that stay; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this many steps stay for good; 0 is off."""
+
+    @property
+    def steps(self) -> int:
+        """Steps between checkpoints; 0 where a time is between them."""
+        return self.interval if isinstance(self.interval, int) else 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between checkpoints; None where steps are between them."""
+        if isinstance(self.interval, int):
+            return None
+        match = DURATION.fullmatch(self.interval)
+        return float(match[1]) * SECONDS[match[2]] if match else 0.0
+
+    def validate(self) -> None:
+        """Raise ConfigError for values outside their range."""
+        if self.seconds == 0:
+            raise ConfigError(
+                f"checkpoint.interval={self.interval} must be steps, as in 100, or a time above 0, "
+                "as in 90s, 30min or 1.5h"
+            )
+        if self.seconds is None and self.steps < 1:
+            raise ConfigError(f"checkpoint.interval={self.interval} must be at least 1")
+        for name in ("keep_last", "keep_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
+
+
+class SaveClock:
+    """Tells when an interval in time has passed.
+
+    Args:
+        seconds: between saves; None is never due.
+    """
+
+    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic):
+        self.seconds, self.now = seconds, now
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the interval anew; every save does."""
+        self.since = self.now()
+
+    def due(self) -> bool:
+        """Whether the interval has passed; said once, then the next interval begins."""
+        if self.seconds is None or self.now() - self.since < self.seconds:
+            return False
+        self.reset()
+        return True

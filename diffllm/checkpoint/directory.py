@@ -1,0 +1,143 @@
+"""The checkpoints of a run: which there are, which can be used, which stay."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.checkpoint.manifest import read_manifest, sync_directory, verify
+from diffllm.errors import CheckpointError
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint directory's name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, once it is complete."""
+    return directory / f"step-{step:08d}"
+
+
+def hidden_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is while it is written, and while it is deleted."""
+    return directory / f".step-{step:08d}.incomplete"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints below `directory`, whole or damaged, oldest first."""
+    found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
+    return sorted((p for p in found if p.is_dir()), key=step_of)
+
+
+def list_incomplete(directory: Path) -> list[Path]:
+    """What saves that were cut short have left, and a save under way."""
+    found = directory.glob(".step-*.incomplete")
+    return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
+
+
+def newest_good(paths: Sequence[Path]) -> Path | None:
+    """The last of `paths` that is as it was written; None if there are none.
+
+    Those behind it are damaged: each is named on stderr and left alone.
+
+    Raises:
+        CheckpointError: all are damaged; it names them.
+    """
+    damaged: list[str] = []
+    for path in reversed(paths):
+        problems = verify(path)
+        if not problems:
+            for name in damaged:
+                warn(f"damaged checkpoint {name}: left alone; continuing from {path.name} instead")
+            return path
+        damaged.append(f"{path} ({summary(problems)})")
+    if damaged:
+        raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")
+    return None
+
+
+def check_whole(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
+    read_manifest(path)
+    problems = verify(path)
+    if problems:
+        raise CheckpointError(f"checkpoint {path} is damaged: {summary(problems)}")
+
+
+def find_checkpoint(run: Path, step: int = 0) -> Path:
+    """A run's checkpoint, every file verified; step 0 is the newest that is whole.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
+    if not found:
+        raise CheckpointError(f"{run} has no complete checkpoint yet")
+    if step not in (0, *found):
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
+    path = found.get(step) or newest_good(list(found.values()))
+    assert path
+    if step:
+        check_whole(path)
+    return path
+
+
+def summary(problems: Sequence[str]) -> str:
+    """The first few of what `verify` found."""
+    more = len(problems) - 3
+    return "; ".join([*problems[:3], *([f"and {more} more"] if more > 0 else [])])
+
+
+def warn(text: str) -> None:
+    """One line on stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a directory, or a link to one but not what it points to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that is in the way of the one of the same step, and say so."""
+    for number in range(1, 1000):
+        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(aside):
+            path.rename(aside)
+            warn(f"{path} was in the way of a new checkpoint; it is now {aside.name}")
+            return
+    raise FileExistsError(f"{path.parent} holds too many damaged checkpoints")
+
+
+def publish(hidden: Path, final: Path) -> None:
+    """Give a checkpoint its visible name, so that it outlives a power cut."""
+    if os.path.lexists(final):
+        set_aside(final)
+    sync_directory(hidden)
+    hidden.rename(final)
+    sync_directory(final.parent)
+
+
+def outdated(paths: Sequence[Path], cfg: CheckpointConfig) -> list[Path]:
+    """Of checkpoints, oldest first, those that need not stay."""
+    if not cfg.keep_last:
+        return []
+    rest = paths[: -cfg.keep_last]
+    return [p for p in rest if not (cfg.keep_every and step_of(p) % cfg.keep_every == 0)]
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint so that no half of it is ever taken for a damaged one."""
+    hidden = hidden_path(path.parent, step_of(path))
+    try:
+        path.rename(hidden)
+        remove(hidden)
+    except OSError as error:
+        warn(f"old checkpoint {path} cannot be deleted: {error.strerror or error}")

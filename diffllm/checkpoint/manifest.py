@@ -1,0 +1,192 @@
+"""What a checkpoint consists of: the size and the SHA-256 of each of its files.
+
+Nothing else of a checkpoint is read before it agrees with this.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffllm.errors import CheckpointError
+
+FORMAT = 2
+NAME = "manifest.json"
+REQUIRED = (".metadata", "state.json")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+LARGEST_JSON = 64 * 2**20
+"""Bytes; those of a run with 100,000 parameters and 10,000 ranks have a tenth of it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every file of a checkpoint but the manifest, by name."""
+
+    step: int
+    files: dict[str, FileRecord]
+
+
+def describe(files: Iterable[Path]) -> dict[str, FileRecord]:
+    """Records of files as they are on disk."""
+    return {file.name: FileRecord(file.stat().st_size, sha256_of(file)) for file in files}
+
+
+def sha256_of(file: Path) -> str:
+    """Of a file's content, in hexadecimal digits; other threads run meanwhile."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Into the checkpoint directory `path`, down to the disk."""
+    files = {name: vars(record) for name, record in sorted(manifest.files.items())}
+    text = json.dumps({"format": FORMAT, "step": manifest.step, "files": files}, indent=1)
+    write_durably(path / NAME, text)
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write a file so that it outlives a power cut, once its directory is synced too."""
+    with open(file, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Names in a directory outlive a power cut from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint directory `path`; raises CheckpointError."""
+    try:
+        return checked(read_json(path / NAME))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a checkpoint: {NAME} {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} is not a checkpoint: {missing(path, error)}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file that may come from anywhere; raises ValueError or OSError."""
+    about = file.lstat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("is not a regular file")
+    if about.st_size > LARGEST_JSON:
+        raise ValueError(f"has {about.st_size:,} bytes, more than {LARGEST_JSON:,}")
+    try:
+        content = json.loads(file.read_bytes())
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError("is not a JSON object")
+    return content
+
+
+def checked(content: dict[str, Any]) -> Manifest:
+    """A manifest from JSON; raises ValueError unless every part is what it must be."""
+    if content.get("format") != FORMAT:
+        raise ValueError(f"is not of format {FORMAT}, the one this version reads")
+    step, entries = content.get("step"), content.get("files")
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise ValueError("has no step")
+    if not isinstance(entries, dict):
+        raise ValueError("has no files")
+    files = {}
+    for name, entry in entries.items():
+        if name != os.path.basename(name) or name in ("", ".", "..", NAME) or "\0" in name:
+            raise ValueError(f"names {shown(name)}, which cannot be a file of a checkpoint")
+        record = entry if isinstance(entry, dict) else {}
+        size, digest = record.get("size"), record.get("sha256")
+        if type(size) is not int or not 0 <= size < 2**63:
+            raise ValueError(f"has no size of {shown(name)}")
+        if not isinstance(digest, str) or not SHA256.fullmatch(digest):
+            raise ValueError(f"has no checksum of {shown(name)}")
+        files[name] = FileRecord(size, digest)
+    for name in REQUIRED:
+        if name not in files:
+            raise ValueError(f"does not name {name}")
+    return Manifest(step, files)
+
+
+def missing(path: Path, error: OSError) -> str:
+    """Why there is no manifest to read."""
+    try:
+        old = read_json(path / "state.json").get("format")
+    except (OSError, ValueError):
+        old = None
+    if type(old) is int and old < FORMAT:
+        return f"it is of format {old}, and this version reads format {FORMAT}"
+    if isinstance(error, FileNotFoundError):
+        return f"it has no {NAME}"
+    return f"{NAME} cannot be read ({error.strerror})"
+
+
+def verify(path: Path, checksums: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, a phrase a file; empty for one that is as it was written.
+
+    Args:
+        checksums: read every file; without, only its size is looked at.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error).removeprefix(f"{path} is not a checkpoint: ")]
+    wrong = {name: wrong_size(path / name, record) for name, record in manifest.files.items()}
+    if checksums:
+        whole = [name for name, problem in wrong.items() if problem is None]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
+            found = pool.map(lambda n: wrong_content(path / n, manifest.files[n]), whole)
+            wrong.update(zip(whole, found, strict=True))
+    return [problem for problem in wrong.values() if problem]
+
+
+def wrong_size(file: Path, record: FileRecord) -> str | None:
+    """Why a file cannot be the recorded one, from its size alone."""
+    name = shown(file.name)
+    try:
+        about = file.lstat()
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if not stat.S_ISREG(about.st_mode):
+        return f"{name} is not a regular file"
+    if about.st_size != record.size:
+        return f"{name} has {about.st_size:,} bytes, not {record.size:,}"
+    return None
+
+
+def wrong_content(file: Path, record: FileRecord) -> str | None:
+    """Why a file is not the recorded one, from its checksum."""
+    try:
+        right = sha256_of(file) == record.sha256
+    except OSError as error:
+        return f"{shown(file.name)} cannot be read ({error.strerror})"
+    return None if right else f"{shown(file.name)} has another checksum"
+
+
+def shown(text: object) -> str:
+    """Text from a file, safe to print on one line."""
+    plain = "".join(c if c.isprintable() else "?" for c in str(text))
+    return plain if len(plain) <= 100 else f"{plain[:100]}..."

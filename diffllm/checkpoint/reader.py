@@ -1,0 +1,186 @@
+"""Reading checkpoints without running what is in them.
+
+DCP keeps its index as a pickle and unpickles every entry that is no tensor. Here the index is
+opened only if it is the one in the manifest, may name only the plain records that DCP itself
+writes, and entries must be tensors, which DCP reads with `weights_only`.
+"""
+
+import hashlib
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from diffllm.checkpoint.manifest import (
+    FORMAT,
+    Manifest,
+    read_json,
+    read_manifest,
+    shown,
+    verify,
+)
+from diffllm.errors import CheckpointError
+
+RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "torch": {"Size", *(name for name, v in vars(torch).items() if isinstance(v, torch.dtype))},
+}
+
+
+class RecordUnpickler(pickle.Unpickler):
+    """Refuses every global but DCP's own records."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"{shown(module)}.{shown(name)} is not allowed in a checkpoint's index"
+        )
+
+
+class TensorReader(FileSystemReader):
+    """DCP's reader of a directory that holds tensors and nothing else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index.
+
+        Raises:
+            CheckpointError: a file is not the one in the manifest, as far as sizes tell.
+            UnpicklingError: the index holds anything but records of tensors.
+        """
+        metadata = read_index(Path(self.path))
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_index(path: Path) -> Metadata:
+    """DCP's index of a checkpoint; raises as `TensorReader.read_metadata` does."""
+    problems = verify(path, checksums=False)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    manifest = read_manifest(path)
+    data = (path / ".metadata").read_bytes()
+    if hashlib.sha256(data).hexdigest() != manifest.files[".metadata"].sha256:
+        raise CheckpointError(".metadata has another checksum")
+    metadata = RecordUnpickler(io.BytesIO(data)).load()
+    check_index(metadata, manifest)
+    return metadata
+
+
+def check_index(metadata: Any, manifest: Manifest) -> None:
+    """Raise UnpicklingError unless an index names tensors in files of the manifest only."""
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError("the index is not one of DCP's")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"entry {shown(name)} is not a tensor")
+    for place in metadata.storage_data.values():
+        if not isinstance(place, _StorageInfo) or place.relative_path not in manifest.files:
+            raise pickle.UnpicklingError("the index points to what is no file of the checkpoint")
+        if place.transform_descriptors:
+            raise pickle.UnpicklingError("the index asks for tensors to be transformed")
+
+
+def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
+    """Fill `tensors` in place from a checkpoint, whatever mesh wrote it.
+
+    Sizes are checked, and the checksum of the index; those of tensors are for `verify`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=TensorReader(path), **kwargs)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """One line about a failure; DCP wraps those of the ranks, and not in an Exception."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {reason(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
+    try:
+        state = read_json(path / "state.json")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a checkpoint: state.json {error}") from error
+    except OSError as error:
+        why = f"state.json: {error.strerror}"
+        raise CheckpointError(f"{path} is not a checkpoint: {why}") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
+    parts = {"step": int, "ranks": int, "parameters": dict, "loop": dict}
+    for name, kind in parts.items():
+        if type(state.get(name)) is not kind:
+            raise CheckpointError(f"{path} is not a checkpoint: state.json has no {name}")
+    return state
+
+
+def check_loop(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a run can go on from the loop state in `state`."""
+    loop = state["loop"]
+    data, run_id = loop.get("data"), loop.get("wandb_id")
+    wrong = {
+        "numbers": not plain(loop),
+        "step": loop.get("step") != state["step"],
+        "data": not (isinstance(data, dict) and all(type(v) is int for v in data.values())),
+        "wandb_id": run_id is not None and not re.fullmatch(r"[\w-]{1,64}", str(run_id)),
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise CheckpointError(f"{path} is not a checkpoint: state.json has no usable loop.{name}")
+
+
+def plain(value: Any, depth: int = 8) -> bool:
+    """Whether a JSON value is of moderate depth and its numbers fit into 64 bits."""
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(plain(v, depth - 1) for v in inner)
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+def check_parameters(path: Path, params: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless the checkpoint holds just these parameters and shapes."""
+    saved = read_state(path)["parameters"]
+    here = {name: list(param.shape) for name, param in params.items()}
+    if saved == here:
+        return
+    for name in sorted(saved.keys() | here.keys()):
+        if saved.get(name) != here.get(name):
+            raise CheckpointError(
+                f"{path} is a checkpoint of another model: {shown(name)} is "
+                f"{shown(saved.get(name, 'absent'))} there and {here.get(name, 'absent')} here"
+            )

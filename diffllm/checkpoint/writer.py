@@ -1,0 +1,237 @@
+"""Writing checkpoints in the background, and what becomes of those that cannot be written."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from diffllm.checkpoint.config import CheckpointConfig, SaveClock
+from diffllm.checkpoint.directory import (
+    delete,
+    hidden_path,
+    list_checkpoints,
+    outdated,
+    path_of,
+    publish,
+    remove,
+    step_of,
+    warn,
+)
+from diffllm.checkpoint.manifest import (
+    FORMAT,
+    FileRecord,
+    Manifest,
+    describe,
+    write_durably,
+    write_manifest,
+)
+from diffllm.checkpoint.reader import reason
+from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
+
+T = TypeVar("T")
+Part = tuple[dict[str, FileRecord], str | None]
+"""The files that a rank wrote, or why it could not."""
+
+WRAPPING = 2048
+"""Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
+
+
+class LastSaveFailed(CheckpointError, AgreedByAll):
+    """On rank 0: what was trained since the newest checkpoint is not on disk."""
+
+
+class LastSaveFailedToo(AgreedError, AgreedByAll):
+    """The same on the other ranks."""
+
+
+class TensorWriter(FileSystemWriter):
+    """DCP's writer, with the system's error where torch's hides it."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise (cause or error) from None
+
+
+class Checkpointer:
+    """Writes checkpoints of one run in the background, one at a time.
+
+    Every rank makes one and calls the same methods at the same steps.
+
+    Args:
+        step: where the run starts; checkpoints beyond it are damaged ones that were skipped, and
+            are neither counted nor deleted.
+    """
+
+    def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
+        self.directory, self.cfg = directory, cfg
+        self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
+        self.clock = SaveClock(cfg.seconds)
+        # Collectives in the background must not meet the training's on one group.
+        self.group = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        gpu = torch.cuda.is_available()
+        # Copies go to the same host memory each time: fresh pages cost more than the copy.
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=gpu,
+            )
+        )
+        self.pending: Future[None] | None = None
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], final: bool = False
+    ) -> None:
+        """Start writing; returns once the tensors are copied. Waits for an earlier save.
+
+        A save that fails costs a warning on rank 0, and the hidden directory goes.
+
+        Args:
+            state: what is no tensor; goes to state.json.
+            final: nothing is trained behind this save, so that its failure ends the run.
+
+        Raises:
+            CheckpointError: the save is final and there is not enough space.
+        """
+        self.wait()
+        self.clock.reset()
+        text = json.dumps({"format": FORMAT, "step": step, **state})
+        hidden = hidden_path(self.directory, step)
+        refused = self._decided_by_rank_0(lambda: make_room(hidden, tensors, len(text)))
+        if refused:
+            self._failed(step, refused, final)
+            return
+        staged = self.stager.stage(tensors)
+        self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
+
+    def due(self) -> bool:
+        """Whether a save is due by rank 0's clock, which counts for all; never on other ranks."""
+        return self.rank == 0 and self.clock.due()
+
+    def wait(self) -> None:
+        """Wait until no save is under way.
+
+        Raises:
+            CheckpointError: a final save failed, or the ranks could not agree about a save.
+        """
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except (CheckpointError, AgreedError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"the ranks lost each other over a checkpoint under {self.directory}: "
+                f"{reason(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """Wait for the last save; raises CheckpointError as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self.pool.shutdown()
+            self.stager.close()
+
+    def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
+        """On a thread of its own, on every rank: write, agree, publish."""
+        files: dict[str, FileRecord] = {}
+        why: str | None = None
+        try:
+            dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
+            files = describe(hidden.glob(f"__{self.rank}_*.distcp"))
+        except (Exception, CheckpointException) as error:
+            why = reason(error)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (files, why), group=self.group)
+        failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, text))
+        if failure:
+            self._failed(step, failure, final)
+
+    def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
+        """On rank 0: the manifest, the visible name, and the end of old checkpoints."""
+        final = path_of(self.directory, step)
+        try:
+            for why in filter(None, (why for _, why in parts)):
+                raise CheckpointError(why)
+            write_durably(hidden / "state.json", text)
+            files = describe(hidden / name for name in (".metadata", "state.json"))
+            for part, _ in parts:
+                files |= part
+            write_manifest(hidden, Manifest(step, files))
+            publish(hidden, final)
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(hidden, ignore_errors=True)
+            return reason(error)
+        self.skipped.discard(final)
+        mine = [p for p in list_checkpoints(self.directory) if p not in self.skipped]
+        for old in outdated(mine, self.cfg):
+            delete(old)
+        return None
+
+    def _decided_by_rank_0(self, choose: Callable[[], T]) -> T:
+        """What `choose` returns on rank 0, on every rank."""
+        decision = [choose() if self.rank == 0 else None]
+        dist.broadcast_object_list(decision, src=0, group=self.group)
+        return decision[0]  # type: ignore[return-value]
+
+    def _failed(self, step: int, why: str, final: bool) -> None:
+        """Warn once for all ranks; raise CheckpointError if the save was final."""
+        if not final and self.rank > 0:
+            return
+        left = [path.name for path in list_checkpoints(self.directory) if path not in self.skipped]
+        newest = f"the newest checkpoint is {left[-1]}" if left else "there is no checkpoint yet"
+        said = f"step {step} could not be saved under {self.directory}: {why}; {newest}"
+        if not final:
+            warn(f"{said}; training goes on")
+        elif self.rank > 0:
+            raise LastSaveFailedToo(said)
+        else:
+            again = "the same command continues from it" if left else "start again"
+            raise LastSaveFailed(f"{said}; make room, then {again}")
+
+
+def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
+    """On rank 0: an empty hidden directory, or why there is none.
+
+    Args:
+        extra: bytes besides the tensors.
+    """
+    try:
+        if hidden.exists():
+            remove(hidden)
+        hidden.mkdir(parents=True)
+        disk = shutil.disk_usage(hidden)
+        needed = needed_bytes(tensors) + extra
+        if disk.total and disk.free < needed:  # some network file systems know no sizes
+            hidden.rmdir()
+            return f"it needs {needed:,} bytes and {disk.free:,} are free"
+    except OSError as error:
+        return reason(error)
+    return None
+
+
+def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """What a checkpoint takes on disk, all ranks together."""
+    pieces = len(tensors) * dist.get_world_size()
+    return sum(t.numel() * t.element_size() for t in tensors.values()) + WRAPPING * pieces

@@ -1,0 +1,95 @@
+"""What started this process, read from its environment variables: torchrun, srun, or nobody."""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+
+from diffllm.errors import LaunchError
+
+FIRST_PORT, PORTS = 12000, 20000
+"""Where ports that are derived from job ids lie: below what Linux gives to clients."""
+PR_SET_PDEATHSIG = 1
+
+
+def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, world size, local rank): torchrun's variables, else those of an srun step, else alone.
+
+    SLURM sets most of its variables in the shells of salloc and sbatch, too, and in the one that
+    `srun --pty` opens. A training that is started there by hand is a single process.
+
+    Raises:
+        LaunchError: variables that are no numbers, or that do not fit together.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PTY_PORT" not in env:
+        return place(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    return 0, 1, 0
+
+
+def place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int, int, int]:
+    """The values of three variables, once they make sense."""
+    for one, other in ((rank, size), (size, rank)):
+        if one not in env:
+            raise LaunchError(
+                f"{other}={env[other]} is set and {one} is not; start with torchrun or srun, "
+                f"or unset {other} to train in one process"
+            )
+    r, n = number(env, rank, 0), number(env, size, 1)
+    if r >= n:
+        raise LaunchError(f"{rank}={r} must be below {size}={n}")
+    return r, n, number(env, local, 0) if local in env else 0
+
+
+def number(env: Mapping[str, str], name: str, least: int) -> int:
+    """The variable as a whole number."""
+    text = env[name].strip()
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise LaunchError(f"{name}={env[name]!r} must be a whole number, {least} or more")
+    return int(text)
+
+
+def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """(address, port) where rank 0 answers: MASTER_ADDR and MASTER_PORT, else from SLURM's step.
+
+    The address is the first node of the step, where task 0 runs. The port follows from the ids of
+    job and step, so that the jobs of one node do not meet each other.
+
+    Raises:
+        LaunchError: a variable is missing or wrong.
+    """
+    address, port = env.get("MASTER_ADDR"), None
+    if "MASTER_PORT" in env:
+        port = number(env, "MASTER_PORT", 1)
+        if port > 65535:
+            raise LaunchError(f"MASTER_PORT={port} must be below 65536")
+    if "RANK" not in env and "SLURM_STEP_NODELIST" in env:
+        address = address or first_host(env["SLURM_STEP_NODELIST"])
+        job, step = (number(env, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        port = port or FIRST_PORT + (16 * job + step) % PORTS
+    missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not v]
+    if not address or not port:
+        raise LaunchError(
+            f"WORLD_SIZE={env.get('WORLD_SIZE')} needs {' and '.join(missing)}, the address where "
+            "rank 0 answers; torchrun sets both, or unset RANK and WORLD_SIZE to train in one "
+            "process"
+        )
+    return address, port
+
+
+def first_host(nodes: str) -> str:
+    """The first name in SLURM's notation, such as "gpu[003-006,9]-ib,login1"."""
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
+
+
+def end_with_torchrun() -> None:
+    """Let a SIGKILL of torchrun kill its workers, too; it starts them in sessions of their own.
+
+    Workers that lived on would hold their GPUs, and write to a run that is somebody else's by then.
+    """
+    worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
+    if worker and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

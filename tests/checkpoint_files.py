@@ -1,0 +1,37 @@
+"""Checkpoints that hold no tensors, and ways to damage any."""
+
+import json
+import os
+from pathlib import Path
+
+from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_manifest
+
+
+def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
+    """A whole checkpoint of a run directory's `checkpoints/`, as far as its manifest goes.
+
+    Args:
+        parts: of state.json, over those of an empty run.
+    """
+    path = directory / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(b"no index")
+    state = {"format": FORMAT, "step": step, "parameters": {}, "ranks": 1, "loop": {}}
+    (path / "state.json").write_text(json.dumps({**state, **parts}))
+    sign(path)
+    return path
+
+
+def sign(path: Path) -> None:
+    """Make the manifest agree with the files, as whoever forges a checkpoint would."""
+    files = describe(file for file in path.iterdir() if file.name != "manifest.json")
+    step = int(path.name.removeprefix("step-"))
+    write_manifest(path, Manifest(step, files))
+
+
+def flip_bit(file: Path) -> None:
+    """One bit in the middle; size and time of the file stay."""
+    about, content = file.stat(), bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))

@@ -1,0 +1,95 @@
+"""Machines of a cluster, as far as the network can tell: namespaces with names and addresses."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+NAMED = Path("/etc/netns")
+"""Where `ip netns exec` finds the /etc/hosts of a namespace."""
+START = 'hostname "$0"; exec "$@"'
+
+
+def lacking(*programs: str) -> str | None:
+    """Why tests cannot run here, if they cannot."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [p for p in programs if not shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin")]
+    return f"needs {', '.join(missing)}" if missing else None
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+@dataclass
+class Node:
+    """One machine; its files are everybody's, as on a shared file system."""
+
+    name: str
+    namespace: str
+
+    def start(self, words: list[str], env: dict[str, str], output: IO[str]) -> subprocess.Popen:
+        """A program on this machine."""
+        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--"]
+        return subprocess.Popen(
+            [*inside, "sh", "-c", START, self.name, *words],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", self.namespace).split()]
+
+    def kill(self) -> None:
+        """SIGKILL to all that runs here."""
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def link(self, state: str) -> None:
+        """Pull the cable ("down"), or plug it in ("up")."""
+        ip("-n", self.namespace, "link", "set", "eth0", state)
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[Node, Node]]:
+    """node1 and node2, joined by a cable; nothing is left of them afterwards."""
+    unique = Path(tempfile.mktemp(prefix="", dir="")).name
+    nodes = tuple(Node(f"node{i}", f"diffllm-{unique}-{i}") for i in (1, 2))
+    hosts = "127.0.0.1 localhost\n10.77.0.1 node1\n10.77.0.2 node2\n"
+    try:
+        for node in nodes:
+            ip("netns", "add", node.namespace)
+            (NAMED / node.namespace).mkdir(parents=True)
+            (NAMED / node.namespace / "hosts").write_text(hosts)
+        one, two = nodes
+        ip("-n", one.namespace, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0",
+           "netns", two.namespace)  # fmt: skip
+        for i, node in enumerate(nodes, 1):
+            ip("-n", node.namespace, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            node.link("up")
+            ip("-n", node.namespace, "link", "set", "lo", "up")
+        yield one, two
+    finally:
+        for node in nodes:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                node.kill()
+                ip("netns", "del", node.namespace)
+            (NAMED / node.namespace / "hosts").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (NAMED / node.namespace).rmdir()
+        with contextlib.suppress(OSError):
+            NAMED.rmdir()

@@ -1,0 +1,65 @@
+"""Real runs whose newest checkpoint is damaged, or that save by the clock."""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_files import flip_bit
+from runs import (
+    assert_same_weights,
+    command,
+    finish,
+    kill_everything,
+    metric_lines,
+    start,
+    wait_for,
+    write_corpus,
+)
+
+from diffllm.checkpoint import list_checkpoints, verify
+
+WORDS = ("steps=60", "checkpoint.interval=20", "checkpoint.keep_last=0", "log_interval=5")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    finish(start(command(corpus, straight, *WORDS)))
+    first = start(command(corpus, broken, *WORDS))
+    newest = broken / "checkpoints" / "step-00000040"
+    wait_for(newest.exists, first, "checkpoint at step 40")
+    kill_everything(first)
+    assert not (broken / "checkpoints" / "step-00000060").exists(), "killed too late"
+    flip_bit(newest / "__0_0.distcp")
+    cut_short = broken / "checkpoints" / ".step-00000050.incomplete"
+    cut_short.mkdir()
+    (cut_short / "__0_0.distcp").write_bytes(b"half")
+
+    output = finish(start(command(corpus, broken, *WORDS)))
+    (skipped, moved) = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert f"damaged checkpoint {newest} (__0_0.distcp has another checksum)" in skipped
+    assert "continuing from step-00000020 instead" in skipped
+    assert "continues after step 20" in output
+    assert moved.endswith("it is now damaged-step-00000040")
+    names = {path.name for path in (broken / "checkpoints").iterdir()}
+    steps = {f"step-{step:08d}" for step in (20, 40, 60)}
+    assert names == {*steps, "damaged-step-00000040"}
+    assert all(verify(path) == [] for path in list_checkpoints(broken / "checkpoints"))
+    assert metric_lines(broken) == metric_lines(straight)
+    for step in (40, 60):
+        assert_same_weights(straight, broken, step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_by_the_clock(corpus, tmp_path, ranks):
+    """All ranks save at the same steps, or they would wait for each other."""
+    run = tmp_path / "run"
+    words = ("steps=60", "checkpoint.interval=0.5s", "checkpoint.keep_last=0", "log_interval=1")
+    finish(start(command(corpus, run, *words, ranks=ranks)))
+    found = list_checkpoints(run / "checkpoints")
+    assert len(found) > 1
+    assert found[-1].name == "step-00000060"
+    assert all(verify(path) == [] for path in found)

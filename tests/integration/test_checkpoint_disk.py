@@ -1,0 +1,146 @@
+"""Runs on disks that are full, with real files and real processes."""
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import (
+    command,
+    finish,
+    metric_lines,
+    pid_of_rank,
+    start,
+    wait_for,
+    write_corpus,
+)
+
+from diffllm.checkpoint import list_checkpoints, step_of, verify
+
+WORDS = ("steps=60", "checkpoint.interval=5", "log_interval=1", "eval.interval=60")
+TOO_SMALL = 1_000_000
+"""Bytes a file may have; tensors take seven times as many, everything else a tenth."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def limit_files(pid: int, size: int) -> None:
+    """From now on the process gets EFBIG where a file would be larger."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+
+def steps(run: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(run / "checkpoints")]
+
+
+def reached(run: Path, step: int) -> bool:
+    file = run / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()
+
+
+def warnings(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("warning: ")]
+
+
+def assert_clean(run: Path, output: str) -> None:
+    assert "Traceback" not in output
+    assert list((run / "checkpoints").glob(".*")) == []
+    for path in list_checkpoints(run / "checkpoints"):
+        assert verify(path) == [], path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, ranks):
+    """With two ranks, only one of them meets the limit."""
+    run = tmp_path / "run"
+    process = start(command(corpus, run, *WORDS, ranks=ranks))
+    wait_for(lambda: steps(run), process, "first checkpoint")
+    pid = process.pid if ranks == 1 else pid_of_rank(process, 1)
+    limit_files(pid, TOO_SMALL)
+    here = len(metric_lines(run))
+    wait_for(lambda: reached(run, here + 12), process, "two more saves")
+    assert steps(run), "older checkpoints are gone"
+    limit_files(pid, resource.RLIM_INFINITY)
+    output = finish(process)
+    said = warnings(output)
+    assert said
+    for line in said:
+        assert "could not be saved under" in line
+        assert f"rank {ranks - 1}: File too large" in line
+        assert "the newest checkpoint is step-" in line
+        assert line.endswith("training goes on")
+    assert [line["step"] for line in metric_lines(run)] == list(range(1, 61))
+    assert steps(run)[-1] == 60
+    assert_clean(run, output)
+
+
+@pytest.mark.parametrize("how", ["the last step", "a signal"])
+def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path, how):
+    run = tmp_path / "run"
+    process = start(command(corpus, run, *WORDS))
+    wait_for(lambda: steps(run), process, "first checkpoint")
+    limit_files(process.pid, TOO_SMALL)
+    if how == "a signal":
+        process.send_signal(signal.SIGTERM)
+    output = finish(process, 2)
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
+    assert ("error: step 60 " in error) == (how == "the last step")
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    assert f"the newest checkpoint is {newest.name}; make room, then the same command" in error
+    assert 5 <= step_of(newest) < 60
+    assert_clean(run, output)
+    assert not (run / "summary.json").exists()
+    output = finish(start(command(corpus, run, *WORDS)))
+    assert f"continues after step {step_of(newest)}" in output
+    assert steps(run)[-1] == 60
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB: three checkpoints of the runs here and a bit."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system takes root")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):
+    run, filler = small_disk / "run", small_disk / "filler"
+    process = start(command(corpus, run, *WORDS))
+    wait_for(lambda: steps(run), process, "first checkpoint")
+    filler.write_bytes(b"")
+    with open(filler, "ab") as file:
+
+        def full() -> bool:
+            """Leave less than a checkpoint, whatever else comes and goes meanwhile."""
+            disk = os.statvfs(small_disk)
+            spare = disk.f_bavail * disk.f_frsize - 3_000_000
+            if spare > 0:
+                file.write(bytes(spare))
+                file.flush()
+            return spare <= 0 and reached(run, filled_at + 12)
+
+        filled_at = len(metric_lines(run))
+        wait_for(full, process, "two more saves")
+    assert steps(run), "older checkpoints are gone"
+    filler.unlink()
+    output = finish(process)
+    assert warnings(output)
+    for line in warnings(output):
+        assert " are free; the newest checkpoint is step-" in line or "No space left" in line
+    assert [line["step"] for line in metric_lines(run)] == list(range(1, 61))
+    assert steps(run)[-1] == 60
+    assert_clean(run, output)

@@ -1,0 +1,482 @@
+"""Nothing that is loaded can run code, or read what it should not: forged files, all readers."""
+
+import ast
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_files import sign
+from single_process import gloo_group
+from test_consolidate import SMALL, trained_run
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+import diffllm
+from diffllm import load_config
+from diffllm.checkpoint import load_tensors, verify
+from diffllm.checkpoint.manifest import describe, read_manifest
+from diffllm.checkpoint.reader import check_index
+from diffllm.errors import CheckpointError
+from diffllm.run_directory import RunDirectory, resume_checkpoint
+from diffllm.tools import main
+from diffllm.trainer import LoopState, build, restore
+
+ROOT = Path(diffllm.__file__).parent
+CONFIG = [*SMALL, "attention=standard"]
+SECRET = "hunter2-is-the-secret"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trained")
+    with gloo_group():
+        trained_run(path, ["attention=standard"])
+    (path / "metrics.jsonl").write_text('{"step": 3, "train/loss": 4.0}\n')
+    return path
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch) -> Path:
+    """A run that may be forged, and a secret in the environment."""
+    monkeypatch.setenv("SECRET", SECRET)
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+class Evil:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = str(marker)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.marker,)
+
+
+def checkpoint_of(run: Path) -> Path:
+    return run / "checkpoints" / "step-00000003"
+
+
+def index_of(path: Path) -> Any:
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+# Forgeries of checkpoints; each is signed, so that its manifest agrees with it
+
+
+def pickle_as_index(path: Path, marker: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+
+
+def pickle_inside_the_index(path: Path, marker: Path) -> None:
+    index = index_of(path)
+    index.planner_data = {"a": Evil(marker)}
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def bytes_entry(path: Path, marker: Path) -> None:
+    """Declared as bytes, under the name of a tensor that every reader asks for."""
+    index, name = index_of(path), "model.norm.weight"
+    place = {key.fqn: place for key, place in index.storage_data.items()}[name]
+    index.storage_data = {k: v for k, v in index.storage_data.items() if k.fqn != name}
+    index.storage_data[MetadataIndex(name)] = place
+    index.state_dict_metadata[name] = BytesStorageMetadata()
+    append(path, place, marker)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def bytes_in_place_of_a_tensor(path: Path, marker: Path) -> None:
+    index = index_of(path)
+    append(
+        path, next(v for k, v in index.storage_data.items() if k.fqn == "model.norm.weight"), marker
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def append(path: Path, place: Any, marker: Path) -> None:
+    """Put a pickle that runs code behind the tensors, and point `place` at it."""
+    file = path / "__0_0.distcp"
+    place.offset = file.stat().st_size
+    with open(file, "ab") as stream:
+        torch.save(Evil(marker), stream)
+    place.length = file.stat().st_size - place.offset
+
+
+def path_out(target: str) -> Callable[[Path, Path], None]:
+    def forge(path: Path, marker: Path) -> None:
+        shutil.copy(path / "__0_0.distcp", path.parents[2] / "outside.distcp")
+        index = index_of(path)
+        for place in index.storage_data.values():
+            place.relative_path = target.format(outside=path.parents[2])
+        (path / ".metadata").write_bytes(pickle.dumps(index))
+
+    return forge
+
+
+def transformed(path: Path, marker: Path) -> None:
+    index = index_of(path)
+    for place in index.storage_data.values():
+        place.transform_descriptors = ["stream.zstd"]
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+FORGERIES: dict[str, Callable[[Path, Path], None]] = {
+    "a pickle as index": pickle_as_index,
+    "a pickle inside the index": pickle_inside_the_index,
+    "a bytes entry": bytes_entry,
+    "bytes in place of a tensor": bytes_in_place_of_a_tensor,
+    "a relative path out": path_out("../../../outside.distcp"),
+    "an absolute path": path_out("{outside}/outside.distcp"),
+    "a transformation": transformed,
+}
+
+
+def resumed(run: Path) -> None:
+    with gloo_group():
+        path = resume_checkpoint(load_config([*CONFIG, f"resume={run}"]), [])
+        assert path
+        t = build(load_config(CONFIG), torch.device("cpu"))
+        restore(t, LoopState(), path)
+
+
+def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """What each reader of tensors says, one line each; all must refuse."""
+    capfd.readouterr()
+    with pytest.raises(CheckpointError) as caught:
+        resumed(run)
+    said = [str(caught.value)]
+    for words in (
+        ["generate", f"run={run}", "prompt=a"],
+        ["consolidate", f"run={run}", f"out={run.parent / 'out'}"],
+    ):
+        capfd.readouterr()
+        assert main(words) == 2, words
+        error = capfd.readouterr().err
+        assert error.startswith("error: ")
+        said.append(error.rstrip("\n"))
+    assert all("\n" not in line for line in said)
+    assert not (run.parent / "out" / "model.safetensors").exists()
+    return said
+
+
+def listed_and_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """Readers that need no tensors may succeed, and must not crash."""
+    capfd.readouterr()
+    assert main(["checkpoints", f"run={run}"]) in (0, 1)
+    assert main(["report", str(run), f"out={run.parent / 'report'}"]) in (0, 2)
+    said = capfd.readouterr()
+    return said.out + said.err
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, capfd):
+    path, marker = checkpoint_of(run), tmp_path / "marker"
+    FORGERIES[name](path, marker)
+    sign(path)
+    assert verify(path) == []
+    refused(run, capfd)
+    listed_and_reported(run, capfd)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("forge", [pickle_as_index, pickle_inside_the_index, bytes_entry])
+def test_the_forgeries_would_run_code_in_a_reader_that_trusts_them(run, tmp_path, forge):
+    path, marker = checkpoint_of(run), tmp_path / "marker"
+    forge(path, marker)
+    with warnings.catch_warnings(), contextlib.suppress(Exception, CheckpointException):
+        warnings.simplefilter("ignore")
+        dcp.load({"model.norm.weight": torch.zeros(32)}, checkpoint_id=path, no_dist=True)
+    assert marker.exists()
+
+
+def test_the_manifest_is_compared_before_the_index_is_opened(run, tmp_path, capfd, monkeypatch):
+    """Not signed: not even the restricted reader of the index sees it."""
+    opened: list[object] = []
+    monkeypatch.setattr("diffllm.checkpoint.reader.RecordUnpickler", opened.append)
+    pickle_as_index(checkpoint_of(run), tmp_path / "marker")
+    assert all(".metadata has" in line for line in refused(run, capfd))
+    with pytest.raises(CheckpointError, match=r"\.metadata has"):
+        load_tensors(checkpoint_of(run), {"model.norm.weight": torch.zeros(32)}, no_dist=True)
+    assert opened == []
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [(bytes_entry, "norm.weight is not a tensor"), (transformed, "asks for tensors to be")],
+)
+def test_the_check_behind_the_unpickler_refuses_by_itself(run, tmp_path, forge, said):
+    path = checkpoint_of(run)
+    check_index(index_of(path), read_manifest(path))
+    forge(path, tmp_path / "marker")
+    with pytest.raises(pickle.UnpicklingError, match=said):
+        check_index(index_of(path), read_manifest(path))
+
+
+def test_a_link_out_of_a_checkpoint_is_refused(run, tmp_path, capfd):
+    file = checkpoint_of(run) / "__0_0.distcp"
+    shutil.move(file, tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
+    sign(checkpoint_of(run))
+    assert all("__0_0.distcp is not a regular file" in line for line in refused(run, capfd))
+
+
+# Forged JSON
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def manifest_with(run: Path, **parts: Any) -> str:
+    return json.dumps({**json.loads((checkpoint_of(run) / "manifest.json").read_text()), **parts})
+
+
+def also(run: Path, name: str, **parts: Any) -> str:
+    """The manifest with one more file; by default with the right record of a file outside."""
+    outside = run.parent / "outside"
+    outside.write_text("not of the checkpoint")
+    files = json.loads((checkpoint_of(run) / "manifest.json").read_text())["files"]
+    right = vars(describe([outside])["outside"])
+    return manifest_with(run, files={**files, name: {**right, **parts}})
+
+
+OUT = ("../../../outside", "{parent}/outside", "./state.json", "..", ".", "", "a\0b", "\x1b[31m\n/")
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_a_manifest_that_names_what_is_no_file_of_the_checkpoint_is_refused(run, name, capfd):
+    file = checkpoint_of(run) / "manifest.json"
+    file.write_text(also(run, name.format(parent=run.parent)))
+    said = refused(run, capfd)
+    assert all("which cannot be a file of a checkpoint" in line for line in said), said
+    assert all(line.isprintable() for line in said), said
+    assert "damaged" in listed_and_reported(run, capfd)
+
+
+MANIFESTS: dict[str, Callable[[Path], str]] = {
+    "a huge size": lambda run: also(run, "state.json", size=10**400),
+    "an endless size": lambda run: also(run, "state.json", size=float("inf")),
+    "a size of 5000 digits": lambda run: '{"format": 2, "step": ' + "9" * 5000 + "}",
+    "a negative size": lambda run: also(run, "state.json", size=-1),
+    "a true size": lambda run: also(run, "state.json", size=True),
+    "a checksum in words": lambda run: also(run, "state.json", sha256="x"),
+    "records as numbers": lambda run: manifest_with(run, files={"a": 3}),
+    "files as a list": lambda run: manifest_with(run, files=["a"]),
+    "no files": lambda run: manifest_with(run, files={}),
+    "a negative step": lambda run: manifest_with(run, step=-1),
+    "another format": lambda run: manifest_with(run, format=3),
+    "depth": lambda run: '{"format": ' + DEEP + "}",
+    "a list": lambda run: "[]",
+    "no text": lambda run: "\udcff\udcfe",
+    "nothing": lambda run: "",
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_forged_manifest_is_refused_by_every_reader(run, name, capfd):
+    file = checkpoint_of(run) / "manifest.json"
+    file.write_bytes(MANIFESTS[name](run).encode(errors="surrogateescape"))
+    said = refused(run, capfd)
+    assert all("manifest.json" in line for line in said), said
+    assert all(line.isprintable() for line in said), said
+    assert "damaged" in listed_and_reported(run, capfd)
+
+
+def test_a_manifest_that_is_a_pipe_or_a_link_is_refused(run, tmp_path, capfd):
+    file = checkpoint_of(run) / "manifest.json"
+    shutil.move(file, tmp_path / "outside.json")
+    os.mkfifo(file)
+    assert all("manifest.json is not a regular file" in line for line in refused(run, capfd))
+    file.unlink()
+    file.symlink_to(tmp_path / "outside.json")
+    assert all("manifest.json is not a regular file" in line for line in refused(run, capfd))
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a huge step": lambda s: s["loop"].update(step=10**30),
+    "another step": lambda s: s["loop"].update(step=2),
+    "a step in words": lambda s: s["loop"].update(step="__import__('os')"),
+    "data in words": lambda s: s["loop"].update(data={"sample": "x"}),
+    "data with huge numbers": lambda s: s["loop"].update(data={"sample": 10**30}),
+    "a wandb id that is a path": lambda s: s["loop"].update(wandb_id="../../etc"),
+    "ranks in words": lambda s: s.update(ranks="x"),
+    "no spikes": lambda s: s["loop"].update(spikes=None),
+    "spikes in depth": lambda s: s["loop"].update(spikes=json.loads("[" * 50 + "]" * 50)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_forged_state_is_refused_on_resume(run, name):
+    file = checkpoint_of(run) / "state.json"
+    state = json.loads(file.read_text())
+    STATES[name](state)
+    file.write_text(json.dumps(state))
+    sign(checkpoint_of(run))
+    with pytest.raises(CheckpointError, match=r"state\.json") as caught:
+        resumed(run)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"\x1b[31mx\n": [1]}, {"norm.weight": [10**400]}, {"norm.weight": {"a": ["b"] * 10_000}}],
+    ids=["colours", "huge", "long"],
+)
+def test_parameters_in_a_forged_state_are_named_on_one_plain_line(run, parameters, capfd):
+    file = checkpoint_of(run) / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "parameters": parameters}))
+    sign(checkpoint_of(run))
+    said = refused(run, capfd)
+    assert all("another model" in line and line.isprintable() for line in said), said
+    assert all(len(line) < 600 for line in said), said
+
+
+def test_a_deep_state_is_refused_by_every_reader(run, capfd):
+    (checkpoint_of(run) / "state.json").write_text('{"loop": ' + DEEP + "}")
+    sign(checkpoint_of(run))
+    assert all("state.json is nested too deeply" in line for line in refused(run, capfd))
+    assert "damaged" in listed_and_reported(run, capfd)
+
+
+# Forged configs
+
+CONFIGS = {
+    "a call": "!!python/object/apply:os.mkdir [{marker}]\n",
+    "a call as a value": "seed: !!python/object/apply:os.mkdir [{marker}]\n{rest}",
+    "a new object": "seed: !!python/object/new:os.mkdir [{marker}]\n{rest}",
+    "a name": "seed: !!python/name:os.mkdir\n{rest}",
+    "_target_": "{rest}_target_: os.mkdir\n_args_: [{marker}]\n",
+    "_target_ inside": "{model}  _target_: os.mkdir\n  _args_: [{marker}]\n{after}",
+    "a secret": "{named}  name: ${{oc.env:SECRET}}\n{unnamed}",
+    "a secret in a number": "{rest}extra: ${{oc.env:SECRET}}\n",
+    "a resolver": "{named}  name: ${{oc.decode:'1'}}\n{unnamed}",
+    "a created node": "{named}  name: ${{oc.create:{{a: 1}}}}\n{unnamed}",
+    "depth": "a: " + "[" * 3000 + "]" * 3000 + "\n",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
+    file, marker = run / "config.yaml", tmp_path / "marker"
+    rest = file.read_text()
+    before, _, after = rest.partition("model:\n")
+    named, _, unnamed = rest.partition("run:\n")
+    unnamed = "\n".join(line for line in unnamed.split("\n") if not line.startswith("  name:"))
+    file.write_text(
+        CONFIGS[name].format(
+            marker=marker,
+            rest=rest,
+            model=f"{before}model:\n",
+            after=after,
+            named=f"{named}run:\n",
+            unnamed=unnamed,
+        )
+    )
+    capfd.readouterr()
+    with pytest.raises(CheckpointError, match=r"config\.yaml is not a config") as caught:
+        RunDirectory(run, load_config(CONFIG)).check()
+    said = str(caught.value)
+    for words in (
+        ["generate", f"run={run}", "prompt=a"],
+        ["consolidate", f"run={run}", f"out={tmp_path / 'out'}"],
+        ["attention-map", f"run={run}", "prompt=a"],
+    ):
+        assert main(words) == 2, words
+    said += listed_and_reported(run, capfd)
+    assert "Traceback" not in said
+    assert SECRET not in said
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+    reports = [f.read_text() for f in (tmp_path / "report").glob("*") if f.is_file()]
+    assert not any(SECRET in text for text in reports)
+
+
+def test_count_takes_no_object_to_call(tmp_path, capfd):
+    marker = tmp_path / "marker"
+    for word in ("+_target_=os.mkdir", "+model._target_=os.mkdir", "++optim._target_=os.mkdir"):
+        assert main(["count", "model=tiny", word, f"+_args_=[{marker}]"]) == 2
+        assert "_target_" in capfd.readouterr().err or not marker.exists()
+    assert not marker.exists()
+
+
+# The source
+
+FORBIDDEN = {
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "eval",
+    "exec",
+    "hydra.utils.instantiate",
+    "instantiate",
+    "hydra.utils.call",
+    "OmegaConf.register_new_resolver",
+    "joblib.load",
+    "shelve.open",
+    "marshal.loads",
+}
+THE_RESTRICTED_ONE = ("checkpoint/reader.py", "pickle.Unpickler")
+
+
+def unguarded(source: str) -> list[str]:
+    """Names in a source that could run code from data: what they are called or used as."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            name = ast.unparse(node)
+            found += [name] if name in FORBIDDEN else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [n for n in names if n in FORBIDDEN or n == "torch.load"]
+        if isinstance(node, ast.Call):
+            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if ast.unparse(node.func) == "torch.load" and keywords.get("weights_only") != "True":
+                found.append("torch.load")
+            if keywords.get("trust_remote_code", "False") != "False":
+                found.append("trust_remote_code")
+            if keywords.get("allow_pickle", "False") != "False":
+                found.append("allow_pickle")
+    return found
+
+
+def test_the_source_unpickles_and_evaluates_nothing_but_in_one_place():
+    found = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sorted(ROOT.rglob("*.py"))
+        for name in unguarded(path.read_text())
+    ]
+    assert found == [THE_RESTRICTED_ONE]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "pickle.load(f)",
+        "loads = pickle.loads",
+        "from pickle import loads",
+        "from torch import load",
+        "yaml.load(f)",
+        "yaml.unsafe_load(f)",
+        "eval(x)",
+        "exec(x)",
+        "hydra.utils.instantiate(cfg)",
+        "from hydra.utils import instantiate",
+        "load_dataset(x, trust_remote_code=True)",
+        "np.load(x, allow_pickle=True)",
+    ],
+)
+def test_the_reader_of_the_source_sees(line):
+    assert unguarded(line)
+    assert not unguarded("torch.load(f, weights_only=True); load_dataset(x)")

@@ -1,0 +1,360 @@
+"""What is verified, which checkpoint is used, and which of them stay."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import flip_bit, sign, write_checkpoint
+from single_process import gloo_group
+
+from diffllm import load_config
+from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, step_of, verify
+from diffllm.checkpoint.config import SaveClock
+from diffllm.checkpoint.directory import find_checkpoint, newest_good
+from diffllm.checkpoint.manifest import NAME, read_manifest
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.run_directory import resume_checkpoint
+from diffllm.tools import main
+
+STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with gloo_group():
+        yield
+
+
+def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"model.w": torch.full((40, 50), value)}
+
+
+def save_steps(directory: Path, *steps: int, start: int = 0, **cfg: object) -> None:
+    """What a run does that begins after `start` and saves at these steps."""
+    checkpointer = Checkpointer(directory, CheckpointConfig(**cfg), start)  # type: ignore[arg-type]
+    for step in steps:
+        checkpointer.save(step, tensors(float(step)), STATE)
+    checkpointer.close()
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    save_steps(tmp_path, 7)
+    return tmp_path / "step-00000007"
+
+
+# The manifest
+
+
+def test_the_manifest_names_every_other_file(whole):
+    manifest = read_manifest(whole)
+    files = {file.name: file.stat().st_size for file in whole.iterdir() if file.name != NAME}
+    assert {name: record.size for name, record in manifest.files.items()} == files
+    assert set(files) == {".metadata", "__0_0.distcp", "state.json"}
+    assert manifest.step == 7
+    assert verify(whole) == []
+
+
+DAMAGES = {
+    "missing": (lambda file: file.unlink(), "is missing"),
+    "short": (lambda file: os.truncate(file, 10), "has 10 bytes, not"),
+    "longer": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "bytes, not"),
+    "a bit": (flip_bit, "has another checksum"),
+    "a directory": (lambda file: (file.unlink(), file.mkdir()), "is not a regular file"),
+}
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_found_and_named(whole, name, how):
+    damage, said = DAMAGES[how]
+    damage(whole / name)
+    (problem,) = verify(whole)
+    assert problem.startswith(f"{name} ")
+    assert said in problem
+    assert (verify(whole, checksums=False) == []) == (how == "a bit")
+
+
+def test_a_link_to_an_equal_file_is_not_followed(whole, tmp_path):
+    file = whole / "__0_0.distcp"
+    shutil.move(file, tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert verify(whole) == ["__0_0.distcp is not a regular file"]
+
+
+def test_every_damaged_file_is_named(whole):
+    flip_bit(whole / "__0_0.distcp")
+    (whole / "state.json").unlink()
+    assert len(verify(whole)) == 2
+
+
+def test_files_that_no_one_reads_are_no_damage(whole):
+    (whole / "notes.txt").write_text("mine")
+    assert verify(whole) == []
+
+
+def test_a_checkpoint_without_a_manifest_is_damaged(whole):
+    (whole / NAME).unlink()
+    assert verify(whole) == [f"it has no {NAME}"]
+
+
+def test_a_checkpoint_of_the_format_before_says_so(tmp_path):
+    path = tmp_path / "checkpoints" / "step-00000003"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text('{"format": 1, "step": 3, "parameters": {}}')
+    assert verify(path) == ["it is of format 1, and this version reads format 2"]
+    with pytest.raises(CheckpointError, match="format 1, and this version reads format 2"):
+        resume_checkpoint(load_config(["model=tiny", f"resume={path}"]), [])
+
+
+# Which one is used
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """The `checkpoints/` of a run after three saves."""
+    return [write_checkpoint(tmp_path / "checkpoints", step) for step in (10, 20, 30)]
+
+
+def auto(own: list[Path]) -> Path | None:
+    return resume_checkpoint(load_config(["model=tiny"]), own)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_the_newest_is_used_without_a_word(three, capfd):
+    assert auto(three) == three[2]
+    assert capfd.readouterr().err == ""
+
+
+def test_damaged_ones_are_named_skipped_and_left_alone(three, capfd):
+    flip_bit(three[2] / ".metadata")
+    (three[1] / "state.json").unlink()
+    before = content(three[2]), content(three[1])
+    assert auto(three) == three[0]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("warning: damaged checkpoint ") for line in lines)
+    assert "step-00000030 (.metadata has another checksum)" in lines[0]
+    assert "step-00000020 (state.json is missing)" in lines[1]
+    assert all("continuing from step-00000010 instead" in line for line in lines)
+    assert (content(three[2]), content(three[1])) == before
+
+
+def test_nothing_is_begun_anew_where_all_are_damaged(three, capfd):
+    for path in three:
+        flip_bit(path / "state.json")
+    with pytest.raises(CheckpointError) as caught:
+        auto(three)
+    assert all(path.name in str(caught.value) for path in three)
+    assert str(caught.value).count("state.json has another checksum") == 3
+    assert capfd.readouterr().err == ""
+    assert auto([]) is None
+
+
+def test_a_damaged_one_that_is_asked_for_by_name_is_an_error(three):
+    flip_bit(three[2] / "state.json")
+    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has another"):
+        resume_checkpoint(load_config(["model=tiny", f"resume={three[2]}"]), [])
+    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has another"):
+        find_checkpoint(three[0].parents[1], 30)
+
+
+def test_of_another_run_the_newest_whole_one_is_used(three, capfd):
+    flip_bit(three[2] / "state.json")
+    run = three[0].parents[1]
+    for path in (run, run / "checkpoints"):
+        assert resume_checkpoint(load_config(["model=tiny", f"resume={path}"]), []) == three[1]
+        assert "step-00000030" in capfd.readouterr().err
+    assert find_checkpoint(run) == three[1]
+
+
+# Which stay
+
+
+def kept(directory: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(directory)]
+
+
+def test_keep_every_stays_besides_the_last(tmp_path):
+    save_steps(tmp_path, *range(10, 100, 10), keep_last=2, keep_every=30)
+    assert kept(tmp_path) == [30, 60, 80, 90]
+
+
+def test_with_keep_last_zero_all_stay(tmp_path):
+    save_steps(tmp_path, *range(1, 6), keep_last=0, keep_every=2)
+    assert kept(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_skipped_one_neither_counts_nor_goes_until_its_step_comes(tmp_path, capfd):
+    save_steps(tmp_path, 10, 20, 30, 40, keep_last=0)
+    for step in (30, 40):
+        flip_bit(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
+    assert newest_good(list_checkpoints(tmp_path)) == tmp_path / "step-00000020"
+    capfd.readouterr()
+    damaged = content(tmp_path / "step-00000030")
+    save_steps(tmp_path, 25, 30, start=20, keep_last=2)
+    assert kept(tmp_path) == [25, 30, 40]
+    assert verify(tmp_path / "step-00000030") == []
+    aside = tmp_path / "damaged-step-00000030"
+    assert list(content(aside).values()) == list(damaged.values())
+    assert capfd.readouterr().err == (
+        f"warning: {tmp_path / 'step-00000030'} was in the way of a new checkpoint; "
+        "it is now damaged-step-00000030\n"
+    )
+    save_steps(tmp_path, 40, start=30, keep_last=2)
+    assert kept(tmp_path) == [30, 40]
+    assert verify(tmp_path / "step-00000040") == []
+
+
+def test_a_second_one_set_aside_does_not_replace_the_first(tmp_path):
+    for _ in range(3):
+        save_steps(tmp_path, 10)
+        flip_bit(tmp_path / "step-00000010" / "__0_0.distcp")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step-00000010", "damaged-step-00000010", "damaged-step-00000010-2"}
+
+
+def test_an_old_one_that_cannot_be_deleted_costs_a_warning(tmp_path, capfd, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("diffllm.checkpoint.directory.remove", refuse)
+    save_steps(tmp_path, 10, 20, keep_last=1)
+    assert kept(tmp_path) == [20]
+    assert "step-00000010 cannot be deleted: Operation not permitted" in capfd.readouterr().err
+
+
+def test_an_old_one_is_hidden_before_any_of_it_is_deleted(tmp_path, monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        "diffllm.checkpoint.directory.remove",
+        lambda path: seen.append(sorted(p.name for p in tmp_path.iterdir())),
+    )
+    save_steps(tmp_path, 10, 20, keep_last=1)
+    assert seen == [[".step-00000010.incomplete", "step-00000020"]]
+
+
+# Space
+
+
+def test_too_little_space_costs_a_warning_before_anything_is_written(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 8_000))
+    save_steps(tmp_path, 10)
+    said = capfd.readouterr().err
+    assert "step 10 could not be saved" in said
+    assert "it needs 10," in said
+    assert "8,000 are free" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_knows_no_sizes_is_not_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    save_steps(tmp_path, 10)
+    assert kept(tmp_path) == [10]
+
+
+# Intervals
+
+
+@pytest.mark.parametrize(
+    ("word", "steps", "seconds"),
+    [("7", 7, None), ("30min", 0, 1800), ("1.5min", 0, 90), ("2h", 0, 7200), ("90s", 0, 90)],
+)
+def test_intervals_are_steps_or_times(word, steps, seconds):
+    cfg = load_config(["model=tiny", f"checkpoint.interval={word}"]).checkpoint
+    assert (cfg.steps, cfg.seconds) == (steps, seconds)
+
+
+@pytest.mark.parametrize(
+    "word", ["0", "-1", "1.5", "30", "min", "0s", "0.0h", "-5min", "5 min", "5m", "1e3s", "true"]
+)
+def test_other_intervals_are_refused_in_one_line(word):
+    words = [f"checkpoint.interval='{word}'" if word == "30" else f"checkpoint.interval={word}"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model=tiny", *words])
+    assert "checkpoint.interval" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interval_in_time_survives_config_yaml(tmp_path):
+    from omegaconf import OmegaConf
+
+    from diffllm.run_directory import load_run_config, write_atomic
+
+    cfg = load_config(["model=tiny", "checkpoint.interval=30min"])
+    write_atomic(tmp_path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    assert load_run_config(tmp_path).checkpoint == cfg.checkpoint
+
+
+def test_the_clock_says_once_that_a_save_is_due_and_begins_anew_with_each_save():
+    now = [0.0]
+    clock = SaveClock(60, lambda: now[0])
+    answers = []
+    for now[0] in (59, 60, 61, 119, 120):
+        answers.append(clock.due())
+    assert answers == [False, True, False, False, True]
+    now[0] = 170
+    clock.reset()
+    now[0] = 229
+    assert not clock.due()
+    now[0] = 230
+    assert clock.due()
+    assert not SaveClock(None, lambda: now[0]).due()
+
+
+# The command
+
+
+def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict]]:
+    code = main(["checkpoints", f"run={run}", "--json", *words])
+    return code, json.loads(capfd.readouterr().out)
+
+
+def test_the_command_lists_and_verifies(tmp_path, capfd):
+    save_steps(tmp_path / "checkpoints", 10, 20, 30, keep_last=0)
+    (tmp_path / "checkpoints" / ".step-00000040.incomplete").mkdir()
+    code, rows = listed(tmp_path, capfd)
+    assert code == 0
+    assert [(row["step"], row["state"]) for row in rows] == [
+        (10, "good"),
+        (20, "good"),
+        (30, "good"),
+        (40, "incomplete"),
+    ]
+    first = tmp_path / "checkpoints" / "step-00000010"
+    assert rows[0]["ranks"] == 1
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in first.iterdir())
+
+    flip_bit(tmp_path / "checkpoints" / "step-00000020" / "__0_0.distcp")
+    code, rows = listed(tmp_path, capfd)
+    assert code == 1
+    assert [row["state"] for row in rows] == ["good", "damaged", "good", "incomplete"]
+    assert rows[1]["problems"] == ["__0_0.distcp has another checksum"]
+    code, rows = listed(tmp_path, capfd, "verify=false")
+    assert (code, rows[1]["state"], rows[1]["checksums"]) == (0, "good", False)
+
+    assert main(["checkpoints", f"run={tmp_path}"]) == 1
+    table = capfd.readouterr().out
+    assert "damaged: __0_0.distcp has another checksum" in table
+    assert "incomplete" in table
+
+
+def test_the_command_without_a_run_is_an_error(tmp_path, capfd):
+    assert main(["checkpoints", f"run={tmp_path}"]) == 2
+    assert "is not a run directory" in capfd.readouterr().err
+    assert main(["checkpoints", f"run={tmp_path}", "verify=perhaps"]) == 2
+    assert "must be true or false" in capfd.readouterr().err
+
+
+def test_signing_makes_a_changed_checkpoint_whole_again(three):
+    """What the tests of forged checkpoints rest on."""
+    (three[0] / "state.json").write_text("{}")
+    assert verify(three[0])
+    sign(three[0])
+    assert verify(three[0]) == []

@@ -1,0 +1,229 @@
+"""`diffllm consolidate`: the very model that was trained, from safetensors alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import flip_bit
+from gloo import run_ranks
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.torch import load_file
+from single_process import gloo_group
+from torch.distributed.tensor import DTensor
+
+from diffllm import build_model, load_config
+from diffllm.checkpoint import Checkpointer
+from diffllm.config import TrainConfig
+from diffllm.distributed.fsdp import fp32_parameters
+from diffllm.model import Transformer
+from diffllm.run_directory import load_run_config, write_atomic
+from diffllm.tools import main
+from diffllm.tools.consolidate import UNITS
+from diffllm.trainer import LoopState, build, save, train_step
+
+SMALL = [
+    *("model=tiny", "seq_len=8", "global_batch_size=2", "model.dim=32", "model.ffn_dim=32"),
+    *("model.vocab_size=64", "precision=fp32", "optim.warmup_steps=0", "optim.lr=0.1"),
+]
+EXPERTS = [
+    *("model.moe.n_experts=4", "model.moe.expert_dim=32", "model.moe.n_shared=1"),
+    *("model.moe.bias_update_rate=0.01", "parallel.expert=2", "compile=false"),
+]
+TOKENS = torch.arange(16).view(2, 8) % 64
+
+
+def trained_run(run: Path, overrides: list[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Train a few steps, save, and say what the trained model answers and consists of."""
+    cfg = load_config([*SMALL, *overrides])
+    t = build(cfg, torch.device("cpu"))
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    for number in range(3):
+        tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(number))
+        mine = tokens[rank :: max(1, ranks)]
+        train_step(t, iter([(mine[:, :-1], mine[:, 1:])]), number)
+    checkpointer = Checkpointer(run / "checkpoints", cfg.checkpoint)
+    save(t, LoopState(step=3), checkpointer)
+    checkpointer.close()
+    if rank == 0:
+        write_run(run, cfg)
+    with torch.no_grad():
+        logits = t.model(TOKENS)
+    values = {**t.params, **t.model.router_state()}
+    return logits, {name: whole(value) for name, value in values.items()}
+
+
+def trained_on_ranks(run: Path, overrides: list[str]) -> tuple:
+    logits, values = trained_run(run, overrides)
+    return logits.numpy(), {name: value.numpy() for name, value in values.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def write_run(run: Path, cfg: TrainConfig) -> None:
+    write_atomic(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    (run / "tokenizer.model").write_bytes(b"pieces")
+
+
+def rebuilt(directory: Path, files: list[str]) -> Transformer:
+    """As a user would, from the directory alone."""
+    model = build_model(load_run_config(directory).model)
+    values: dict[str, torch.Tensor] = {}
+    for name in files:
+        values |= load_file(directory / name)
+    model.load_state_dict(values, strict=True)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, torch.Tensor, dict[str, torch.Tensor]]:
+    """A run of DIFF V1, which keeps some parameters in float32."""
+    path = tmp_path_factory.mktemp("run")
+    with gloo_group():
+        return path, *trained_run(path, ["attention=diff_v1"])
+
+
+@pytest.mark.parametrize("variant", ["standard", "gated", "diff_v1", "diff_v2"])
+def test_the_rebuilt_model_answers_as_the_trained_one_bit_by_bit(tmp_path, variant, capfd):
+    with gloo_group():
+        logits, values = trained_run(tmp_path, [f"attention={variant}"])
+    assert main(["consolidate", f"run={tmp_path}"]) == 0
+    out = tmp_path / "consolidated" / "step-00000003"
+    assert {file.name for file in out.iterdir()} == {
+        "model.safetensors",
+        "config.yaml",
+        "tokenizer.model",
+    }
+    assert str(out / "model.safetensors") in capfd.readouterr().out
+    model = rebuilt(out, ["model.safetensors"])
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), logits)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, values[name]), name
+    assert (out / "tokenizer.model").read_bytes() == b"pieces"
+
+
+def test_experts_of_two_ranks_come_together(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    results = run_ranks(trained_on_ranks, 2, tmp_path, run, EXPERTS)
+    assert len(list((run / "checkpoints" / "step-00000003").glob("*.distcp"))) == 2
+    assert main(["consolidate", f"run={run}"]) == 0
+    model = rebuilt(run / "consolidated" / "step-00000003", ["model.safetensors"])
+    logits, values = results[0]
+    state = model.state_dict()
+    assert state.keys() == values.keys()
+    for name, value in values.items():
+        assert (state[name].numpy() == value).all(), name
+    assert any(name.endswith("router.bias") and value.any() for name, value in values.items())
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), torch.tensor(logits), atol=1e-5, rtol=0)
+
+
+def test_bf16_rounds_all_but_what_stays_float32(run, tmp_path):
+    path, _, values = run
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}", "dtype=bf16"]) == 0
+    with torch.device("meta"):
+        model = Transformer(load_run_config(path).model)
+    kept = {name for name, p in model.named_parameters() if p in fp32_parameters(model)}
+    assert any("lambda_q1" in name for name in kept)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(written[name], value if name in kept else value.bfloat16()), name
+
+
+def test_large_models_come_in_files_with_an_index(run, tmp_path, monkeypatch):
+    path, logits, _ = run
+    monkeypatch.setitem(UNITS, "MB", 10_000)
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=1MB"]) == 0
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    count = len(files)
+    assert count > 2
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    total = 0
+    for name in files:
+        with safe_open(tmp_path / name, "pt") as file:
+            sizes = [file.get_tensor(key).nbytes for key in file.keys()]  # noqa: SIM118
+            assert all(index["weight_map"][key] == name for key in file.keys())  # noqa: SIM118
+        assert len(sizes) == 1 or sum(sizes) <= 10_000
+        total += sum(sizes)
+    assert index["metadata"]["total_size"] == total
+    with torch.no_grad():
+        assert torch.equal(rebuilt(tmp_path, files)(TOKENS), logits)
+
+    # one file in their place leaves none of them behind
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}"]) == 2
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}", "overwrite=true"]) == 0
+    assert {file.name for file in tmp_path.glob("model*")} == {"model.safetensors"}
+
+
+def test_files_that_are_there_stay(run, tmp_path, capfd):
+    path, _, _ = run
+    for name in ("model.safetensors", "config.yaml", "tokenizer.model"):
+        directory = tmp_path / name.replace(".", "-")
+        directory.mkdir()
+        (directory / name).write_text("mine")
+        assert main(["consolidate", f"run={path}", f"out={directory}"]) == 2
+        error = capfd.readouterr().err
+        assert f"{directory / name} is there already" in error
+        assert "overwrite=true" in error
+        assert {f.name: f.read_text() for f in directory.iterdir()} == {name: "mine"}
+
+
+def test_a_file_of_another_name_may_be_asked_for(run, tmp_path):
+    path, logits, _ = run
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}/mine.safetensors"]) == 0
+    with torch.no_grad():
+        assert torch.equal(rebuilt(tmp_path, ["mine.safetensors"])(TOKENS), logits)
+
+
+def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
+    path, _, _ = run
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diffllm.tools.consolidate.save_file", refuse)
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}"]) == 2
+    assert f"{tmp_path} cannot be written: No space left on device" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_written(run, tmp_path, capfd):
+    path = tmp_path / "run"
+    shutil.copytree(run[0], path, ignore=shutil.ignore_patterns("consolidated"))
+    flip_bit(path / "checkpoints" / "step-00000003" / "__0_0.distcp")
+    for words in ([], ["step=3"]):
+        assert main(["consolidate", f"run={path}", f"out={tmp_path}/out", *words]) == 2
+        error = capfd.readouterr().err
+        assert "__0_0.distcp has another checksum" in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("dtype=fp8", "float32 or bf16"),
+        ("max_shard_size=0GB", "above 0"),
+        ("max_shard_size=5", "as in 500MB or 5GB"),
+        ("step=9", "no checkpoint of step 9"),
+        ("overwrite=1", "true or false"),
+    ],
+)
+def test_wrong_arguments_are_refused(run, word, said, tmp_path, capfd):
+    assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}/out", word]) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(run, tmp_path, capfd):
+    (tmp_path / "file").write_text("mine")
+    assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}/file/out"]) == 2
+    assert f"{tmp_path}/file/out cannot be written" in capfd.readouterr().err

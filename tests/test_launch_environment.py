@@ -1,0 +1,162 @@
+"""Who a process is, by the variables of torchrun, of SLURM, or of nobody."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from diffllm.distributed.launcher import environment, first_host, meeting_point
+from diffllm.distributed.world import DistributedConfig, join, meet
+from diffllm.errors import LaunchError
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+    "MASTER_ADDR": "here", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+SALLOC = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a[1-2]"}
+SBATCH = SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN = SALLOC | {
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "a[1-2]",
+    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, (0, 1, 0)),
+        (TORCHRUN, (5, 8, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0)),
+        (SALLOC, (0, 1, 0)),
+        (SBATCH, (0, 1, 0)),
+        (SRUN, (3, 4, 1)),
+        (SRUN | {"SLURM_NTASKS": "9"}, (3, 4, 1)),  # the job's; the step has fewer
+        (SRUN | {"SLURM_PTY_PORT": "4000", "SLURM_PROCID": "0"}, (0, 1, 0)),  # srun --pty bash
+        (SRUN | TORCHRUN, (5, 8, 1)),  # torchrun in a step, or a task of submitit
+        ({"LOCAL_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, (0, 1, 0)),
+    ],
+)
+def test_rank_size_and_local_rank(env: dict[str, str], expected: tuple[int, int, int]) -> None:
+    assert environment(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE is not"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK is not"]),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'", "whole number"]),
+        ({"RANK": "", "WORLD_SIZE": "2"}, ["RANK=''", "whole number"]),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, ["WORLD_SIZE='two'"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "1 or more"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK='-1'"]),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "below WORLD_SIZE=2"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, ["LOCAL_RANK='1.5'"]),
+        (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
+    ],
+)
+def test_variables_that_make_no_sense(env: dict[str, str], named: list[str]) -> None:
+    with pytest.raises(LaunchError) as error:
+        environment(env)
+    assert all(part in str(error.value) for part in named)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (TORCHRUN, ("here", 29500)),
+        (SRUN, ("a1", 12000 + 16 * 77)),
+        (SRUN | {"SLURM_STEP_ID": "2"}, ("a1", 12000 + 16 * 77 + 2)),
+        (SRUN | {"MASTER_ADDR": "ib0"}, ("ib0", 12000 + 16 * 77)),
+        (SRUN | {"MASTER_PORT": "5"}, ("a1", 5)),
+        (SRUN | TORCHRUN, ("here", 29500)),
+        (SRUN | {"SLURM_JOB_ID": "4123456789"}, ("a1", 12000 + 4123456789 * 16 % 20000)),
+    ],
+)
+def test_where_rank_0_answers(env: dict[str, str], expected: tuple[str, int]) -> None:
+    assert meeting_point(env) == expected
+    assert 0 < meeting_point(env)[1] < 32768
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"MASTER_ADDR": None}, "needs MASTER_ADDR, the address"),
+        ({"MASTER_PORT": None}, "needs MASTER_PORT, the address"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_ADDR": ""}, "needs MASTER_ADDR"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"MASTER_PORT": "65536"}, "below 65536"),
+        ({"MASTER_PORT": "0"}, "1 or more"),
+    ],
+)
+def test_ranks_without_an_address(change: dict[str, str | None], named: str) -> None:
+    env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(LaunchError, match=named):
+        meeting_point(env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[003-006,9]", "gpu003"),
+        ("gpu[7,9-12],login1", "gpu7"),
+        ("gpu[01-02]-ib,x", "gpu01-ib"),
+        ("rack[0-1]node[10-12]", "rack0node10"),
+        ("a-b[5]", "a-b5"),
+    ],
+)
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def stores(port_of: dist.TCPStore, count: int) -> list[dist.TCPStore]:
+    return [
+        dist.TCPStore("127.0.0.1", port_of.port, is_master=False, timeout=timedelta(seconds=20))
+        for _ in range(count)
+    ]
+
+
+def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
+    """Three ranks meet, then two, then three, through one store, the late ones first."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("arrived/2", "a rank that died before anybody answered")
+    names = []
+    with ThreadPoolExecutor(3) as pool:
+        for size in (3, 2, 3, 3):
+            ranks = [
+                pool.submit(meet, store, rank, size, 20)
+                for rank, store in reversed(list(enumerate(stores(server, size))))
+            ]
+            met = {rank.result() for rank in ranks}
+            assert len(met) == 1
+            names += met
+    assert len(set(names)) == 4
+
+
+def test_rank_0_names_the_ranks_that_have_not_come() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("arrived/2", "from an earlier start")
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(meet, *stores(server, 1), 1, 4, 20)
+        with pytest.raises(LaunchError, match="timeout=1 seconds: 2, 3"):
+            meet(server, 0, 4, 1)
+        one.result()
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:  # bound, so that no other program answers there
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        env = TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError) as error:
+            join(DistributedConfig(timeout=1))
+    assert f"127.0.0.1:{port} within distributed.timeout=1 seconds" in str(error.value)
+    assert "\n" not in str(error.value)

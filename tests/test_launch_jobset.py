@@ -1,0 +1,56 @@
+"""launch/jobset.yaml: what its pods run."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import yaml
+from integration.runs import ROOT
+from test_launch_torchrun import AWKWARD, RECORD, environment_with, fake
+
+MANIFEST = ROOT / "launch" / "jobset.yaml"
+
+
+def job_spec() -> dict:
+    manifest = yaml.safe_load(MANIFEST.read_text())
+    assert manifest["kind"] == "JobSet"
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"
+    return replicated["template"]["spec"]
+
+
+def container() -> dict:
+    (only,) = job_spec()["template"]["spec"]["containers"]
+    return only
+
+
+def test_a_pod_starts_torchrun_with_every_argument(tmp_path: Path) -> None:
+    pod = container()
+    fake(tmp_path / "bin", "torchrun", RECORD)
+    env = {entry["name"]: entry["value"] for entry in pod["env"]}
+    seen = tmp_path / "seen.json"
+    words = [*pod["command"], *pod["args"], *AWKWARD]
+    done = subprocess.run(
+        words,
+        env=environment_with(tmp_path / "bin", SEEN=str(seen), **env),
+        cwd=ROOT,
+        timeout=30,
+    )
+    assert done.returncode == 0
+    heard = json.loads(seen.read_text())
+    given = heard[heard.index("train.py") + 1 :]
+    assert given == [f"run.dir={env['RUN_DIR']}", *pod["args"], *AWKWARD]
+    assert "--nnodes=2" in heard
+    assert "--rdzv-endpoint=diffllm-node-0-0.diffllm:29400" in heard
+
+
+def test_its_numbers_agree() -> None:
+    job = job_spec()
+    env = {entry["name"]: entry["value"] for entry in container()["env"]}
+    assert job["completions"] == job["parallelism"] == int(env["NNODES"])
+    name = yaml.safe_load(MANIFEST.read_text())["metadata"]["name"]
+    assert env["RDZV_ENDPOINT"].partition(":")[0] == f"{name}-node-0-0.{name}"
+    volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container()["volumeMounts"]} == volumes
+    exit_codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert exit_codes == [75]  # torchrun.sh's of a run that was stopped

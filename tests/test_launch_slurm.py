@@ -1,0 +1,70 @@
+"""launch/slurm.sbatch: what it starts, and when it asks SLURM for another turn."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from integration.runs import ROOT
+from test_launch_torchrun import AWKWARD, environment_with, fake
+
+SCRIPT = ROOT / "launch" / "slurm.sbatch"
+SRUN = """
+import json, os, pathlib, sys
+json.dump(sys.argv[1:], open("srun.json", "w"))
+words = [w for w in sys.argv if w.startswith("run.dir=")]
+run = pathlib.Path(words[-1].removeprefix("run.dir="))
+run.mkdir(parents=True, exist_ok=True)
+if os.environ["MARKER"]:
+    (run / "requeue").touch()
+sys.exit(int(os.environ["CODE"]))
+"""
+SQUEUE = "import os; print(os.environ['STATE'])\n"
+SCONTROL = "import json, sys; json.dump(sys.argv[1:], open('scontrol.json', 'w'))\n"
+
+
+def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state: str = "RUNNING"):
+    """The script in `directory` as job 77: its exit code, srun's and scontrol's words."""
+    for name, script in (("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
+        fake(directory / "bin", name, script)
+    env = environment_with(
+        directory / "bin", SLURM_JOB_ID="77", CODE=str(code), MARKER="1" * marker, STATE=state
+    )
+    done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=30)
+    asked = directory / "scontrol.json"
+    scontrol = json.loads(asked.read_text()) if asked.exists() else None
+    return done.returncode, json.loads((directory / "srun.json").read_text()), scontrol
+
+
+def test_every_override_arrives_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
+    code, srun, _ = job(tmp_path, *AWKWARD)
+    assert code == 0
+    begin = ["--kill-on-bad-exit=1", "python", "train.py", "run.dir=outputs/slurm-77"]
+    assert srun == [*begin, *AWKWARD]
+
+
+@pytest.mark.parametrize(
+    ("code", "marker", "state", "requeued"),
+    [
+        (0, True, "RUNNING", True),
+        (0, False, "RUNNING", False),  # finished, or Ctrl-C
+        (1, False, "RUNNING", False),
+        (1, True, "RUNNING", False),  # failed after an earlier stop
+        (0, True, "COMPLETING", False),  # scancel
+        (0, True, "", False),
+    ],
+)
+def test_requeues_only_what_was_stopped_and_saved(
+    tmp_path: Path, code: int, marker: bool, state: str, requeued: bool
+) -> None:
+    exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)
+    assert exit_code == code
+    assert scontrol == (["requeue", "77"] if requeued else None)
+
+
+def test_the_marker_is_looked_for_where_the_run_is(tmp_path: Path) -> None:
+    words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
+    _, srun, scontrol = job(tmp_path, *words, marker=True)
+    assert srun[-3:] == words
+    assert scontrol == ["requeue", "77"]

@@ -1,0 +1,207 @@
+"""launch/torchrun.sh: what it hands on, and what becomes of signals and of killed launchers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from integration.runs import ROOT, command, descendants, finish, wait_for, write_corpus
+
+SCRIPT = ROOT / "launch" / "torchrun.sh"
+AWKWARD = [
+    "attention=diff_v2",
+    "run.name=a b  c",
+    "data.sample_prompt='it''s \"quoted\"'",
+    "data.paths=[a.txt,'b c.txt',*.jsonl]",
+    "++x={a:1,b:[${seed},$HOME,`id`,$(id)]}",
+    "~y",
+    "z=\\ \ttab*?[a-z]!#;&|<>",
+    "empty=",
+    "",
+    "-m",
+]
+
+
+def environment_with(path: Path, **variables: str) -> dict[str, str]:
+    """This environment without a launcher's variables, `path` first in PATH."""
+    own = ("NNODES", "MAX_RESTARTS", "NPROC_PER_NODE", "RDZV_ENDPOINT", "RDZV_ID", "LOCAL_ADDR",
+           "RUN_DIR")  # fmt: skip
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    found = f"{path}:{Path(sys.executable).parent}:{kept['PATH']}"
+    return {**kept, "PATH": found, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+
+
+def fake(directory: Path, name: str, script: str) -> None:
+    """A program for PATH."""
+    directory.mkdir(exist_ok=True)
+    file = directory / name
+    file.write_text(f"#!{sys.executable}\n{script}")
+    file.chmod(0o755)
+
+
+RECORD = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['SEEN'], 'w'))\n"
+
+
+def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -> list[str]:
+    """What the script's torchrun is started with."""
+    fake(tmp_path / "bin", "torchrun", RECORD)
+    seen = tmp_path / "seen.json"
+    env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
+    subprocess.run([script, *words], env=env, cwd=tmp_path, check=True, timeout=30)
+    return json.loads(seen.read_text())
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s[hb]*")), ids=lambda p: p.name)
+def test_scripts_parse(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--shell=bash", "--severity=warning", script], check=True)
+
+
+@pytest.mark.parametrize("variables", [{}, {"NNODES": "2", "RDZV_ENDPOINT": "node1:29400"}])
+def test_every_override_arrives_as_it_was_written(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
+    seen = recorded(tmp_path, SCRIPT, AWKWARD, **variables)
+    assert seen[seen.index("train.py") + 1 :] == AWKWARD
+
+
+def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path: Path) -> None:
+    one = recorded(tmp_path, SCRIPT, [])
+    assert one == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0", "train.py"]
+    many = recorded(
+        tmp_path, SCRIPT, [], NNODES="1:4", RDZV_ENDPOINT="n1:29400", RDZV_ID="job 7",
+        NPROC_PER_NODE="8", MAX_RESTARTS="10", LOCAL_ADDR="10.0.0.2",
+    )  # fmt: skip
+    assert "--standalone" not in many
+    assert {
+        "--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29400", "--rdzv-id=job 7",
+        "--nproc-per-node=8", "--max-restarts=10", "--local-addr=10.0.0.2",
+    } <= set(many)  # fmt: skip
+
+
+def test_many_nodes_need_an_endpoint(tmp_path: Path) -> None:
+    fake(tmp_path / "bin", "torchrun", RECORD)
+    env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(tmp_path / "seen"))
+    done = subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert "RDZV_ENDPOINT: the address of one of the nodes, host:port" in done.stderr
+    assert not (tmp_path / "seen").exists()
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 143])
+def test_the_exit_code_is_torchruns(tmp_path: Path, code: int) -> None:
+    fake(tmp_path / "bin", "torchrun", f"raise SystemExit({code})\n")
+    done = subprocess.run([SCRIPT], env=environment_with(tmp_path / "bin"), timeout=30)
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("code", "marker", "named", "expected"),
+    [(0, True, True, 75), (0, True, False, 0), (0, False, True, 0), (1, True, True, 1)],
+)
+def test_a_run_that_was_stopped_asks_to_go_on(
+    tmp_path: Path, code: int, marker: bool, named: bool, expected: int
+) -> None:
+    fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
+    run, seen = tmp_path / "a run", tmp_path / "seen"
+    run.mkdir()
+    if marker:
+        (run / "requeue").touch()
+    variables = {"RUN_DIR": str(run)} if named else {}
+    env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
+    done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=30)
+    assert done.returncode == expected
+    given = json.loads(seen.read_text())
+    assert given[given.index("train.py") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def started(words: list[str], **variables: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [str(word) for word in words],
+        env=environment_with(Path("/nowhere"), **variables),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def small(corpus: Path, run: Path, *overrides: str) -> list[str]:
+    """Overrides of a run whose steps take milliseconds."""
+    words = command(corpus, run, "seq_len=32", "model.n_layers=1", "log_interval=1", *overrides)
+    return words[words.index(str(ROOT / "train.py")) + 1 :]
+
+
+def steps_logged(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
+def test_signals_reach_the_workers_which_save(tmp_path: Path, corpus: Path) -> None:
+    """One run, stopped by each signal in turn and continued."""
+    run = tmp_path / "run"
+    last = 0
+    stops = ((signal.SIGTERM, "2"), (signal.SIGUSR1, "1"), (signal.SIGINT, "1"))
+    for number, ranks in stops:
+        process = started([SCRIPT, *small(corpus, run, "steps=100000")], NPROC_PER_NODE=ranks)
+        wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
+        process.send_signal(number)
+        assert f"stopped by {number.name} after step" in finish(process)
+        assert (run / "requeue").exists() == (number != signal.SIGINT)
+        last = steps_logged(run)[-1]
+        assert steps_logged(run) == list(range(1, last + 1))
+        assert (run / "checkpoints" / f"step-{last:08d}" / "state.json").exists()
+
+
+def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path: Path) -> None:
+    """Such as while a node waits for others."""
+    fake(
+        tmp_path / "bin",
+        "torchrun",
+        "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(60)\n",
+    )
+    seen = tmp_path / "seen"
+    env = environment_with(tmp_path / "bin", SEEN=str(seen))
+    process = subprocess.Popen([SCRIPT], env=env, stdout=subprocess.PIPE, text=True)
+    wait_for(seen.exists, process, "torchrun")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that have not ended; a zombie that nobody has waited for has."""
+    return [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}/stat").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    ]
+
+
+def test_workers_end_with_a_killed_torchrun(tmp_path: Path, corpus: Path) -> None:
+    run = tmp_path / "run"
+    words = command(corpus, run, "seq_len=32", "model.n_layers=1", "steps=100000", ranks=2)
+    process = started(words)
+    wait_for((run / "metrics.jsonl").exists, process, "first step")
+    below = descendants(process.pid)
+    assert len(below) >= 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while alive(below) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(below)
