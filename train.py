@@ -3,6 +3,8 @@
 import os
 import sys
 import warnings
+from argparse import Namespace
+from typing import NoReturn
 
 from diffllm.distributed.launcher import end_with_torchrun, environment
 
@@ -18,7 +20,7 @@ import hydra  # noqa: E402
 from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from diffllm.config import config_directory, load_config  # noqa: E402
+from diffllm.config import compose_config, config_directory, load_config  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
@@ -27,10 +29,38 @@ def hydra_main(_: DictConfig) -> None:
     """What Hydra's own flags (--help, --cfg) need; a sweep has other ways."""
 
 
+def arguments() -> tuple[Namespace, bool]:
+    """The command line, and whether it only asks for something to be shown; raises ConfigError."""
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    args = parser.parse_args()
+    shown = [
+        name for name in ("help", "hydra_help", "info", "cfg", "shell_completion")
+        if getattr(args, name)
+    ]  # fmt: skip
+    other = ["config_name", "config_path", "config_dir", "experimental_rerun"]
+    other += ["multirun", *shown[1:]] if shown else []
+    other += ["package", "resolve"] if not args.cfg else []
+    for name in other:
+        if getattr(args, name):
+            beside = f" beside --{shown[0]}" if shown else ""
+            raise ConfigError(
+                f"--{name} has no meaning here{beside}; the configuration is conf/train.yaml and "
+                "key=value overrides"
+            )
+    return args, bool(shown)
+
+
+def refuse(message: str) -> NoReturn:
+    """In place of argparse's usage lines."""
+    raise ConfigError(message)
+
+
 def main() -> int:
-    args = get_args_parser().parse_args()
     try:
-        if any((args.help, args.hydra_help, args.info, args.cfg, args.shell_completion)):
+        args, shows = arguments()
+        if shows:
+            compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
             hydra_main()
         elif args.multirun:
             from diffllm.sweep.command import sweep

@@ -4,8 +4,6 @@ Hydra composes, the dataclasses type it, and nothing past `train.py` sees a Dict
 """
 
 import difflib
-import math
-import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,11 +13,21 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.config_overrides import (
+    COMPOSING,
+    GROUPS,
+    check_booleans,
+    check_overrides,
+    check_secrets,
+    explain,
+    one_line,
+    suggest,
+)
+from diffllm.config_values import check_values
 from diffllm.data.config import DataConfig
 from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig
@@ -101,14 +109,17 @@ class TrainConfig:
         for name in ("steps", "seq_len", "global_batch_size", "log_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} must fit into 64 bits")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} must be at least 1")
         if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"data.vocab_size={self.data.vocab_size} exceeds "
                 f"model.vocab_size={self.model.vocab_size}"
+            )
+        if self.model.seq_len != self.seq_len:
+            raise ConfigError(
+                f"model.seq_len={self.model.seq_len} must be seq_len={self.seq_len}, "
+                "which it follows: set seq_len alone"
             )
         self.model.validate()
         self.data.validate()
@@ -152,9 +163,6 @@ class TrainConfig:
             )
         return micro, share // micro
 
-
-GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
-FILLED_IN = ("run.choices", "run.matched")
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
@@ -211,10 +219,16 @@ def compose_config(overrides: list[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
-            check_choices(overrides)
+            check_secrets(overrides)
+            parsed = OverridesParser.create().parse_overrides(overrides)
+            check_overrides(parsed)
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            check_booleans(cfg, parsed)
+        except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
+        except RecursionError:
+            deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
+            raise ConfigError(f"{deepest[:40]}... is nested too deeply to be read") from None
     choices = cfg.hydra.runtime.choices
     with open_dict(cfg):
         cfg.run.choices = {group: choices[group] for group in GROUPS}
@@ -229,81 +243,21 @@ def typed(composed: DictConfig) -> TrainConfig:
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(key + one_line(error)) from error
+    except TypeError as error:  # of a list whose interpolation is none
+        raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
     check_fields(cfg)
+    check_values(cfg)
     cfg.validate()
     return cfg
 
 
 def check_fields(node: Any, prefix: str = "") -> None:
-    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`), nan and inf."""
+    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
     known = [f.name for f in fields(node)]
     for name, value in vars(node).items():
         if name not in known:
             names = known if prefix else list({*known, *GROUPS})
             raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{prefix}{name}={value} must be a finite number")
         if is_dataclass(value):
             check_fields(value, f"{prefix}{name}.")
-
-
-def suggest(name: str, known: list[str]) -> str:
-    """': did you mean x?' or the list of what there is."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
-
-
-def known_keys(node: Any, prefix: str = "") -> list[str]:
-    """Dotted names of every key below a config node."""
-    names = []
-    for name in node:
-        names.append(f"{prefix}{name}")
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
-            names += known_keys(child, f"{prefix}{name}.")
-    return names
-
-
-def check_choices(overrides: list[str]) -> None:
-    """Raise ConfigError for a group override that is not one of the group's YAML files, and for
-    a key that no one may set."""
-    loader = GlobalHydra.instance().config_loader()
-    for override in OverridesParser.create().parse_overrides(overrides):
-        group, choice = override.key_or_group, override.value()
-        if not group:
-            raise ConfigError(f"{override.input_line}: there is no key before the =")
-        if group.startswith(FILLED_IN):
-            raise ConfigError(f"{override.input_line}: a run fills this in itself")
-        if group not in GROUPS or override.package is not None:
-            continue
-        options = [o for o in loader.get_group_options(group) if not o.endswith("_schema")]
-        if override.is_delete() or choice not in options:
-            raise ConfigError(
-                f"{override.input_line} does not exist; choose from {', '.join(sorted(options))}"
-            )
-
-
-def explain(error: Exception, overrides: list[str]) -> str:
-    """One line about a failed composition: the key, the value, what is allowed."""
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: {one_line(error)}"
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = one_line(cause)
-    for override in reversed(overrides):  # the last one for a key counts
-        key = override.partition("=")[0].lstrip("+~")
-        unknown = re.search(r"Key '(\S+)' is not in struct|Key '(\S+)' not in", text)
-        if unknown and (unknown[1] or unknown[2]) in key.split("."):
-            chosen = [word for word in overrides if word.partition("=")[0] in GROUPS]
-            defaults = compose("train", overrides=chosen)
-            return f"unknown key {key}{suggest(key, known_keys(defaults))}"
-        if f"'{key}'" in text or re.search(rf"full_key: {re.escape(key)}$", str(cause), re.M):
-            return f"{override}: {text}"
-    return text
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's text without line breaks or internals of the config library."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
-    return " ".join(line for line in lines if not line.startswith(internal))

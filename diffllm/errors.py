@@ -1,8 +1,21 @@
 """Errors that a user can act on: each ends in one line on stderr and exit code 2, no traceback."""
 
+LONGEST = 1500
+"""Characters of a message; of a longer one the middle is left out."""
+
 
 class UserError(Exception):
-    """Something outside the code is wrong; the message names it and says what is allowed."""
+    """Something outside the code is wrong; the message names it and says what is allowed.
+
+    It may quote what a user, a file or a library said, and is one printable line all the same.
+    """
+
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.split("\n"))
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        if len(line) > LONGEST:
+            line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+        super().__init__(line)
 
 
 class AgreedError(UserError):

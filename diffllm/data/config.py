@@ -14,6 +14,10 @@ class SampleBy(Enum):
     line = "line"
 
 
+READ_BY = {"paths": "files", "dataset": "hub", "name": "hub", "revision": "hub"}
+"""The only source that reads a field."""
+
+
 @dataclass
 class DataConfig:
     """Fields shared by every corpus; `source` says which fields below them apply."""
@@ -65,6 +69,11 @@ class DataConfig:
             raise ConfigError(f"data.num_workers={self.num_workers} must be at least 0")
         if self.prefetch_factor < 1:
             raise ConfigError(f"data.prefetch_factor={self.prefetch_factor} must be at least 1")
+        for name, source in READ_BY.items():
+            if getattr(self, name) and self.source != source:
+                raise ConfigError(
+                    f"data.{name}={getattr(self, name)} needs data={source}, not {self.source}"
+                )
         if self.source == "files" and not self.paths:
             raise ConfigError("data=files needs data.paths=[file, glob, ...]")
         if self.source == "hub" and not self.dataset:

@@ -159,8 +159,13 @@ def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
 
 def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     assert cfg.dataset is not None
-    directory = Path(cfg.dataset).expanduser()
+    directory = Path(cfg.dataset).expanduser().absolute()
+    if directory.is_file():
+        raise DataError(f"data.dataset={cfg.dataset} is a file; name its directory, or data=files")
     if directory.is_dir():
+        script = directory / f"{directory.name}.py"
+        if script.exists():
+            raise DataError(f"{script}: a dataset's own code is not run; use its data files")
         paths = sorted(path.absolute() for path in directory.rglob("[!.]*") if path.is_file())
         version = combined_hash([facts.sha256 for facts in file_facts(paths, cache_dir)])
         dataset, revision, label = str(directory), None, directory.name
@@ -227,6 +232,8 @@ def _datasets() -> ModuleType:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     # Local files are nobody's download, and the counter wants the network.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # Releases that still run a dataset's own code would ask this, or the user.
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     return datasets
 
 

@@ -11,7 +11,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
 from diffllm.data.progress import say
-from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream
+from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream, again
 from diffllm.data.tokenise import TOKENIZER_FILE, available_cores, choose_heldout, write_tokens
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.train_tokenizer import TRAINING, train_tokenizer
@@ -33,6 +33,15 @@ class TokenData:
         """The tokenizer that the shards were written with."""
         return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
 
+    def check(self) -> None:
+        """Raise DataError unless manifest, tokenizer and every shard are there, of their sizes."""
+        for name in self.manifest.splits:
+            self.split(name)
+        if not (self.directory / TOKENIZER_FILE).is_file():
+            raise DataError(
+                f"{self.directory / TOKENIZER_FILE}: no such file; {again(self.directory)}"
+            )
+
     def split(self, name: str) -> TokenStream:
         """The tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
         return TokenStream(self.directory, self.manifest, name)
@@ -51,7 +60,9 @@ def prepare(cfg: DataConfig) -> TokenData:
     cfg.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
-        return _prepare(cfg, cache_dir)
+        data = _prepare(cfg, cache_dir)
+        data.check()
+        return data
     except OSError as error:
         raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
 

@@ -1,5 +1,6 @@
 """Token shards on disk: a manifest, flat binary files, and a stream that reads them."""
 
+import errno
 import hashlib
 import json
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.data.verified import matches
 from diffllm.errors import DataError
 
 FORMAT_VERSION = 1
@@ -67,10 +69,23 @@ class Manifest:
                 name: Split(**{**split, "shards": [Shard(**shard) for shard in split["shards"]]})
                 for name, split in stored["splits"].items()
             }
-            return cls(**{**stored, "splits": splits})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            manifest = cls(**{**stored, "splits": splits})
+            manifest.check()
+            return manifest
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise DataError(f"{path}: unusable ({reason}); {_again(directory)}") from error
+            raise DataError(f"{path}: unusable ({reason}); {again(directory)}") from error
+
+    def check(self) -> None:
+        """Raise ValueError for a manifest that contradicts itself or names files elsewhere."""
+        if self.dtype != token_dtype(self.vocab_size).name:
+            raise ValueError(f"dtype {self.dtype} does not go with {self.vocab_size} pieces")
+        for name, split in self.splits.items():
+            if split.tokens != sum(shard.tokens for shard in split.shards):
+                raise ValueError(f"the shards of {name} do not have its {split.tokens} tokens")
+            for shard in split.shards:
+                if Path(shard.file).name != shard.file:
+                    raise ValueError(f"shard {shard.file} is not in this directory")
 
     def save(self, directory: Path) -> None:
         """Write it into `directory`."""
@@ -129,7 +144,10 @@ class ShardWriter:
 
 
 class TokenStream:
-    """All tokens of one split, memory-mapped; cheap to pickle into loader processes."""
+    """All tokens of one split, memory-mapped; cheap to pickle into loader processes.
+
+    Sizes are compared with the manifest at once, checksums when a shard is first read.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
         """Raises DataError if a shard is missing or its size is not the manifest's."""
@@ -162,6 +180,7 @@ class TokenStream:
         if index not in self._maps:
             shard = self._shards[index]
             self._check_size(shard)
+            self._check_content(shard)
             self._maps[index] = np.memmap(self._directory / shard.file, self._dtype, mode="r")
         return self._maps[index]
 
@@ -170,17 +189,32 @@ class TokenStream:
         expected = shard.tokens * self._dtype.itemsize
         try:
             actual = path.stat().st_size
+            if not path.is_file():
+                raise OSError(errno.EISDIR, "not a file")
         except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; {_again(self._directory)}") from error
+            raise DataError(f"{path}: {error.strerror}; {again(self._directory)}") from error
         if actual != expected:
             raise DataError(
                 f"{path}: {actual} bytes where the manifest says {expected}; "
-                f"{_again(self._directory)}"
+                f"{again(self._directory)}"
+            )
+
+    def _check_content(self, shard: Shard) -> None:
+        path = self._directory / shard.file
+        try:
+            intact = matches(path, shard.sha256)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; {again(self._directory)}") from error
+        if not intact:
+            raise DataError(
+                f"{path}: damaged, its sha256 is not the manifest's {shard.sha256[:12]}...; "
+                f"{again(self._directory)}"
             )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}
 
 
-def _again(directory: Path) -> str:
+def again(directory: Path) -> str:
+    """What to do about a damaged one."""
     return f"delete {directory} to prepare it again"

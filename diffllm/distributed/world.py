@@ -117,7 +117,7 @@ def join(cfg: DistributedConfig) -> World:
         # A launcher's store can outlive its processes: it serves restarts and the jobs of a sweep.
         store = dist.PrefixStore(f"diffllm/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}", store)
         meeting = meet(store, rank, size, cfg.timeout)
-    except DistError as error:
+    except (DistError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(
             f"no meeting with the other {size - 1} ranks at {address}:{port} within "

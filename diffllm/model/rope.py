@@ -52,8 +52,8 @@ class RopeConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for values that no frequencies follow from."""
-        if self.theta <= 0:
-            raise ConfigError(f"model.rope.theta={self.theta} must be positive")
+        if self.theta < 1:
+            raise ConfigError(f"model.rope.theta={self.theta} must be at least 1")
         if self.factor < 1:
             raise ConfigError(f"model.rope.factor={self.factor} must be at least 1")
         for name, scalings in USED_BY.items():

@@ -1,3 +1,4 @@
+import contextlib
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+import diffllm
 from diffllm.data import corpus as corpus_module
 from diffllm.data import file_index
 from diffllm.data.config import DataConfig, SampleBy
@@ -214,3 +216,27 @@ def test_opening_a_corpus_loads_nothing(
 ) -> None:
     monkeypatch.setattr(corpus_module, "_datasets", lambda: pytest.fail("datasets was imported"))
     assert opened(make_config(corpus_file)).identity
+
+
+def test_the_code_of_a_dataset_is_not_run(tmp_path: Path, make_config: MakeConfig) -> None:
+    """Neither a directory's script nor one named itself; the data files beside it could be read."""
+    dataset, proof = tmp_path / "evil", tmp_path / "it-ran"
+    dataset.mkdir()
+    script = dataset / "evil.py"
+    script.write_text(f"open({str(proof)!r}, 'w').close()\nraise SystemExit\n")
+    (dataset / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    for name in (str(dataset), str(script)):
+        with pytest.raises(DataError) as caught:
+            opened(make_config(source="hub", dataset=name))
+        assert "evil.py" in str(caught.value)
+    assert not proof.exists()
+    script.rename(dataset / "harmless.py")
+    with contextlib.suppress(DataError):  # or it is read without the script
+        assert texts(make_config(source="hub", dataset=str(dataset))) == ["a", "b"]
+    assert not proof.exists()
+
+
+def test_no_call_trusts_the_code_of_datasets() -> None:
+    sources = [path.read_text() for path in Path(diffllm.__file__).parent.rglob("*.py")]
+    assert any("load_dataset" in source for source in sources)
+    assert not any("trust_remote_code" in source for source in sources)

@@ -189,7 +189,7 @@ CHOICES = [
     (["model=[tiny,mini]"], ["model", "tiny", "mini"]),
     (["attention=3"], ["attention=3", *VARIANTS]),
     (["model.match_params_to=diff_v3"], ["model.match_params_to=diff_v3", "mean", *VARIANTS]),
-    (["model.match_params_to="], ["model.match_params_to=", *VARIANTS]),
+    (["model.match_params_to="], ["model.match_params_to=''", "empty"]),
 ]
 TYPES = [
     (["steps=many"], ["steps", "many", "nteger"]),
@@ -209,7 +209,7 @@ ENUMS = [
     (["precision=fp16"], ["precision", "fp16", "auto", "bf16", "fp32"]),
     (["optim.schedule=linear"], ["optim.schedule", "linear", "cosine", "wsd"]),
     (["wandb.mode=on"], ["wandb.mode", "online", "offline", "disabled"]),
-    (["wandb.tags=['']"], ["wandb.tags", "''", "1 to 64"]),
+    (["wandb.tags=['']"], ["wandb.tags", "''", "empty"]),
     (["model.rope.scaling=twice"], ["model.rope.scaling", "twice", "none"]),
     (["data.sample_by=word"], ["data.sample_by", "word", "document", "paragraph", "line"]),
     (["data.source=web"], ["data.source", "web", "stdlib", "files", "hub"]),
@@ -265,7 +265,7 @@ RANGES = [
         ["model.match_params_to=standard", "attention=diff_v2", "model.ffn_dim=8"],
         ["model.match_params_to=standard", "closest", "model.ffn_dim"],
     ),
-    (["model.rope.theta=0"], ["model.rope.theta=0", "positive"]),
+    (["model.rope.theta=0"], ["model.rope.theta=0", "at least 1"]),
     (["model.init_std=0"], ["model.init_std=0"]),
     (["model.init_std=nan"], ["model.init_std=nan"]),
     (["model.norm_eps=-1"], ["model.norm_eps=-1"]),

@@ -53,24 +53,29 @@ class MoEConfig:
 
     def validate(self, n_layers: int) -> None:
         """Raise ConfigError for a mixture that cannot be built."""
-        if self.n_experts < 0:
-            raise ConfigError(f"model.moe.n_experts={self.n_experts} must not be negative")
+        for name in ("n_experts", "expert_dim", "n_shared", "n_dense_layers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"model.moe.{name}={getattr(self, name)} must not be negative")
+        for name in ("bias_update_rate", "balance_loss", "router_z_loss"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"model.moe.{name}={getattr(self, name)} must not be negative")
+        if self.routed_scaling <= 0:
+            raise ConfigError(f"model.moe.routed_scaling={self.routed_scaling} must be positive")
+        if self.top_k < 1:
+            raise ConfigError(
+                f"model.moe.top_k={self.top_k} must lie between 1 and model.moe.n_experts"
+            )
         if self.n_experts == 0:
             return
-        if not 1 <= self.top_k <= self.n_experts:
+        if self.top_k > self.n_experts:
             raise ConfigError(
                 f"model.moe.top_k={self.top_k} must lie between 1 and "
                 f"model.moe.n_experts={self.n_experts}"
             )
         if self.expert_dim < 1:
             raise ConfigError(f"model.moe.expert_dim={self.expert_dim} must be at least 1")
-        if not 0 <= self.n_dense_layers < n_layers:
+        if self.n_dense_layers >= n_layers:
             raise ConfigError(
                 f"model.moe.n_dense_layers={self.n_dense_layers} must be less than "
                 f"model.n_layers={n_layers}, and not negative"
             )
-        for name in ("n_shared", "bias_update_rate", "balance_loss", "router_z_loss"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.moe.{name}={getattr(self, name)} must not be negative")
-        if self.routed_scaling <= 0:
-            raise ConfigError(f"model.moe.routed_scaling={self.routed_scaling} must be positive")

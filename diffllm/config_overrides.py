@@ -1,0 +1,146 @@
+"""Overrides as they are written: what none may be, and one line about those that do not compose."""
+
+import difflib
+import re
+from typing import Any
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from diffllm.errors import ConfigError
+
+GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
+FILLED_IN = ("run.choices", "run.matched")
+COMPOSING = (
+    HydraException, OmegaConfBaseException, ValueError, TypeError, LookupError, ArithmeticError
+)  # fmt: skip
+"""What Hydra and OmegaConf raise for an override that they cannot compose."""
+
+LONGEST_QUOTED = 200
+SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
+SECRET_KEY = re.compile(rf"[+~]*(?:[\w/@]+\.)*{SECRET}", re.I)
+SECRET_IN_VALUE = re.compile(
+    rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*|.*\boc\.env:\s*['\"]?{SECRET}\b.*", re.I | re.S
+)
+
+
+def check_secrets(words: list[str]) -> None:
+    """Raise ConfigError, which does not repeat it, for a key that would put a secret on disk."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if SECRET_KEY.fullmatch(key.strip()) or SECRET_IN_VALUE.fullmatch(value):
+            raise ConfigError(
+                f"{key.strip().lstrip('+~')}: secrets come from the environment (WANDB_API_KEY, "
+                "HF_TOKEN), never from the configuration, which is written to disk"
+            )
+
+
+def check_overrides(overrides: list[Override]) -> None:
+    """Raise ConfigError for overrides that Hydra would take and that no run can mean.
+
+    They are: a choice that is none of its group's YAML files, a key that no one may set, a key
+    removed, and Hydra's own keys, which a single run does not read.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    for override in overrides:
+        word, key = override.input_line, override.key_or_group
+        if not key:
+            raise ConfigError(f"{word}: there is no key before the =")
+        if key == "run" or key.startswith(FILLED_IN):
+            raise ConfigError(f"{word}: a run fills this in itself")
+        if re.split(r"[./]", key)[0] == "hydra":
+            raise ConfigError(
+                f"{word}: a run reads none of Hydra's own keys; run.dir is its directory"
+            )
+        if key not in GROUPS or override.package is not None:
+            if override.is_delete():
+                raise ConfigError(f"{word}: a key cannot be removed; {key}=... sets it")
+            continue
+        options = [o for o in loader.get_group_options(key) if not o.endswith("_schema")]
+        if override.is_delete() or override.value() not in options:
+            raise ConfigError(f"{word} does not exist; choose from {', '.join(sorted(options))}")
+        if override.is_add():
+            raise ConfigError(f"{word}: there is always one {key}; without the +, this one")
+
+
+def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
+    """Raise ConfigError for a number other than 0 and 1 where true or false belongs."""
+    for override in overrides:
+        value = override.value()
+        if isinstance(value, int) and value not in (0, 1) and override.key_or_group not in GROUPS:
+            chosen = OmegaConf.select(cfg, override.key_or_group)
+            if isinstance(chosen, bool):
+                raise ConfigError(f"{override.input_line}: must be true or false")
+
+
+def suggest(name: str, known: list[str]) -> str:
+    """': did you mean x?' or the list of what there is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def known_keys(node: Any, prefix: str = "") -> list[str]:
+    """Dotted names of every key below a config node."""
+    names = []
+    for name in node:
+        names.append(f"{prefix}{name}")
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+            names += known_keys(child, f"{prefix}{name}.")
+    return names
+
+
+def explain(error: Exception, words: list[str]) -> str:
+    """One line about a failed composition: the key, the value, what is allowed."""
+    if isinstance(error, OverrideParseException):
+        word, text = error.override or "", one_line(error)
+        if len(word) > LONGEST_QUOTED or text.startswith("LexerNoViableAltException"):
+            text = ""  # it says no more than the word again
+        shown = word if len(word) <= LONGEST_QUOTED else f"{word[:LONGEST_QUOTED]}..."
+        return f"{shown!r} is not of the form key=value{text and f': {text}'}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = one_line(cause)
+    for word in reversed(words):  # the last one for a key counts
+        key = word.partition("=")[0].lstrip("+~")
+        unknown = re.search(r"Key '(\S+)' is not in struct|Key '(\S+)' not in", text)
+        if unknown and (unknown[1] or unknown[2]) in key.split("."):
+            chosen = [word for word in words if word.partition("=")[0] in GROUPS]
+            names = known_keys(compose("train", overrides=chosen))
+            close = difflib.get_close_matches(key, names, n=1)
+            return f"unknown key {key}{suggest(key, close or sisters(key, names))}"
+        if f"'{key}'" in text or re.search(rf"full_key: {re.escape(key)}$", str(cause), re.M):
+            return f"{word}: {text}"
+    culprit = first_that_fails(words)
+    return f"{culprit}: {text}" if culprit else text
+
+
+def sisters(key: str, names: list[str]) -> list[str]:
+    """The keys beside an unknown one, in the deepest section of its name that there is."""
+    section = key
+    while section:
+        section = section.rpartition(".")[0]
+        beside = [name for name in names if name.rpartition(".")[0] == section]
+        if beside:
+            return beside
+    return names
+
+
+def first_that_fails(words: list[str]) -> str | None:
+    """The first override with which, after those before it, composing fails."""
+    for count in range(1, len(words) + 1):
+        try:
+            compose("train", overrides=words[:count])
+        except COMPOSING:
+            return words[count - 1]
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text without line breaks or internals of the config library."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
+    return " ".join(line for line in lines if not line.startswith(internal))

@@ -1,0 +1,104 @@
+"""What a single value of a typed config may be, whatever the others are."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from diffllm.errors import ConfigError
+
+LARGEST = {
+    "seq_len": 2**27,
+    "global_batch_size": 2**24,
+    "micro_batch_size": 2**24,
+    "steps": 10**12,
+    "distributed.timeout": 365 * 24 * 3600,
+    "data.num_workers": 256,
+    "data.prefetch_factor": 10_000,
+    "data.vocab_size": 2**24,
+    "model.dim": 2**20,
+    "model.ffn_dim": 2**24,
+    "model.head_dim": 2**16,
+    "model.n_heads": 2**16,
+    "model.n_kv_heads": 2**16,
+    "model.n_layers": 10_000,
+    "model.vocab_size": 2**24,
+    "model.seq_len": 2**27,
+    "model.loss_chunk": 2**27,
+    "model.moe.n_experts": 2**16,
+    "model.moe.top_k": 2**16,
+    "model.moe.n_shared": 2**10,
+    "model.moe.expert_dim": 2**24,
+    "model.attention.query_heads": 64,
+}
+"""Beyond these a number is a slip: sizes overflow, or processes and modules have no end."""
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Of float32, in which a run computes: smaller ones would be 0 there, larger ones infinite."""
+LONGEST_TEXT = 4096
+FREE_TEXT = ("data.sample_prompt",)
+"""Taken as it is, line breaks too."""
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, declared type, value) of every value below a config dataclass."""
+    hints = get_type_hints(type(node))
+    for f in fields(node):
+        key, value = f"{prefix}{f.name}", getattr(node, f.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, hints[f.name], value
+
+
+def check_values(cfg: Any) -> None:
+    """Raise ConfigError for a value that cannot mean anything under its key."""
+    for key, declared, value in leaves(cfg):
+        if declared == list[str]:
+            check_texts(key, value)
+        elif isinstance(value, str):
+            check_text(key, value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            check_number(key, value)
+
+
+def check_number(key: str, value: float) -> None:
+    """Raise ConfigError for nan, infinity, and what 64-bit integers or float32 cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value} must be a finite number")
+    if abs(value) > LARGEST.get(key, math.inf):
+        raise ConfigError(f"{key}={value} must be at most {LARGEST[key]}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key}={value} must fit into 64 bits")
+    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        raise ConfigError(
+            f"{key}={value} is not within float32: 0, or between {SMALLEST_FLOAT:.4g} and "
+            f"{LARGEST_FLOAT:.4g} in size"
+        )
+
+
+def check_text(key: str, value: str) -> None:
+    """Raise ConfigError for text that is empty, endless, or no single line of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # bytes that the shell handed over undecoded
+        raise ConfigError(f"{key}={value} is not valid UTF-8") from None
+    if "\0" in value:
+        raise ConfigError(f"{key}={value} must not hold a NUL character")
+    if key in FREE_TEXT:
+        return
+    if not value.strip():
+        raise ConfigError(f"{key}={value!r} must not be empty")
+    if not value.isprintable():
+        raise ConfigError(f"{key}={value} must be one line without control characters")
+    if len(value) > LONGEST_TEXT:
+        raise ConfigError(f"{key}={value[:20]}... must have at most {LONGEST_TEXT} characters")
+
+
+def check_texts(key: str, value: Any) -> None:
+    """Raise ConfigError for what is no list of text."""
+    if not isinstance(value, list):  # an interpolation may put anything here
+        raise ConfigError(f"{key}={value} must be a list: [one, two]")
+    for item in value:
+        if not isinstance(item, str):
+            raise ConfigError(f"{key}: {item!r} is not text")
+        check_text(key, item)

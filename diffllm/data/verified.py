@@ -1,0 +1,59 @@
+"""Checksums of files, compared once for all processes that read them, and again after a day.
+
+A shard is compared before the first token of it is used. Many ranks and loader workers, on one
+node or on many with a shared file system, read the same shards: whoever comes first hashes and
+leaves a mark beside the file, the others wait for it. The mark holds what identifies the file, so a
+file that was written to is compared again. Decay that leaves size and times alone is found by the
+first run that starts after the mark has become old.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from filelock import FileLock
+
+VALID_SECONDS = 24 * 3600
+"""Age of a mark that still counts."""
+
+
+def matches(path: Path, sha256: str) -> bool:
+    """Whether `path` has this checksum, in hexadecimal; raises OSError if it cannot be read."""
+    mark = path.with_name(f".{path.name}.verified")
+    if is_marked(mark, path, sha256):
+        return True
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of a cache that cannot be written: all hash
+            stack.enter_context(FileLock(mark.with_suffix(".lock")))
+        if is_marked(mark, path, sha256):
+            return True
+        identity = identity_of(path)  # before reading: a change meanwhile then shows
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != sha256:
+            return False
+        with contextlib.suppress(OSError):
+            partial = mark.with_name(f"{mark.name}.{os.getpid()}")
+            partial.write_text(f"{sha256} {identity}\n")
+            partial.replace(mark)
+    return True
+
+
+def is_marked(mark: Path, path: Path, sha256: str) -> bool:
+    """Whether this file has been compared lately, and has not been written to since."""
+    try:
+        written = mark.stat().st_mtime
+        return (
+            abs(time.time() - written) < VALID_SECONDS
+            and mark.read_text() == f"{sha256} {identity_of(path)}\n"
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def identity_of(path: Path) -> str:
+    """What changes when a file is written to or replaced."""
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"

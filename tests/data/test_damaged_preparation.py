@@ -1,0 +1,235 @@
+"""Corpora that break while they are prepared, disks that fill up, and SIGKILL at any moment."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from sample_texts import sample_documents
+
+from diffllm.data import TokenData, corpus, prepare
+from diffllm.data.config import DataConfig, SampleBy
+from diffllm.errors import DataError
+
+MakeConfig = Callable[..., DataConfig]
+TEXTS = sample_documents(3000)
+
+PREPARE = """
+import sys
+from diffllm.data import preparation
+from diffllm.data.config import DataConfig, SampleBy
+cfg = DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vocab_size=400,
+                 sample_by=SampleBy.line)
+print("ready", flush=True)
+print(preparation.prepare(cfg).directory)
+"""
+
+
+def contents(data: TokenData) -> dict[str, bytes]:
+    """Every file but the model, whose bytes hold the name of a temporary file."""
+    return {p.name: p.read_bytes() for p in data.directory.iterdir() if p.suffix != ".model"}
+
+
+def visible(cache: Path) -> list[str]:
+    """What a later run would take for complete."""
+    return sorted(
+        str(path.relative_to(cache))
+        for kind in ("tokens", "tokenizers")
+        for path in (cache / kind).glob("*")
+        if path.is_dir() and ".tmp-" not in path.name
+    )
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def write_parquet(path: Path, texts: list[str]) -> None:
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=200, compression="zstd")
+
+
+def make_three(directory: Path, suffix: str) -> list[Path]:
+    """Three good files of a kind."""
+    paths = [directory / f"{i}{suffix}" for i in range(3)]
+    for i, path in enumerate(paths):
+        part = TEXTS[i::3]
+        if suffix == ".parquet":
+            write_parquet(path, part)
+        elif suffix.endswith(".gz"):
+            path.write_bytes(gzip.compress(jsonl(part)))
+        elif suffix.endswith(".zst"):
+            path.write_bytes(zstandard.compress(jsonl(part)))
+        else:
+            path.write_bytes(jsonl(part))
+    return paths
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def scramble(path: Path) -> None:
+    """The middle, so that header and footer are good."""
+    content = bytearray(path.read_bytes())
+    third = len(content) // 3
+    content[third : 2 * third] = random.Random(0).randbytes(third)
+    path.write_bytes(content)
+
+
+def break_line(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[len(lines) // 2] = b'{"text": "no end\n'
+    path.write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [
+        (".jsonl.gz", cut),
+        (".jsonl.gz", scramble),
+        (".jsonl.zst", cut),
+        (".jsonl.zst", scramble),
+        (".parquet", cut),
+        (".parquet", scramble),
+        (".jsonl", cut),
+        (".jsonl", break_line),
+    ],
+)
+def test_a_file_in_the_middle_that_breaks_off(
+    tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
+) -> None:
+    paths = make_three(tmp_path, suffix)
+    good = paths[1].read_bytes()
+    damage(paths[1])
+    cfg = make_config(*paths)
+    with pytest.raises(DataError) as caught:
+        prepare(cfg)
+    assert str(paths[1]) in str(caught.value)
+    assert not any(str(path) in str(caught.value) for path in (paths[0], paths[2]))
+    assert str(caught.value).isprintable()
+    assert visible(Path(cfg.cache_dir)) == []
+    paths[1].write_bytes(good)
+    other = prepare(make_config(*paths, cache_dir=str(tmp_path / "other")))
+    assert contents(prepare(cfg)) == contents(other)
+
+
+def test_a_file_that_vanishes_after_it_was_hashed(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_three(tmp_path, ".jsonl")
+    original, load = paths[1].read_bytes(), corpus._load_file
+
+    def vanishing(path: Path, *args: Any) -> Any:
+        paths[1].unlink(missing_ok=True)
+        return load(path, *args)
+
+    cfg = make_config(*paths)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "_load_file", vanishing)
+        with pytest.raises(DataError, match=str(paths[1])):
+            prepare(cfg)
+    assert visible(Path(cfg.cache_dir)) == []
+    paths[1].write_bytes(original)
+    assert prepare(cfg).manifest.splits["train"].documents > 2000
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, make_config: MakeConfig) -> None:
+    """The memory of this process at address 0 stands in for a bad block: the same error."""
+    paths = make_three(tmp_path, ".jsonl")
+    paths[1].unlink()
+    paths[1].symlink_to("/proc/self/mem")
+    cfg = make_config(*paths)
+    with pytest.raises(DataError, match=rf"{paths[1]}: Input/output error"):
+        prepare(cfg)
+    assert visible(Path(cfg.cache_dir)) == []
+
+
+def test_sigkill_at_random_moments_leaves_nothing_half_done(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    """What is left is never taken for complete, and the next start makes the same as ever."""
+    paths = make_three(tmp_path, ".jsonl")
+    cfg = make_config(*paths)
+    undisturbed = prepare(make_config(*paths, cache_dir=str(tmp_path / "undisturbed")))
+    command = [sys.executable, "-c", PREPARE, cfg.cache_dir, *map(str, paths)]
+    rng, killed, taken = random.Random(1), 0, 3.0
+    while killed < 5:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        started = time.monotonic()
+        try:
+            process.wait(rng.uniform(0, taken))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:  # too late: begin again, and aim earlier
+            taken = time.monotonic() - started
+            subprocess.run(["rm", "-r", cfg.cache_dir], check=True)
+            continue
+        killed += 1
+        for name in visible(Path(cfg.cache_dir)):
+            directory = Path(cfg.cache_dir) / name
+            expected = tmp_path / "undisturbed" / name
+            assert {p.name for p in directory.iterdir()} == {p.name for p in expected.iterdir()}
+    assert contents(prepare(cfg)) == contents(undisturbed)
+    assert not list(Path(cfg.cache_dir).glob("*/*.tmp-*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a tmpfs of so many KiB."""
+    if os.geteuid():
+        pytest.skip("only root can mount a file system")
+    mounted: list[Path] = []
+
+    def mount(size: int) -> Path:
+        path = tmp_path / f"disk-{size}"
+        path.mkdir()
+        options = ["-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(path)]
+        if subprocess.run(["mount", *options], capture_output=True).returncode:
+            pytest.skip("this machine lets no one mount a file system")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("size", [4, 80, 300, 500])
+def test_a_full_disk_is_one_line_and_older_corpora_stay(
+    tmp_path: Path, make_config: MakeConfig, small_disk: Callable[[int], Path], size: int
+) -> None:
+    disk = small_disk(4000)
+    first = tmp_path / "first.txt"
+    first.write_text("\n".join(TEXTS[:200]))
+    older = prepare(make_config(first, cache_dir=str(disk / "cache"), sample_by=SampleBy.line))
+    before, seen = contents(older), visible(disk / "cache")
+    used = os.statvfs(disk)
+    filler = disk / "filler"
+    filler.write_bytes(b"x" * max(0, used.f_bavail * used.f_frsize - size * 1024))
+    paths = make_three(tmp_path, ".jsonl")
+    cfg = make_config(*paths, cache_dir=str(disk / "cache"))
+    with pytest.raises(DataError) as caught:
+        prepare(cfg)
+    assert "No space left" in str(caught.value)
+    assert str(disk / "cache") in str(caught.value)
+    assert contents(older) == before
+    left = set(visible(disk / "cache")) - set(seen)
+    assert not [name for name in left if name.startswith("tokens/")]
+    filler.unlink()
+    assert prepare(cfg).manifest.splits["train"].documents > 2000

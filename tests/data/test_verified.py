@@ -1,0 +1,140 @@
+"""A checksum is compared once for all readers, and again when it may have become wrong."""
+
+import hashlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffllm.data import TokenStream, verified
+from diffllm.errors import DataError
+
+CONTENT = bytes(range(256)) * 64
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    path = tmp_path / "train-00000.bin"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for every time that a file is hashed."""
+    found: list[str] = []
+    original = hashlib.file_digest
+
+    def counted(file, name):  # type: ignore[no-untyped-def]
+        found.append(file.name)
+        return original(file, name)
+
+    monkeypatch.setattr(verified.hashlib, "file_digest", counted)
+    return found
+
+
+def test_a_file_is_hashed_once(shard: Path, hashed: list[str]) -> None:
+    assert all(verified.matches(shard, SHA256) for _ in range(3))
+    assert len(hashed) == 1
+
+
+def test_a_wrong_checksum_is_never_marked(shard: Path, hashed: list[str]) -> None:
+    assert not any(verified.matches(shard, "0" * 64) for _ in range(2))
+    assert len(hashed) == 2
+    assert verified.matches(shard, SHA256)
+
+
+@pytest.mark.parametrize("keep_mtime", [False, True])
+def test_a_file_that_was_written_to_is_hashed_again(shard: Path, keep_mtime: bool) -> None:
+    """Also one whose modification time was set back, as copying tools do."""
+    assert verified.matches(shard, SHA256)
+    stat = shard.stat()
+    shard.write_bytes(CONTENT[:-1] + b"x")
+    if keep_mtime:
+        os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert not verified.matches(shard, SHA256)
+
+
+def test_an_old_mark_does_not_count(shard: Path, hashed: list[str]) -> None:
+    assert verified.matches(shard, SHA256)
+    mark = shard.with_name(f".{shard.name}.verified")
+    old = time.time() - verified.VALID_SECONDS - 60
+    os.utime(mark, (old, old))
+    assert verified.matches(shard, SHA256)
+    assert len(hashed) == 2
+    assert verified.matches(shard, SHA256)
+    assert len(hashed) == 2
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xff", b"x" * 1000])
+def test_a_mark_that_is_damaged_does_not_count(shard: Path, hashed: list[str], mark: bytes) -> None:
+    shard.with_name(f".{shard.name}.verified").write_bytes(mark)
+    assert verified.matches(shard, SHA256)
+    assert len(hashed) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_verified_all_the_same(
+    shard: Path, hashed: list[str]
+) -> None:
+    """Directories in the place of mark and lock stand in for a read-only file system."""
+    mark = shard.with_name(f".{shard.name}.verified")
+    mark.mkdir()
+    mark.with_suffix(".lock").mkdir()
+    assert verified.matches(shard, SHA256)
+    assert not verified.matches(shard, "0" * 64)
+    assert len(hashed) == 2
+
+
+def verify_slowly(shard: Path, barrier, counts) -> None:  # type: ignore[no-untyped-def]
+    original = hashlib.file_digest
+
+    def counted(file, name):  # type: ignore[no-untyped-def]
+        time.sleep(0.2)  # so that all are there before the first is done
+        with counts.get_lock():
+            counts.value += 1
+        return original(file, name)
+
+    verified.hashlib.file_digest = counted
+    barrier.wait()
+    assert verified.matches(shard, SHA256)
+
+
+def test_processes_that_read_one_file_hash_it_once(shard: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, counts = context.Barrier(4), context.Value("i", 0)
+    processes = [
+        context.Process(target=verify_slowly, args=(shard, barrier, counts)) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert counts.value == 1
+
+
+def test_a_stream_verifies_the_shards_that_it_reads_and_no_others(
+    make_stream: Callable[..., TokenStream], hashed: list[str]
+) -> None:
+    stream = make_stream(list(range(300)))
+    assert hashed == []
+    stream.tokens(100, 120)
+    stream.tokens(150, 160)
+    assert [Path(name).name for name in hashed] == ["train-00001.bin"]
+
+
+def test_a_flipped_bit_is_found_before_its_shard_is_used(
+    make_stream: Callable[..., TokenStream], tmp_path: Path
+) -> None:
+    stream = make_stream(list(range(300)))
+    path = tmp_path / "stream" / "train-00001.bin"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 128
+    path.write_bytes(content)
+    assert stream.tokens(0, 97).tolist() == list(range(97))
+    with pytest.raises(DataError, match=r"train-00001.bin: damaged, .* delete .*stream to prepare"):
+        stream.tokens(90, 110)

@@ -1,0 +1,558 @@
+"""Hundreds of wrong configurations, made from the config tree itself: each ends in one line.
+
+What is accepted although it looks wrong has to mean something: `assert_meaningful` builds it.
+"""
+
+import copy
+import functools
+import itertools
+import math
+import random
+import struct
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import changes, clean_environment, command, snapshot, train_command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from diffllm.config import GROUPS, TrainConfig, load_config
+from diffllm.config_values import LARGEST, check_values, leaves
+from diffllm.diagnostics import probe_positions
+from diffllm.errors import LONGEST, ConfigError
+from diffllm.model import build_model
+from diffllm.model.rope import RopeScaling, frequencies
+from diffllm.optim import learning_rate
+
+pytestmark = pytest.mark.timeout(240)
+
+SEED = 20261121
+BASE = ["model=tiny", "seq_len=16", "steps=50", "optim.warmup_steps=2"]
+MOE = ["model=moe_tiny", *BASE[1:]]
+DENSE, MIXTURE = load_config(BASE), load_config(MOE)
+KEYS = {key: (declared, value) for key, declared, value in leaves(DENSE)}
+
+NOT_A_SECTION = ["[1]", "{a: 1}"]
+WRONG: dict[object, list[str]] = {
+    int: ["many", "1.5", "nan", "1e400", "''", "true", f"{10**30}", f"-{10**30}", *NOT_A_SECTION],
+    float: ["fast", "nan", "-inf", "1e400", "1e39", "1e-50", "''", "true", *NOT_A_SECTION],
+    bool: ["maybe", "2", "-1", "1.5", "''", *NOT_A_SECTION],
+    str: ["''", "'  '", "'a\tb'", "'\x1b[31m'", "x" * 5000, *NOT_A_SECTION],
+    list[str]: ["a", "''", "[[a]]", "[null]", "['']", "{a: b}", "${steps}", "${precision}"],
+    Enum: ["nothing", "0.5", "''", "'two words'", *NOT_A_SECTION],
+}
+ANY_TEXT = ("data.sample_prompt",)
+PARTS_OF_A_RUN = ("run.choices", "run.matched")
+
+
+@pytest.fixture(autouse=True)
+def untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[None]:
+    """Nothing is written anywhere, and nothing said besides the error."""
+    for name in ("cwd", "home", "cache"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cwd" / "mine").write_text("mine")
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DIFFLLM_CACHE", str(tmp_path / "cache"))
+    before = snapshot(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    assert not changes(before, snapshot(tmp_path))
+    assert capfd.readouterr() == ("", "")
+
+
+def line_of(check: Callable[[], object]) -> str | None:
+    """What a check says, or None if it has nothing to say."""
+    try:
+        check()
+        return None
+    except ConfigError as error:
+        line = str(error)
+    assert line.isprintable(), line
+    assert len(line) <= LONGEST + 10
+    assert "Error:" not in line, f"an exception's name says nothing to a user: {line}"
+    return line
+
+
+def refusal(words: list[str]) -> str | None:
+    """The line that refuses these overrides on one rank, or None if they are accepted."""
+    return line_of(lambda: load_config(words).check_world(1))
+
+
+def checked(cfg: TrainConfig, world_size: int = 1) -> None:
+    check_values(cfg)
+    cfg.validate()
+    cfg.check_world(world_size)
+
+
+def assert_refused(words: list[str], *named: str) -> None:
+    line = refusal(words)
+    assert line is not None, f"{words} was accepted"
+    missing = [name for name in named if name not in line]
+    assert not missing, f"{words} gave: {line}"
+
+
+def base_type(declared: Any) -> tuple[Any, bool]:
+    """(int, True) of `int | None`; every enum is Enum."""
+    parts = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
+    kind = next(part for part in parts if part is not type(None))
+    optional = type(None) in parts
+    return Enum if isinstance(kind, type) and issubclass(kind, Enum) else kind, optional
+
+
+def wrong_values(key: str) -> list[str]:
+    kind, optional = base_type(KEYS[key][0])
+    values = [] if key in ANY_TEXT else list(WRONG.get(kind, ["[1]"]))
+    return [*values, *([] if optional else ["null"])]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_values_of_a_wrong_type(key: str) -> None:
+    """Three of them for each key, others for others: about 280."""
+    values = wrong_values(key)
+    if key in ANY_TEXT:
+        values = NOT_A_SECTION
+    chosen = random.Random(f"{SEED}{key}").sample(values, min(3, len(values)))
+    for value in chosen:
+        named = "run fills this in" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
+        assert_refused([*BASE, f"{key}={value}"], named)
+
+
+NUMBERS = [key for key, (declared, _) in KEYS.items() if base_type(declared)[0] in (int, float)]
+EDGES = {
+    int: [0, -1, 1, 2, 3, 7, -2, 10**5, 2**31, 2**63 - 1, 2**63],
+    float: [
+        "0",
+        "-1",
+        "1",
+        "0.5",
+        "1.5",
+        "1e-30",
+        "1e-38",
+        "1e-39",
+        "1e30",
+        "3e38",
+        "1e38",
+        "-0.0",
+    ],
+}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_at_the_edges_mean_something_or_are_refused(key: str) -> None:
+    """Set in a typed config, as composing one would."""
+    kind = base_type(KEYS[key][0])[0]
+    for value in map(kind, EDGES[kind]):
+        cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
+        line = line_of(functools.partial(checked, cfg))
+        if line is None:
+            assert_meaningful(cfg)
+        else:
+            assert key.split(".")[-1] in line, f"{key}={value} gave: {line}"
+
+
+def with_value(cfg: TrainConfig, key: str, value: float) -> TrainConfig:
+    """A copy with one value changed, and those that follow it."""
+    cfg = copy.deepcopy(cfg)
+    follows = {"seq_len": "model.seq_len", "seed": "model.init_seed"}
+    follows["model.vocab_size"] = "data.vocab_size"
+    for name in filter(None, [key, follows.get(key)]):
+        *sections, last = name.split(".")
+        setattr(functools.reduce(getattr, sections, cfg), last, value)
+    return cfg
+
+
+def assert_meaningful(cfg: TrainConfig) -> None:
+    """The parts of a run that a configuration decides can be made of it."""
+    assert_schedule(cfg)
+    assert_rope(cfg)
+    if cfg.model.n_layers <= 16 and cfg.model.seq_len <= 2**20:
+        assert_builds(cfg)
+    micro, count = cfg.micro_batches(1)
+    assert micro * count == cfg.global_batch_size
+    assert cfg.parallel.sizes(1) == (1, 1, 1)
+    assert timedelta(seconds=cfg.distributed.timeout) > timedelta(0)
+    torch.Generator().manual_seed(cfg.seed)
+    if cfg.seq_len <= 2**20:
+        positions = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, 1)
+        assert positions is None or 0 <= positions.min() <= positions.max() < cfg.seq_len
+    for key, declared, value in leaves(cfg):
+        if base_type(declared)[0] is float and value is not None:
+            as_float32 = struct.unpack("f", struct.pack("f", value))[0]
+            assert math.isfinite(as_float32), key
+            assert bool(as_float32) == bool(value), f"{key}={value} is 0 in float32"
+    text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    assert OmegaConf.to_yaml(OmegaConf.create(text)) == text
+
+
+def assert_schedule(cfg: TrainConfig) -> None:
+    steps = {0, 1, cfg.optim.warmup_steps, cfg.steps // 2, cfg.steps - 1}
+    for step in (step for step in steps if step < cfg.steps):
+        rate = learning_rate(cfg.optim, step, cfg.steps)
+        assert 0 <= rate <= cfg.optim.lr * (1 + 1e-9)
+    if cfg.optim.warmup_steps < cfg.steps:
+        last = learning_rate(cfg.optim, cfg.steps - 1, cfg.steps)
+        assert last == pytest.approx(cfg.optim.lr * cfg.optim.min_lr_ratio, rel=1e-6, abs=1e-30)
+
+
+def assert_rope(cfg: TrainConfig) -> None:
+    radians = frequencies(cfg.model.rope, min(cfg.model.head_dim, 2**12))
+    assert radians.isfinite().all()
+    assert (radians >= 0).all()
+    assert (radians <= 1 + 1e-9).all()
+
+
+def assert_builds(cfg: TrainConfig) -> None:
+    """And computes the logits of a sequence, on tensors without data."""
+    with torch.device("meta"):
+        model = build_model(cfg.model)
+        tokens = torch.zeros(1, min(cfg.seq_len, 64), dtype=torch.int64)
+        logits = model(tokens)
+    assert logits.shape == (1, tokens.shape[1], cfg.model.vocab_size)
+    sizes = [param.numel() for param in model.parameters()]
+    assert min(sizes) >= 1
+    assert 4 * sum(sizes) < 2**63
+    assert 0 < model.flops_per_token() < math.inf
+
+
+def edited(rng: random.Random, name: str) -> str:
+    """One letter added, left out, changed, or two swapped."""
+    letters, i = "abcdefghijklmnopqrstuvwxyz", rng.randrange(len(name))
+    letter = rng.choice(letters)
+    swapped = name[: i - 1] + name[i] + name[i - 1] + name[i + 1 :] if i else name
+    return rng.choice([name[:i] + letter + name[i:], name[:i] + name[i + 1 :], swapped])
+
+
+def test_every_key_with_one_letter_wrong() -> None:
+    rng = random.Random(SEED)
+    for key in KEYS:
+        section, _, name = key.rpartition(".")
+        wrong = ".".join(filter(None, [section, edited(rng, name)]))
+        if wrong in KEYS or wrong.startswith(PARTS_OF_A_RUN) or wrong in GROUPS:
+            continue
+        prefix = rng.choice(["", "", "+", "++"])
+        named = wrong.rpartition(".")[2] or "key=value"
+        assert_refused([*BASE, f"{prefix}{wrong}=1"], named)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_choices_of_a_group(group: str) -> None:
+    for value in (
+        "",
+        "null",
+        "Tiny",
+        "tiny2",
+        "[tiny]",
+        "../model/tiny",
+        "'x\\ny'",
+        "3",
+        "${model}",
+    ):
+        assert_refused([f"{group}={value}"], group)
+    assert_refused([f"~{group}"], group)
+    assert_refused([f"{group}@elsewhere=tiny"], group)
+
+
+# What Hydra takes, and a run cannot mean.
+ODD = [
+    (["~steps"], "~steps"),
+    (["~run"], "~run"),
+    (["~model.rope"], "~model.rope"),
+    (["~wandb.tags"], "~wandb.tags"),
+    (["+steps=5"], "+steps=5"),
+    (["+experiment=large_lr"], "+experiment=large_lr"),
+    (["hydra.run.dir=x"], "hydra.run.dir"),
+    (["hydra/launcher=basic"], "hydra/launcher"),
+    (["++hydra.x=1"], "hydra.x"),
+    (["hydra=null"], "hydra=null"),
+    (["run.choices={attention: gated}"], "run.choices"),
+    (["run={matched: null}"], "run={matched"),
+    (["++run.matched.params=1"], "run.matched"),
+    (["model.seq_len=32"], "model.seq_len=32"),
+    (["data.dataset=x"], "data.dataset=x needs data=hub"),
+    (["data.paths=[x.txt]"], "needs data=files"),
+    (["wandb={mode: offline, colour: red}"], "colour"),
+    (["optim.lr.x=1"], "optim.lr.x=1"),
+    (["data.paths.0=a"], "data.paths.0"),
+    (["steps=${steps}"], "steps"),
+    (["steps=${nothing.here}"], "nothing.here"),
+    (["steps=${oc.env:NO_SUCH_VARIABLE}"], "NO_SUCH_VARIABLE"),
+    (["steps=${oc.decode:abc}"], "abc"),
+    (["steps=${"], "steps=${"),
+    (["data.split=${data}"], "data.split"),
+    (["steps=1,2"], "steps=1,2"),
+    (["steps=range(1,9)"], "steps=range(1,9)"),
+    (["optim.lr=interval(0,1)"], "optim.lr=interval"),
+    (["steps=" + "9" * 5000], "steps=9"),
+    (["optim.lr=" + "9" * 5000], "optim.lr=9"),
+    (["steps=" + "[" * 2000], "'steps=[[[["),
+    (["+_target_=os.system"], "_target_"),
+    (["+model._target_=os.system"], "_target_"),
+    (["--steps"], "'--steps'"),
+    ([""], "''"),
+    (["steps"], "'steps'"),
+    (["é=1"], "'é=1'"),
+    (["steps =5"], "'steps =5'"),
+    (["data.split=\udcff"], "data.split"),
+    (["'steps'=5"], "steps"),
+    (["compile=3"], "compile=3"),
+    (["data.split='\x00'"], "data.split"),
+    (["x" * 100_000], "key=value"),
+    (["steps=" + "[" * 500 + "]" * 500], "steps=[[[["),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), ODD, ids=lambda value: str(value)[:40])
+def test_what_hydra_takes_and_no_run_can_mean(words: list[str], named: str) -> None:
+    assert_refused([*BASE, *words], named)
+
+
+def test_one_key_twice_is_its_last_value() -> None:
+    """Launch scripts put their own overrides before the user's."""
+    assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
+
+
+def test_wrong_values_among_right_ones() -> None:
+    rng = random.Random(SEED)
+    fine = ["seed=3", "eval.sequences=2", "optim.lr=1e-4", "attention=gated", "wandb.mode=disabled"]
+    keys = [key for key in KEYS if not key.startswith(PARTS_OF_A_RUN) and key not in ANY_TEXT]
+    for _ in range(60):
+        wrong = [
+            f"{key}={rng.choice(wrong_values(key))}"
+            for key in rng.sample(keys, rng.randint(1, 3))
+            if not key.startswith("model.attention.")  # of another variant than gated
+        ]
+        if not wrong:
+            continue
+        words = [*wrong, *rng.sample(fine, 3)]
+        rng.shuffle(words)
+        line = refusal([*BASE, *words])
+        assert line is not None, words
+        assert any(word.partition("=")[0].split(".")[-1] in line for word in wrong), (words, line)
+
+
+SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
+
+
+@given(
+    world=st.integers(1, 12),
+    replicate=SIZES,
+    shard=SIZES,
+    expert=SIZES,
+    batch=st.integers(0, 24),
+    micro=st.one_of(st.none(), st.integers(0, 8)),
+    cfg=st.sampled_from([DENSE, MIXTURE]),
+)
+@settings(max_examples=1500, deadline=None, derandomize=True)
+def test_ranks_that_a_mesh_and_a_batch_divide(
+    world: int,
+    replicate: int,
+    shard: int,
+    expert: int,
+    batch: int,
+    micro: int | None,
+    cfg: TrainConfig,
+) -> None:
+    """Accepted just if some mesh of natural numbers fills the world and the batch divides."""
+    parallel = replace(cfg.parallel, replicate=replicate, shard=shard, expert=expert)
+    cfg = replace(cfg, parallel=parallel, global_batch_size=batch, micro_batch_size=micro)
+    natural = range(1, world + 1)
+    meshes = [
+        mesh
+        for mesh in itertools.product(natural, natural, natural)
+        if math.prod(mesh) == world
+        and replicate in (mesh[0], -1)
+        and shard in (mesh[1], -1)
+        and expert == mesh[2]
+        and not replicate == shard == -1
+    ]
+    n_experts, widths = cfg.model.moe.n_experts, (cfg.model.moe.expert_dim, cfg.model.dim)
+    meshes = [
+        (r, s, e)
+        for r, s, e in meshes
+        if e == 1
+        or (n_experts and not n_experts % e and any(n % s == 0 for n in (n_experts // e, *widths)))
+    ]
+    even = batch > 0 and not batch % world
+    even = even and (micro is None or (micro > 0 and not batch // world % micro))
+    line = line_of(lambda: (cfg.validate(), cfg.check_world(world)))
+    assert (line is None) == bool(even and meshes), line
+    if line is None:
+        assert meshes == [cfg.parallel.sizes(world)]
+
+
+VARIANTS = [
+    load_config([*BASE, f"attention={name}"]).model.attention
+    for name in ("standard", "standard_1p5x_heads", "gated", "diff_v1", "diff_v2", "standard_sink")
+]
+
+
+@given(
+    heads=st.integers(0, 6),
+    kv_heads=st.integers(-1, 6),
+    head_dim=st.sampled_from([-2, 0, 1, 2, 3, 8, 9]),
+    layers=st.integers(-1, 3),
+    vocab=st.sampled_from([0, 1, 2, 50]),
+    seq_len=st.sampled_from([1, 2, 16]),
+    experts=st.integers(-1, 4),
+    top_k=st.integers(-1, 5),
+    expert_dim=st.sampled_from([-8, 0, 1, 8]),
+    shared=st.integers(-1, 2),
+    dense_layers=st.integers(-1, 3),
+    tied=st.booleans(),
+    attention=st.sampled_from(VARIANTS),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_shapes_are_refused_or_can_be_built(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    layers: int,
+    vocab: int,
+    seq_len: int,
+    experts: int,
+    top_k: int,
+    expert_dim: int,
+    shared: int,
+    dense_layers: int,
+    tied: bool,
+    attention: Any,
+) -> None:
+    moe = replace(
+        DENSE.model.moe,
+        n_experts=experts,
+        top_k=top_k,
+        expert_dim=expert_dim,
+        n_shared=shared,
+        n_dense_layers=dense_layers,
+    )
+    model = replace(
+        DENSE.model,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        n_layers=layers,
+        vocab_size=vocab,
+        seq_len=seq_len,
+        tie_embeddings=tied,
+        attention=attention,
+        moe=moe,
+    )
+    line = line_of(model.validate)
+    if line is None:
+        assert_builds(replace(DENSE, model=model, seq_len=seq_len))
+    else:
+        assert line.startswith(("model.", "attention="))
+
+
+ROPE_VALUES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 32.0, 1e4, 1e30])
+
+
+@given(
+    scaling=st.sampled_from(RopeScaling),
+    theta=ROPE_VALUES,
+    factor=ROPE_VALUES,
+    original=st.sampled_from([None, -1, 0, 1, 64, 10**12]),
+    low=ROPE_VALUES,
+    high=ROPE_VALUES,
+    slow=ROPE_VALUES,
+    fast=ROPE_VALUES,
+    warmth=st.one_of(st.none(), ROPE_VALUES),
+)
+@settings(max_examples=1500, deadline=None, derandomize=True)
+def test_rope_scalings_are_refused_or_give_frequencies(
+    scaling: RopeScaling,
+    theta: float,
+    factor: float,
+    original: int | None,
+    low: float,
+    high: float,
+    slow: float,
+    fast: float,
+    warmth: float | None,
+) -> None:
+    default = DENSE.model.rope
+    llama, yarn = scaling is RopeScaling.llama3, scaling is RopeScaling.yarn
+    rope = replace(
+        default,
+        scaling=scaling,
+        theta=theta,
+        factor=factor if scaling is not RopeScaling.none else default.factor,
+        original_seq_len=original if llama or yarn else None,
+        low_freq_factor=low if llama else default.low_freq_factor,
+        high_freq_factor=high if llama else default.high_freq_factor,
+        beta_slow=slow if yarn else default.beta_slow,
+        beta_fast=fast if yarn else default.beta_fast,
+        attention_factor=warmth if yarn else None,
+    )
+    line = line_of(rope.validate)
+    if line is None:
+        assert_rope(replace(DENSE, model=replace(DENSE.model, rope=rope)))
+    else:
+        assert line.startswith("model.rope.")
+
+
+RANKS_2 = {"RANK": "0", "WORLD_SIZE": "2"}
+REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
+    (["stepz=1"], {}, ["stepz", "steps"]),
+    (["steps=1e400"], {}, ["steps=1e400"]),
+    ([f"optim.lr={10**400}"], {}, ["optim.lr"]),
+    (["optim.eps=1e-60"], {}, ["optim.eps=1e-60", "float32"]),
+    (["data.num_workers=99999"], {}, ["data.num_workers=99999", "256"]),
+    (["run.name=a\nb"], {}, ["run.name"]),
+    (["resume="], {}, ["resume", "empty"]),
+    (["data.cache_dir="], {}, ["data.cache_dir", "empty"]),
+    (["~steps"], {}, ["~steps"]),
+    (["hydra.run.dir=x"], {}, ["hydra.run.dir"]),
+    (["data.split=\udcff"], {}, ["data.split"]),
+    (["--cfg", "jobb"], {}, ["--cfg", "jobb", "job"]),
+    (["--cfg", "job", "steps=x"], {}, ["steps=x"]),
+    (["--config-name=other"], {}, ["--config_name"]),
+    (["--multirun", "--cfg", "job"], {}, ["--multirun", "--cfg"]),
+    (["--unknown"], {}, ["--unknown"]),
+    (["-m", "seed=0,1", "optim.eps=1e-60"], {}, ["optim.eps=1e-60"]),
+    ([], {"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'"]),
+    ([], {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+    (["global_batch_size=8"], RANKS_2, ["MASTER_ADDR"]),
+    ([], {**RANKS_2, "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, ["MASTER_PORT='99999'"]),
+    (
+        ["global_batch_size=3"],
+        {**RANKS_2, "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+        ["global_batch_size=3", "2 ranks"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "named"), REAL, ids=lambda value: str(value)[:40])
+def test_the_real_command(
+    tmp_path: Path, words: list[str], variables: dict[str, str], named: list[str]
+) -> None:
+    env = {**clean_environment(tmp_path / "cache"), "HOME": str(tmp_path / "home"), **variables}
+    result = command(train_command(words), tmp_path / "cwd", env)
+    (line,) = result.err.splitlines()
+    assert (result.code, result.out) == (2, "")
+    assert line.startswith("error: ")
+    assert line.isprintable()
+    missing = [word for word in named if word not in line]
+    assert not missing, line
+
+
+def test_every_limit_is_of_a_key() -> None:
+    variants = [*KEYS, "model.attention.query_heads"]
+    assert set(LARGEST) <= set(variants)
+    for key, largest in LARGEST.items():
+        if key in KEYS:
+            assert_refused([*BASE, f"{key}={largest + 1}"], key, str(largest))

@@ -1,0 +1,172 @@
+"""Keys and passwords from the environment reach no file and no line of output."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from diffllm.config import load_config
+from diffllm.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parent / "integration"))
+from cli_helpers import clean_environment, documents, train_command, write_jsonl
+
+SECRETS = {
+    "WANDB_API_KEY": "5ec2e7" + "0123456789abcdef" * 2 + "ab",
+    "HF_TOKEN": "hf_VerySecretTokenOfNobody012345678901",
+    "HUGGING_FACE_HUB_TOKEN": "hf_AnotherSecretTokenOfNobody0123456",
+}
+PASSWORD = "pr0xyPassw0rdOfNobody"
+
+
+def closed_port() -> int:
+    """A port of this machine that refuses connections."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Secrets, a proxy with a password that refuses connections, and no server of anyone's."""
+    proxy = f"http://user:{PASSWORD}@127.0.0.1:{closed_port()}"
+    (tmp_path / "home").mkdir()
+    kept = {k: v for k, v in clean_environment(tmp_path / "cache").items() if k != "WANDB_MODE"}
+    names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+    return {
+        **{name: value for name, value in kept.items() if not name.startswith(("HF_", "WANDB_"))},
+        **SECRETS,
+        **dict.fromkeys(names, proxy),
+        "HOME": str(tmp_path / "home"),
+        "WANDB_BASE_URL": f"http://127.0.0.1:{closed_port()}",
+        "HF_ENDPOINT": f"http://127.0.0.1:{closed_port()}",
+    }
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", documents(60))
+    return [
+        *("model=tiny", "model.vocab_size=512", "data=files", f"data.paths=[{corpus}]"),
+        *("seq_len=32", "global_batch_size=2", "steps=2", "optim.warmup_steps=1"),
+        *("log_interval=1", "eval.sequences=2", "checkpoint.interval=2"),
+    ]
+
+
+def output_of(words: list[str], cwd: Path, env: Mapping[str, str], code: int) -> str:
+    done = subprocess.run(
+        words, cwd=cwd, env=dict(env), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def leaks(directory: Path) -> list[str]:
+    """Files that hold any of the secrets."""
+    secrets = [value.encode() for value in (*SECRETS.values(), PASSWORD)]
+    return [
+        str(path)
+        for path in directory.rglob("*")
+        if path.is_file() and any(secret in path.read_bytes() for secret in secrets)
+    ]
+
+
+def assert_no_secrets(text: str, directory: Path) -> None:
+    assert not [name for name, value in SECRETS.items() if value in text]
+    assert PASSWORD not in text
+    assert leaks(directory) == []
+
+
+def test_what_looks_for_leaks_finds_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.wandb").write_bytes(b"\0x" + SECRETS["HF_TOKEN"].encode() + b"\xff")
+    assert leaks(tmp_path) == [str(tmp_path / "a" / "b.wandb")]
+
+
+def test_a_run_offline(tmp_path: Path, environment: dict[str, str], words: list[str]) -> None:
+    command = train_command([*words, "wandb.mode=offline", "run.name=a"])
+    output = output_of(command, tmp_path, environment, 0)
+    run = tmp_path / "outputs" / "a"
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+    assert (run / "report.html").is_file()
+    assert_no_secrets(output, tmp_path)
+
+
+def test_a_run_that_cannot_go_online(
+    tmp_path: Path, environment: dict[str, str], words: list[str]
+) -> None:
+    """The server refuses connections: what is said about it holds no key."""
+    command = train_command([*words, "wandb.mode=online", "run.name=a"])
+    output = output_of(command, tmp_path, environment, 0)
+    assert "wandb cannot go online" in output
+    assert_no_secrets(output, tmp_path)
+
+
+def test_a_hub_dataset_that_cannot_be_reached(
+    tmp_path: Path, environment: dict[str, str], words: list[str]
+) -> None:
+    hub = [word for word in words if not word.startswith("data")]
+    command = train_command([*hub, "data=hub", "data.dataset=nobody/nothing", "run.name=a"])
+    output = output_of(command, tmp_path, environment, 2)
+    assert output.startswith("error: data.dataset=nobody/nothing: ")
+    assert len(output.splitlines()) == 1
+    assert_no_secrets(output, tmp_path)
+
+
+def test_a_sweep_and_its_report(
+    tmp_path: Path, environment: dict[str, str], words: list[str]
+) -> None:
+    command = train_command(["-m", *words, "seed=0,1", "run.sweep=s", "wandb.mode=offline"])
+    output = output_of(command, tmp_path, environment, 0)
+    tool = [sys.executable, "-c", "from diffllm.tools import main; main()", "report", "outputs/s"]
+    output += output_of(tool, tmp_path, environment, 0)
+    assert (tmp_path / "outputs" / "s" / "report.html").is_file()
+    assert_no_secrets(output, tmp_path)
+
+
+SECRET = SECRETS["WANDB_API_KEY"]
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        (f"wandb.api_key={SECRET}", "wandb.api_key"),
+        (f"+wandb.key={SECRET}", "wandb.key"),
+        (f"++wandb.API_KEY={SECRET}", "wandb.API_KEY"),
+        (f"wandb.apikey={SECRET}[", "wandb.apikey"),
+        (f"+data.token={SECRET}", "data.token"),
+        (f"+data.hf_token={SECRET}", "data.hf_token"),
+        (f"HF_TOKEN={SECRET}", "HF_TOKEN"),
+        (f"+password={SECRET}", "password"),
+        (f"wandb={{mode: offline, api_key: {SECRET}}}", "wandb"),
+        ("wandb.project=${oc.env:WANDB_API_KEY}", "wandb.project"),
+        ("run.name=${oc.env:HF_TOKEN,none}", "run.name"),
+    ],
+)
+def test_a_secret_among_the_overrides_is_not_repeated(word: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=r"secrets come from the environment") as caught:
+        load_config(["model=tiny", word])
+    assert str(caught.value).startswith(f"{key}: ")
+    assert "WANDB_API_KEY, HF_TOKEN" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_secret_in_a_real_command(tmp_path: Path, environment: dict[str, str]) -> None:
+    for words in (["-m", "seed=0,1"], []):
+        command = train_command([*words, f"wandb.api_key={SECRET}"])
+        output = output_of(command, tmp_path, environment, 2)
+        assert output.startswith("error: wandb.api_key: secrets come from the environment")
+        assert_no_secrets(output, tmp_path)
+
+
+def test_keys_that_only_sound_secret_are_keys() -> None:
+    cfg = load_config(["data.tokenizer=token.model", "data.tokenizer_sample_bytes=7"])
+    assert (cfg.data.tokenizer, cfg.data.tokenizer_sample_bytes) == ("token.model", 7)
+    cfg = load_config(["data.sample_prompt='the secret: key=3, token: 4'"])
+    assert json.dumps(cfg.data.sample_prompt) == '"the secret: key=3, token: 4"'
+    assert os.environ.get("WANDB_API_KEY") != SECRET
