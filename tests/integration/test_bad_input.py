@@ -29,7 +29,7 @@ from cli_helpers import (
 
 from diffllm import tools
 
-pytestmark = pytest.mark.timeout(60)  # what is wrongly accepted may train for long
+pytestmark = pytest.mark.timeout(120)  # what is wrongly accepted may train for long
 
 VARIANTS = ["diff_v1", "diff_v2", "gated", "standard"]
 
@@ -285,7 +285,8 @@ RANGES = [
     (["parallel.expert=2"], ["parallel.expert=2", "dense"]),
     (["parallel.expert=0"], ["parallel.expert=0", "1"]),
     (["data.paths=[]"], ["data.paths"]),
-    (["data=hub"], ["data.dataset"]),
+    (["data=stdlib"], ["data.paths", "data=files"]),
+    (["data=hub", "data.paths=[]"], ["data.dataset"]),
     (["run.name=a/b"], ["run.name", "a/b"]),
     (["run.name=.."], ["run.name", ".."]),
     (["run.name="], ["run.name"]),
@@ -683,6 +684,37 @@ def test_sweep_with_one_bad_job_starts_none(
             (["count", "--jsn"], ["--jsn"]),
             (["generat"], ["generat", "prepare", "count", "generate"]),
             (["--version"], ["--version", "prepare"]),
+            (["prepare=1"], ["prepare=1", "count"]),
+            (["prepare", "data.cache_dir="], ["data.cache_dir", "empty"]),
+            (["prepare", "data.dataset=x"], ["data.dataset=x", "data=hub"]),
+            (["prepare", "--x"], ["--x"]),
+            (["count", "--compare"], ["--compare"]),
+            (["count", "--compare", "gated,nope"], ["nope", *VARIANTS]),
+            (["count", "model.dim=99999999999"], ["model.dim=99999999999", "1048576"]),
+            (["count", "model.n_layers=10001"], ["model.n_layers=10001", "10000"]),
+            (["count", "hydra.verbose=true"], ["hydra.verbose=true"]),
+            (["plan", "gpu=nope"], ["gpu=nope", "H200"]),
+            (["plan", "gpus_per_node=0"], ["gpus_per_node=0", "1"]),
+            (["plan", "--gpu"], ["--gpu", "KEY=VALUE"]),
+            (["plan", "stepz=1"], ["stepz", "steps"]),
+            (["generate", "run=.", "prompt=a", "temperature=nan"], ["temperature"]),
+            (["generate", "run=.", "prompt=a", "top_p=nan"], ["top_p"]),
+            (["generate", "run=.", "prompt=a", "step=x"], ["step='x'", "int"]),
+            (["generate", "run=.", "prompt=\udcff"], ["prompt", "UTF-8"]),
+            (["report"], ["no run"]),
+            (["report", "gone"], ["gone", "not exist"]),
+            (["report", "file"], ["file", "directory"]),
+            (["report", "gone*"], ["gone*", "matches no"]),
+            (["report", ".", "foo=1"], ["foo=1", "baseline"]),
+            (["noise-floor", "keys=0"], ["keys=0", "2"]),
+            (["noise-floor", "keys=1000000000000000"], ["keys=1000000000000000", "131072"]),
+            (["noise-floor", "signal=nan"], ["signal=nan"]),
+            (["noise-floor", "correlation=2"], ["correlation=2", "1"]),
+            (["noise-floor", "out=file/x.png"], ["file/x.png"]),
+            (["attention-map", "run=gone"], ["prompt=..."]),
+            (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
+            (["dashboard"], ["entity=...", "project=..."]),
+            (["dashboard", "foo=1"], ["foo=1", "entity"]),
         ]
     ),
 )

@@ -223,9 +223,9 @@ def edited(rng: random.Random, name: str) -> str:
     return rng.choice([name[:i] + letter + name[i:], name[:i] + name[i + 1 :], swapped])
 
 
-def test_every_key_with_one_letter_wrong() -> None:
+def test_keys_with_one_letter_wrong() -> None:
     rng = random.Random(SEED)
-    for key in KEYS:
+    for key in rng.sample(sorted(KEYS), 60):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
         if wrong in KEYS or wrong.startswith(PARTS_OF_A_RUN) or wrong in GROUPS:
