@@ -23,7 +23,7 @@ from cli_helpers import (
     write_jsonl,
 )
 
-from diffllm.checkpoint import complete_checkpoints
+from diffllm.checkpoint import list_checkpoints
 from diffllm.data.permutation import permute
 from diffllm.data.shards import Manifest
 
@@ -123,7 +123,7 @@ def test_a_bit_of_a_shard_that_is_read_in_the_middle_of_a_run(prepared: Prepared
     assert f"{shard}: damaged" in line
     assert f"delete {directory} to prepare it again" in line
     run = prepared.path / "outputs" / "a"
-    saved = complete_checkpoints(run / "checkpoints")
+    saved = list_checkpoints(run / "checkpoints")
     assert [int(p.name[5:]) for p in saved] == [(step - 1) // 4 * 4 - 4, (step - 1) // 4 * 4]
     assert metrics(run)[-1]["step"] == (step - 1) // 2 * 2
     before = snapshot(run / "checkpoints")

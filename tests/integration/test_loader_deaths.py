@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import command, descendants, finish, kill_everything, start, wait_for, write_corpus
 
-from diffllm.checkpoint import complete_checkpoints
+from diffllm.checkpoint import list_checkpoints
 
 PROMPT_SECONDS = 60
 """Far below distributed.timeout, far above what a busy machine needs."""
@@ -40,7 +40,7 @@ def test_a_loader_process_that_is_killed(tmp_path: Path, ranks: int) -> None:
     words = ("steps=1000000", "checkpoint.interval=2", "data.num_workers=1", "log_interval=1")
     process = start(command(write_corpus(tmp_path), run, *words, ranks=ranks))
     try:
-        wait_for(lambda: complete_checkpoints(run / "checkpoints"), process, "checkpoint")
+        wait_for(lambda: list_checkpoints(run / "checkpoints"), process, "checkpoint")
         loaders = loader_processes(trainers(process)[-1])
         assert loaders, "no loader process to kill"
         killed = time.monotonic()
@@ -51,7 +51,7 @@ def test_a_loader_process_that_is_killed(tmp_path: Path, ranks: int) -> None:
         assert sum(line in text for text in output.splitlines()) >= 1, output
         if ranks == 1:
             assert "Traceback" not in output, output
-        assert complete_checkpoints(run / "checkpoints")
+        assert list_checkpoints(run / "checkpoints")
     finally:
         kill_everything(process)
     assert sys.platform == "linux"
