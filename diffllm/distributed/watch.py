@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -33,6 +33,8 @@ STOPPING_S = 15.0
 """And so long where somebody has asked to stop, and a scheduler may not wait."""
 EXIT_S = 10.0
 """How long a rank may take to exit with an error of its own, if the others hold it up."""
+LAST_WORDS_S = 5.0
+"""How long a rank that ends may take to tell the others and to write stack traces."""
 DEFAULT_GROUP = "0"
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
@@ -43,6 +45,8 @@ class Beat(NamedTuple):
     number: int
     place: str
     """"step 41" and the like."""
+    place_s: float
+    """For how long."""
     calls: Calls
     stopping: bool
     """It has been asked to stop."""
@@ -64,7 +68,8 @@ class Watch:
         self.limit = timeout - min(10.0, timeout / 5)  # before a collective says only "timed out"
         self.traces: Path | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self.place, self.words, self.verdict = "the start", "", ""
+        self.words, self.verdict = "", ""
+        self.reached("the start")
         self.closed, self.ending = threading.Event(), threading.Lock()
         self.watched: Iterable[int] = range(self.size) if self.rank == 0 else [0]
         if self.size == 1:
@@ -80,7 +85,7 @@ class Watch:
 
     def reached(self, place: str) -> None:
         """Tell where this rank is."""
-        self.place = place
+        self.place, self.since = place, time.monotonic()
 
     def close(self) -> None:
         """Leave: from here on nobody waits for this rank. Returns once that is written."""
@@ -151,7 +156,8 @@ class Watch:
 
     def _beat(self, number: int) -> None:
         left, stopping = self.closed.is_set(), bool(self.request.received)
-        beat = Beat(number, self.place, recorded(), stopping, left, self.words)
+        here = time.monotonic() - self.since
+        beat = Beat(number, self.place, here, recorded(), stopping, left, self.words)
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
@@ -183,14 +189,18 @@ class Watch:
         """Tell the others, write stack traces, and end the process with code 1."""
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # the other thread is at it
-        where = self._write_traces(message, error)
-        said: list[bool] = []
-        telling = threading.Thread(target=lambda: said.append(self._tell(message)), daemon=True)
+        done: dict[str, Any] = {"first": True, "where": ""}
+
+        def last_words() -> None:  # on a thread, for the store or a disk may hang
+            done["first"] = self._tell(message)
+            done["where"] = self._write_traces(message, error)
+            self.on_end()
+
+        telling = threading.Thread(target=last_words, daemon=True)
         telling.start()
-        telling.join(2 * BEAT_S)
-        self.on_end()
-        if not said or said[0]:
-            print(f"error: {message}{where}", file=sys.stderr, flush=True)
+        telling.join(LAST_WORDS_S)
+        if done["first"]:
+            print(f"error: {message}{done['where']}", file=sys.stderr, flush=True)
         time.sleep(2 * BEAT_S)  # for the others to read it, should the store end with this process
         os._exit(1)
 
@@ -241,8 +251,11 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def waits_s(beat: Beat) -> float:
-    """Seconds that a rank has been in its oldest open collective."""
-    return beat.calls.pending.age_s if beat.calls.pending else 0.0
+    """Seconds that a rank has been in its oldest open collective, and got nowhere else.
+
+    A save in the background may wait for a slow disk of another rank while steps go on.
+    """
+    return min(beat.calls.pending.age_s, beat.place_s) if beat.calls.pending else 0.0
 
 
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
@@ -264,7 +277,7 @@ def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, c
         own: the rank that asks, at `place`, with its `calls`; what it knows of the others is older.
     """
     beats = {r: b for r, b in beats.items() if r != own}
-    here = Beat(0, place, calls, False, False, "")
+    here = Beat(0, place, 0.0, calls, False, False, "")
     waited_for = [r for b in [here, *beats.values()] for r in not_called({**beats, own: here}, b)]
     if failed := [r for r, b in beats.items() if b.words]:
         culprits = failed
