@@ -65,8 +65,13 @@ class Victim:
         return sum(file.read_bytes().count(b"\n") for file in self.run.glob("samples-*.jsonl"))
 
     def hidden(self) -> list[Path]:
-        """Checkpoints that are being written, or were when everything died."""
-        return list((self.run / "checkpoints").glob(".step-*.incomplete"))
+        """Checkpoints that are being written, or were when everything died.
+
+        An old one that is being deleted has such a name, too, with a smaller step.
+        """
+        directory = self.run / "checkpoints"
+        newest = max((p.name for p in directory.glob("step-*")), default="")
+        return [p for p in directory.glob(".step-*.incomplete") if p.name[1:] > newest]
 
     def wait(self, condition: Callable[[], bool], what: str) -> bool:
         """Until it holds; False if the run has ended."""

@@ -1,6 +1,5 @@
 """One run, from a typed config to a summary."""
 
-import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from diffllm.changes import Changes, described
-from diffllm.checkpoint import Checkpointer, read_state
+from diffllm.checkpoint import Checkpointer, check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.data.file_index import combined_hash
@@ -22,6 +21,7 @@ from diffllm.distributed.world import World, join
 from diffllm.errors import AgreedByAll, CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
+from diffllm.model import Transformer
 from diffllm.model.attention.ops import prepare_backend
 from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
@@ -119,7 +119,7 @@ def prepare_and_execute(
     cfg: TrainConfig, launch: Launch, claimed: dict[str, Any], directory: RunDirectory | None
 ) -> None:
     """All but the claim on the run directory, which is rank 0's."""
-    world, stop, watch = launch
+    world, _, watch = launch
     display = Display(cfg.steps, enabled=world.rank == 0)
     path = Path(claimed["path"])
     if directory:
@@ -136,23 +136,25 @@ def prepare_and_execute(
     check_fit(cfg, data)
     check_same(world, "corpus", corpus_facts(data))
     checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
-    changes = order_changes(cfg, data, checkpoint) if checkpoint else {}
-    if directory:
-        directory.changes |= changes
-        directory.begin(data.directory / "tokenizer.model")
+
+    def begin() -> None:
+        assert directory
+        if checkpoint:
+            directory.changes |= order_changes(cfg, data, checkpoint)
+            with torch.device("meta"):
+                check_parameters(checkpoint, dict(Transformer(cfg.model).named_parameters()))
+        step = read_state(checkpoint)["step"] if checkpoint else 0
+        directory.begin(data.directory / "tokenizer.model", step)
+
+    world.decide("begin", begin)
     torch.manual_seed(cfg.seed)
     watch.reached("the meeting of the ranks")
     world.init_process_group(device, cfg.distributed)
     watch.traces = path / "traces"
-
-    def at_the_end() -> None:
-        display.stop()
-        if stop.received in REQUEUE:
-            request_requeue(path, signal.Signals(stop.received), None)
-
-    watch.on_end = at_the_end
+    watch.on_end = display.stop
     try:
         execute(cfg, device, data, display, path, checkpoint, directory, launch)
+        watch.close()
     except BaseException as error:
         watch.blame(error)
         raise
@@ -241,7 +243,6 @@ def execute(
     outputs = None
     if directory:
         if directory.changes:
-            directory.note_changes(state.step, directory.changes)
             display.say(f"changed: {described(directory.changes)}")
         directory.describe(facts)
         config = {**yaml_dict(cfg), **facts}

@@ -95,20 +95,29 @@ class RunDirectory:
         file = self.path / "summary.json"
         return file.is_file() and json.loads(file.read_text())["steps"] >= self.cfg.steps
 
-    def begin(self, tokenizer: Path) -> None:
-        """Write config.yaml and the tokenizer; drop checkpoints that were never completed."""
+    def begin(self, tokenizer: Path, step: int = 0) -> None:
+        """Note changes, write config.yaml and the tokenizer; drop checkpoints never completed.
+
+        Args:
+            step: where the run goes on.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
+        if self.changes:  # first: once config.yaml is new, nothing would tell of them
+            self._note_changes(step)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if "tokenizer" in self.changes or not (self.path / "tokenizer.model").exists():
-            shutil.copyfile(tokenizer, self.path / "tokenizer.model")
+            write_atomic(self.path / "tokenizer.model", tokenizer.read_bytes())
         for leftover in list_incomplete(self.path / "checkpoints"):
             remove(leftover)
 
-    def note_changes(self, step: int, changes: Changes) -> None:
+    def _note_changes(self, step: int) -> None:
         """Add a line to changes.jsonl: from this step on, what differs from the run before it."""
-        line = {"step": step, "changes": changes}
-        with open(self.path / "changes.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        file = self.path / "changes.jsonl"
+        line = json.dumps({"step": step, "changes": self.changes}) + "\n"
+        write_atomic(file, (file.read_text() if file.exists() else "") + line)
 
     def withdraw(self) -> None:
         """Remove the directory if this process made it and no training came of it."""
@@ -239,11 +248,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file in one step; raises CheckpointError where that cannot be done."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -292,7 +292,8 @@ def train(
     Raises:
         SkippedTooOften: after saving.
     """
-    cfg, agreement, loader = t.cfg, Agreement(stop), training_loader(t, data, state)
+    cfg, agreement = t.cfg, Agreement(stop, t.cfg.distributed.timeout)
+    loader = training_loader(t, data, state)
     stop.training = True
     batches = recorder.timed(iter(loader))
     recorder.start(state.step)

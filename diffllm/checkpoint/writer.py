@@ -36,6 +36,7 @@ from diffllm.checkpoint.manifest import (
     write_manifest,
 )
 from diffllm.checkpoint.reader import reason
+from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class Checkpointer:
         self.clock = SaveClock(cfg.seconds)
         # Collectives in the background must not meet the training's on one group.
         self.group = dist.new_group(backend="gloo")
+        in_background(self.group)
         self.rank = dist.get_rank()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         gpu = torch.cuda.is_available()

@@ -5,9 +5,18 @@ import os
 import time
 from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 
 RECORDED = 256
+# One recorder for gloo, and one for NCCL in builds that have it.
+DUMPS = [
+    getattr(c10d, name)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    if hasattr(c10d, name)
+]
+BACKGROUND: set[str] = set()
+"""Groups in which a rank may wait long for another that is well, as in writing a checkpoint."""
 
 
 class Call(NamedTuple):
@@ -16,6 +25,7 @@ class Call(NamedTuple):
     name: str
     """'gloo:all_reduce of [3]', with the shapes that went in."""
     group: str
+    """'gloo:0' and the like: backends count apart."""
     number: int
     """Its place in the group's order, the same on every rank."""
     age_s: float
@@ -36,14 +46,26 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 
 
+def in_background(group: dist.ProcessGroup) -> None:
+    """Have nobody take a wait in this group for a hang."""
+    BACKGROUND.add(group.group_name)
+
+
 def recorded() -> Calls:
     """What has been called so far; callable from any thread."""
-    entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+    entries = [e for dump in DUMPS for e in json.loads(dump(True, False)).get("entries", [])]
+    entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in BACKGROUND]
     if not entries:
         return Calls()
+    entries.sort(key=lambda entry: entry["time_created_ns"])
     open_ones = [entry for entry in entries if not entry["retired"]]
-    numbers = {e["process_group"][0]: e["collective_seq_id"] for e in entries if not e["is_p2p"]}
+    numbers = {group_of(entry): entry["collective_seq_id"] for entry in entries}
     return Calls(call(entries[-1]), call(open_ones[0]) if open_ones else None, numbers)
+
+
+def group_of(entry: dict[str, Any]) -> str:
+    """Backend and name of an entry's process group."""
+    return f"{entry['profiling_name'].partition(':')[0]}:{entry['process_group'][0]}"
 
 
 def call(entry: dict[str, Any]) -> Call:
@@ -51,7 +73,7 @@ def call(entry: dict[str, Any]) -> Call:
     shapes = " ".join(str(shape) for shape in entry["input_sizes"][:2])
     return Call(
         f"{entry['profiling_name']} of {shapes}",
-        entry["process_group"][0],
+        group_of(entry),
         entry["collective_seq_id"],
         max(0.0, time.time() - entry["time_created_ns"] / 1e9),
     )

@@ -1,6 +1,7 @@
 """Stopping together: a signal to any rank ends every rank at the same step."""
 
 import signal
+from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -57,9 +58,14 @@ class Agreement:
     answer is that of the step itself.
     """
 
-    def __init__(self, request: StopRequest):
-        self.request = request
-        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    def __init__(self, request: StopRequest, timeout: int):
+        """
+        Args:
+            timeout: seconds that a rank may wait for the others.
+        """
+        self.request, self.group = request, None
+        if dist.get_world_size() > 1:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.flags = torch.zeros(2, dtype=torch.int32)
         self.work: Any = None
 

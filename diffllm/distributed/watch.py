@@ -35,7 +35,9 @@ EXIT_S = 10.0
 """How long a rank may take to exit with an error of its own, if the others hold it up."""
 LAST_WORDS_S = 5.0
 """How long a rank that ends may take to tell the others and to write stack traces."""
-DEFAULT_GROUP = "0"
+LEAVE_S = 60.0
+"""How long rank 0, whose process may hold the store, waits at the end for the others to leave."""
+DEFAULT_GROUPS = ("gloo:0", "nccl:0")
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
@@ -71,6 +73,7 @@ class Watch:
         self.words, self.verdict = "", ""
         self.reached("the start")
         self.closed, self.ending = threading.Event(), threading.Lock()
+        self.beating = threading.Lock()
         self.watched: Iterable[int] = range(self.size) if self.rank == 0 else [0]
         if self.size == 1:
             return
@@ -88,11 +91,21 @@ class Watch:
         self.place, self.since = place, time.monotonic()
 
     def close(self) -> None:
-        """Leave: from here on nobody waits for this rank. Returns once that is written."""
-        if self.size > 1 and not self.closed.is_set():
-            self.closed.set()
-            with contextlib.suppress(DistError):
-                self._beat(-1)
+        """Leave: from here on nobody waits for this rank. Returns once that is written.
+
+        Rank 0 leaves last, but for ranks that take longer than LEAVE_S.
+        """
+        if self.size == 1 or self.closed.is_set():
+            return
+        self.closed.set()
+        deadline = time.monotonic() + LEAVE_S * (self.rank == 0 and not self.words)
+        with contextlib.suppress(DistError):
+            self._beat(-1)
+            while time.monotonic() < deadline:
+                self._listen()
+                if len(self.beats) == self.size and all(b.left for b in self.beats.values()):
+                    break
+                time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
         """Before an error ends this rank: end with the name of the missing rank if there is one.
@@ -155,10 +168,11 @@ class Watch:
                 self._end(message)
 
     def _beat(self, number: int) -> None:
-        left, stopping = self.closed.is_set(), bool(self.request.received)
-        here = time.monotonic() - self.since
-        beat = Beat(number, self.place, here, recorded(), stopping, left, self.words)
-        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+        with self.beating:  # or a thread could take back what `close` has written
+            left, stopping = self.closed.is_set(), bool(self.request.received)
+            here = time.monotonic() - self.since
+            beat = Beat(number, self.place, here, recorded(), stopping, left, self.words)
+            self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
         """Read beats; that of a rank that has never written one is asked for by itself."""
@@ -191,18 +205,26 @@ class Watch:
             time.sleep(3600)  # the other thread is at it
         done: dict[str, Any] = {"first": True, "where": ""}
 
-        def last_words() -> None:  # on a thread, for the store or a disk may hang
+        def tell() -> None:
             done["first"] = self._tell(message)
+
+        def write() -> None:
             done["where"] = self._write_traces(message, error)
             self.on_end()
 
-        telling = threading.Thread(target=last_words, daemon=True)
-        telling.start()
-        telling.join(LAST_WORDS_S)
-        if done["first"]:
-            print(f"error: {message}{done['where']}", file=sys.stderr, flush=True)
-        time.sleep(2 * BEAT_S)  # for the others to read it, should the store end with this process
-        os._exit(1)
+        try:
+            # on threads, for the store or a disk may hang
+            threads = [threading.Thread(target=work, daemon=True) for work in (tell, write)]
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + LAST_WORDS_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if done["first"]:
+                print(f"error: {message}{done['where']}", file=sys.stderr, flush=True)
+            time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with this process
+        finally:
+            os._exit(1)
 
     def _tell(self, message: str) -> bool:
         """Whether this rank is the first to say so."""
@@ -264,7 +286,7 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
     if not open_one:
         return []
     # Not every rank is in every group, but in the default one.
-    unknown = 0 if open_one.group == DEFAULT_GROUP else 10**18
+    unknown = 0 if open_one.group in DEFAULT_GROUPS else 10**18
     numbers = {r: b.calls.numbers.get(open_one.group, unknown) for r, b in dict(beats).items()}
     return [rank for rank, number in numbers.items() if number < open_one.number]
 

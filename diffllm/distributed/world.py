@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +13,17 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from diffllm.distributed.collectives import record_collectives
 from diffllm.distributed.launcher import environment, meeting_point
+from diffllm.distributed.stop import StoppedEarly
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError
 
 T = TypeVar("T")
 
+SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
 
@@ -53,6 +56,8 @@ class World:
     size: int
     local_rank: int
     store: dist.Store
+    timeout: int = 600
+    """Seconds that ranks wait for rank 0."""
 
     def decide(self, key: str, choose: Callable[[], T]) -> T:
         """What `choose` returns on rank 0 (JSON), or the UserError it raises, on every rank."""
@@ -61,6 +66,9 @@ class World:
                 result = choose()
                 self.store.set(key, json.dumps({"result": result}))
                 return result
+            except StoppedEarly as early:
+                self.store.set(key, json.dumps({"stopped": early.args[0]}))
+                raise
             except UserError as error:
                 self.store.set(key, json.dumps({"error": str(error)}))
                 # The store ends with this process, unless torchrun has it: the others read first.
@@ -68,11 +76,27 @@ class World:
                     read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
                     self.store.wait(read, timedelta(seconds=READ_S))
                 raise
-        decision = json.loads(self.store.get(key))
+        decision = json.loads(self._wait_for(key))
+        if "stopped" in decision:
+            raise StoppedEarly(signal.Signals(decision["stopped"]))
         if "error" in decision:
             self.store.set(f"{key}/read/{self.rank}", "")
             raise AgreedError(decision["error"])
         return decision["result"]
+
+    def _wait_for(self, key: str) -> bytes:
+        """What rank 0 writes; in slices, for no signal is handled while the store waits."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=SLICE_S))
+                return self.store.get(key)
+            except DistStoreError as error:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"rank 0 has not answered ({key}) within "
+                        f"distributed.timeout={self.timeout} seconds"
+                    ) from error
 
     def device(self) -> torch.device:
         """This rank's GPU where there is one, else the CPU."""
@@ -123,7 +147,7 @@ def join(cfg: DistributedConfig) -> World:
             f"no meeting with the other {size - 1} ranks at {address}:{port} within "
             f"distributed.timeout={cfg.timeout} seconds: {reason}"
         ) from error
-    return World(rank, size, local_rank, dist.PrefixStore(meeting, store))
+    return World(rank, size, local_rank, dist.PrefixStore(meeting, store), cfg.timeout)
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:

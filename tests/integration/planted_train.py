@@ -39,6 +39,7 @@ def main(fault: Fault, words: list[str]) -> int:
     spec.loader.exec_module(entry)
     import diffllm.run as run
     import diffllm.trainer as trainer
+    from diffllm.checkpoint import writer
 
     rank = int(os.environ.get("RANK", "0"))
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
@@ -67,6 +68,14 @@ def main(fault: Fault, words: list[str]) -> int:
         elif fault.kind == "corpus":
             real_facts = run.corpus_facts
             run.corpus_facts = lambda data: {**real_facts(data), "tokens": "others"}
+        elif fault.kind == "slow claim":
+            run.resume_checkpoint = lambda *_: time.sleep(60)
+        elif fault.kind == "slow save":
+            slow(writer.TensorWriter, "write_data", 20)
+        elif fault.kind == "slow end":
+            slow(run.Display, "stop", 8)
+        elif fault.kind == "broken build":
+            run.build = raise_error
         elif fault.kind == "start":
             run.build = lambda *args: time.sleep(3600)
     sys.argv[1:] = words
@@ -80,7 +89,18 @@ def noted(batches: Iterator[Any], seen: list[str]) -> Iterator[Any]:
         yield inputs, targets
 
 
-def raise_error(t: Any) -> None:
+def slow(owner: Any, name: str, seconds: float) -> None:
+    """Have a method begin late."""
+    real = getattr(owner, name)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, late)
+
+
+def raise_error(*_: Any) -> None:
     raise ValueError("a planted error")
 
 

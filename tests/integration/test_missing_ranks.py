@@ -100,14 +100,40 @@ def is_stopped(pid: int) -> bool:
 
 @pytest.mark.parametrize("frozen", [pytest.param(0, marks=SLOW), 1])
 def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
-    """Long before distributed.timeout, for a scheduler does not wait; and it is to try again."""
+    """Long before distributed.timeout, for a scheduler does not wait."""
     directory = tmp_path / "run"
     with ranks(corpus, directory, Fault("freeze", frozen, 8), "distributed.timeout=3000") as run:
         run.wait_for(lambda: is_stopped(run.processes[frozen].pid), "frozen rank")
         run.signal(signal.SIGTERM, 1 - frozen)
         error = error_of(run, frozen)
     assert f"rank {frozen} is missing" in error
-    assert (directory / "requeue").is_file()
+    assert not (directory / "requeue").exists(), "nothing was saved"
+
+
+# Who is slow is not missing
+
+
+def test_a_save_on_a_slow_disk_is_waited_for(corpus, tmp_path):
+    """Longer than distributed.timeout, behind the last step."""
+    with ranks(corpus, tmp_path / "run", Fault("slow save", 1), "steps=6") as run:
+        assert "held-out loss" in run.finish()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_a_rank_may_end_after_rank_0(corpus, tmp_path):
+    """In whose process the store is."""
+    with ranks(corpus, tmp_path / "run", Fault("slow end", 1), "steps=6") as run:
+        assert "error" not in run.finish()
+
+
+def test_ranks_that_wait_for_rank_0_stop_with_it(corpus, tmp_path):
+    """Before the first step, while rank 0 looks at checkpoints."""
+    more = "distributed.timeout=600"
+    with ranks(corpus, tmp_path / "run", Fault("slow claim", 0), more) as run:
+        run.wait_for((tmp_path / "run" / ".lock").exists, "claim")
+        run.signal(signal.SIGTERM, 0)
+        assert "stopped by SIGTERM before the first step" in run.finish()
+    assert (tmp_path / "run" / "requeue").is_file()
 
 
 # What the ranks have to agree on

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ForkedRun
+from planted_train import Fault
 from runs import metric_lines, overrides_of, reached, write_corpus
 
 from diffllm import load_config
@@ -167,3 +168,30 @@ def test_another_batch_size_goes_on_where_the_data_stood(corpus, straight, tmp_p
     for step in (5, 6):
         halves = mine[2 * step - 5] + mine[2 * step - 4]
         assert sorted(halves) == undisturbed[step]
+
+
+def test_a_change_that_the_checkpoint_cannot_take_changes_nothing(corpus, tmp_path):
+    """Even where it is allowed: the first run can still go on."""
+    run = tmp_path / "run"
+    short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
+    ForkedRun(short, 1, run).finish()
+    kept = [path for path in run.rglob("*") if path.is_file() and "said" not in path.name]
+    before = {path: path.read_bytes() for path in kept}
+    wider = ["steps=4", "model.ffn_dim=256", "run.allow_changes=[steps,model]"]
+    refused = ForkedRun([*short, *wider], 2, tmp_path / "refused")
+    assert refused.codes() == [2, 2]
+    assert "is a checkpoint of another model" in refused.text()
+    assert {path: path.read_bytes() for path in kept} == before
+    assert not (run / "changes.jsonl").exists()
+
+
+def test_a_change_is_noted_before_anything_can_fail(corpus, tmp_path):
+    """A start that dies early leaves its note, as config.yaml is that of the change by then."""
+    run = tmp_path / "run"
+    short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
+    ForkedRun(short, 1, run).finish()
+    more = ["steps=4", "optim.lr=0.01", "run.allow_changes=[steps,optim.lr]"]
+    broken = ForkedRun([*short, *more], 1, run, Fault("broken build"))
+    assert broken.codes() == [1]
+    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changes"]["optim.lr"][1] == 0.01
