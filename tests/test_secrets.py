@@ -97,6 +97,7 @@ def test_a_run_offline(tmp_path: Path, environment: dict[str, str], words: list[
     assert_no_secrets(output, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_go_online(
     tmp_path: Path, environment: dict[str, str], words: list[str]
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_hub_dataset_that_cannot_be_reached(
     assert_no_secrets(output, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sweep_and_its_report(
     tmp_path: Path, environment: dict[str, str], words: list[str]
 ) -> None:

@@ -56,7 +56,7 @@ def assert_clean(run: Path, output: str) -> None:
         assert verify(path) == [], path
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, ranks):
     """With two ranks, only one of them meets the limit."""
     run = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, r
     assert_clean(run, output)
 
 
-@pytest.mark.parametrize("how", ["the last step", "a signal"])
+@pytest.mark.parametrize("how", ["the last step", pytest.param("a signal", marks=pytest.mark.slow)])
 def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path, how):
     run = tmp_path / "run"
     process = start(command(corpus, run, *WORDS))

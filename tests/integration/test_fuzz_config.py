@@ -532,7 +532,13 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "variables", "named"), REAL, ids=lambda value: str(value)[:40])
+# Each takes seconds: every third by default.
+SOME = [
+    pytest.param(*case, marks=[pytest.mark.slow] if i % 3 else []) for i, case in enumerate(REAL)
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "named"), SOME, ids=lambda value: str(value)[:40])
 def test_the_real_command(
     tmp_path: Path, words: list[str], variables: dict[str, str], named: list[str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_save_on_a_slow_disk_is_waited_for(corpus, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
 
 
+@SLOW
 def test_a_rank_may_end_after_rank_0(corpus, tmp_path):
     """In whose process the store is."""
     with ranks(corpus, tmp_path / "run", Fault("slow end", 1), "steps=6") as run:

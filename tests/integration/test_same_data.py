@@ -118,9 +118,11 @@ def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
     ("change", "allowed"),
     [
         ("seed=1", ["seed"]),
-        ("seq_len=128", ["seq_len"]),
+        pytest.param("seq_len=128", ["seq_len"], marks=pytest.mark.slow),
         ("global_batch_size=6", ["global_batch_size"]),
-        ("data.vocab_size=290", ["data.vocab_size", "tokenizer"]),
+        pytest.param(
+            "data.vocab_size=290", ["data.vocab_size", "tokenizer"], marks=pytest.mark.slow
+        ),
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
