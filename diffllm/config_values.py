@@ -35,8 +35,8 @@ LARGEST = {
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32, in which a run computes: smaller ones would be 0 there, larger ones infinite."""
 LONGEST_TEXT = 4096
-FREE_TEXT = ("data.sample_prompt",)
-"""Taken as it is, line breaks too."""
+FREE_TEXT = ("data.sample_prompt", "model.match_params_to")
+"""Taken as it is, line breaks too; a variant's name is compared with those there are."""
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -45,6 +45,10 @@ OF_THE_MACHINE = (
 )  # fmt: skip
 
 
+SETTLE_S = 60
+"""How long a run that ends with an error waits for the checkpoint that is being written."""
+
+
 class Launch(NamedTuple):
     """This process among the others of a launch."""
 
@@ -262,6 +266,7 @@ def execute(
     try:
         stopped = train(t, state, data, recorder, checkpointer, launch.stop, launch.watch)
     except UserError as error:
+        checkpointer.settle(SETTLE_S)
         if outputs:
             outputs.file.close()
             outputs.wandb.finish(exit_code=1)

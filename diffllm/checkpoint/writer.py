@@ -1,5 +1,6 @@
 """Writing checkpoints in the background, and what becomes of those that cannot be written."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -146,6 +147,12 @@ class Checkpointer:
                 f"the ranks lost each other over a checkpoint under {self.directory}: "
                 f"{reason(error)}"
             ) from error
+
+    def settle(self, seconds: float) -> None:
+        """Give a save under way some time, in an end that has another reason."""
+        if self.pending:
+            with contextlib.suppress(Exception):
+                self.pending.result(seconds)
 
     def close(self) -> None:
         """Wait for the last save; raises CheckpointError as `wait` does."""

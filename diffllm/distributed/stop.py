@@ -1,5 +1,7 @@
 """Stopping together: a signal to any rank ends every rank at the same step."""
 
+import contextlib
+import os
 import signal
 from datetime import timedelta
 from types import FrameType
@@ -27,6 +29,13 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0
         self.training = False
+        self.come = False
+        # A handler waits for the main thread to be back from a collective, these bytes do not.
+        # Never closed: a thread may still read.
+        self.bytes, end = os.pipe()
+        os.set_blocking(self.bytes, False)
+        os.set_blocking(end, False)
+        self.previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -36,8 +45,15 @@ class StopRequest:
         if not self.training:
             raise StoppedEarly(signal.Signals(number))
 
+    def has_come(self) -> bool:
+        """Whether a signal has come, handled or not; from any thread."""
+        with contextlib.suppress(BlockingIOError):
+            self.come |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
+        return self.come
+
     def close(self) -> None:
         """Restore the handlers that were there before."""
+        signal.set_wakeup_fd(self.previous_end)
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 

@@ -71,6 +71,7 @@ class Watch:
         self.traces: Path | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.words, self.verdict = "", ""
+        self.error: BaseException | None = None
         self.reached("the start")
         self.closed, self.ending = threading.Event(), threading.Lock()
         self.beating = threading.Lock()
@@ -121,6 +122,7 @@ class Watch:
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
+        self.error = error
         calls = recorded()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
         self.watched = range(self.size)
@@ -133,7 +135,7 @@ class Watch:
             if not message and (silent or any(beat.words for beat in self.beats.values())):
                 message = diagnosis(self.beats, silent, self.rank, self.place, calls)
         message = message or diagnosis(self.beats, [], self.rank, self.place, calls)
-        self._end(message or f"a collective failed: {one_line(error)}", error)
+        self._end(message or f"a collective failed: {one_line(error)}")
 
     def _talk(self) -> None:
         """A thread: write this rank's beat, read those of others."""
@@ -154,7 +156,7 @@ class Watch:
         """A thread: end this process if a rank is missing."""
         while not self.closed.wait(BEAT_S):
             others = list(self.beats.values())
-            stopping = bool(self.request.received) or any(beat.stopping for beat in others)
+            stopping = self.request.has_come() or any(beat.stopping for beat in others)
             limit = min(self.limit, STOPPING_S) if stopping else self.limit
             message = self.verdict or self._store_message(limit)
             silent = [rank for rank in self.watched if self._silence(rank) > limit]
@@ -169,7 +171,7 @@ class Watch:
 
     def _beat(self, number: int) -> None:
         with self.beating:  # or a thread could take back what `close` has written
-            left, stopping = self.closed.is_set(), bool(self.request.received)
+            left, stopping = self.closed.is_set(), self.request.has_come()
             here = time.monotonic() - self.since
             beat = Beat(number, self.place, here, recorded(), stopping, left, self.words)
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
@@ -199,7 +201,7 @@ class Watch:
             return "the launcher of the first node is missing, and with it the store of the ranks"
         return missing(0, self.beats.get(0))
 
-    def _end(self, message: str, error: BaseException | None = None) -> None:
+    def _end(self, message: str) -> None:
         """Tell the others, write stack traces, and end the process with code 1."""
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # the other thread is at it
@@ -209,7 +211,7 @@ class Watch:
             done["first"] = self._tell(message)
 
         def write() -> None:
-            done["where"] = self._write_traces(message, error)
+            done["where"] = self._write_traces(message)
             self.on_end()
 
         try:
@@ -234,15 +236,15 @@ class Watch:
         except DistError:
             return True
 
-    def _write_traces(self, message: str, error: BaseException | None) -> str:
+    def _write_traces(self, message: str) -> str:
         if self.traces is None:
             return ""
         try:
             self.traces.mkdir(exist_ok=True)
             with open(self.traces / f"rank-{self.rank:05d}.txt", "w") as file:
                 print(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
-                if error:
-                    traceback.print_exception(error, file=file)
+                if self.error:
+                    traceback.print_exception(self.error, file=file)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as problem:

@@ -1,5 +1,6 @@
 """Runs on disks that are full, with real files and real processes."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -122,15 +123,15 @@ def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):
     process = start(command(corpus, run, *WORDS))
     wait_for(lambda: steps(run), process, "first checkpoint")
     filler.write_bytes(b"")
-    with open(filler, "ab") as file:
+    with open(filler, "ab", buffering=0) as file:
 
         def full() -> bool:
             """Leave less than a checkpoint, whatever else comes and goes meanwhile."""
             disk = os.statvfs(small_disk)
             spare = disk.f_bavail * disk.f_frsize - 3_000_000
             if spare > 0:
-                file.write(bytes(spare))
-                file.flush()
+                with contextlib.suppress(OSError):  # a save was faster
+                    file.write(bytes(spare))
             return spare <= 0 and reached(run, filled_at + 12)
 
         filled_at = len(metric_lines(run))

@@ -21,6 +21,9 @@ FOUR = {
     "diff_v2": [3.8, 4.1, 3.9],
 }
 
+FILES = ("data=files", "data.paths=[text.txt]")
+HUB = ("data=hub", "data.dataset=one/corpus")
+
 
 def labels(comparison):
     return [row.label for row in comparison.rows]
@@ -273,8 +276,9 @@ def test_a_model_size_is_called_by_its_choice(tmp_path):
     ],
 )  # fmt: skip
 def test_where_and_how_fast_a_run_ran_tells_nothing_apart(tmp_path, override):
-    write_run(tmp_path / "a", "attention=standard", "seed=0", loss=4.0)
-    write_run(tmp_path / "b", "attention=standard", "seed=1", override, loss=4.1)
+    base = ["attention=standard", *FILES]
+    write_run(tmp_path / "a", *base, "seed=0", loss=4.0)
+    write_run(tmp_path / "b", *base, "seed=1", override, loss=4.1)
     found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
     assert labels(found) == ["standard"]
     assert found.rows[0].loss.seeds == 2
@@ -346,8 +350,9 @@ def test_a_fact_that_forbids_a_comparison_is_named(tmp_path, fact):
 )
 def test_a_key_behind_another_fact_is_what_the_label_says(tmp_path, override, fact):
     key, _, value = override.partition("=")
-    write_run(tmp_path / "a", "attention=standard")
-    write_run(tmp_path / "b", "attention=standard", override, facts={fact: "other"})
+    base = ["attention=standard", *{"data.dataset": HUB, "data.paths": FILES}.get(key, ())]
+    write_run(tmp_path / "a", *base)
+    write_run(tmp_path / "b", *base, override, facts={fact: "other"})
     found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
     assert sorted(difference.key for difference in found.differences) == sorted([fact, key])
     assert all(list(row.keys) == ["attention", key] for row in found.rows)
@@ -365,9 +370,9 @@ def test_a_tokenizer_that_follows_from_the_corpus_is_not_in_the_label(tmp_path):
 
 def test_without_facts_the_config_decides(tmp_path):
     none = {"corpus": None, "tokenizer": None, "compute_dtype": None}
-    write_run(tmp_path / "a", "attention=standard", facts=none)
-    write_run(tmp_path / "b", "attention=gated", facts=none)
-    write_run(tmp_path / "c", "attention=gated", "data.dataset=other/corpus", facts=none)
+    write_run(tmp_path / "a", "attention=standard", *HUB, facts=none)
+    write_run(tmp_path / "b", "attention=gated", *HUB, facts=none)
+    write_run(tmp_path / "c", "attention=gated", *HUB, "data.dataset=other/corpus", facts=none)
     runs = loaded(sorted(tmp_path.iterdir()))
     found = compare(runs[:2])
     assert found.differences == []
@@ -395,9 +400,9 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
 
 
 def test_runs_without_facts_are_told_apart_by_their_config(tmp_path):
-    write_run(tmp_path / "a", "attention=standard")
-    write_run(tmp_path / "b", "attention=gated")
-    write_run(tmp_path / "c", "attention=gated", "data.dataset=other/corpus")
+    write_run(tmp_path / "a", "attention=standard", *HUB)
+    write_run(tmp_path / "b", "attention=gated", *HUB)
+    write_run(tmp_path / "c", "attention=gated", *HUB, "data.dataset=other/corpus")
     for name in "bc":
         (tmp_path / name / "run.json").unlink()
     found = compare(loaded(sorted(tmp_path.iterdir())))
