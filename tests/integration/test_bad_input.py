@@ -189,7 +189,7 @@ CHOICES = [
     (["model=[tiny,mini]"], ["model", "tiny", "mini"]),
     (["attention=3"], ["attention=3", *VARIANTS]),
     (["model.match_params_to=diff_v3"], ["model.match_params_to=diff_v3", "mean", *VARIANTS]),
-    (["model.match_params_to="], ["model.match_params_to=''", "empty"]),
+    (["model.match_params_to="], ["model.match_params_to=", *VARIANTS]),
 ]
 TYPES = [
     (["steps=many"], ["steps", "many", "nteger"]),
