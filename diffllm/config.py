@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from diffllm.changes import is_allowed
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config_overrides import (
     COMPOSING,
@@ -27,7 +28,7 @@ from diffllm.config_overrides import (
     one_line,
     suggest,
 )
-from diffllm.config_values import check_values
+from diffllm.config_values import check_values, leaves
 from diffllm.data.config import DataConfig
 from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig
@@ -248,8 +249,17 @@ def typed(composed: DictConfig) -> TrainConfig:
     assert isinstance(cfg, TrainConfig)
     check_fields(cfg)
     check_values(cfg)
+    check_allowed(cfg)
     cfg.validate()
     return cfg
+
+
+def check_allowed(cfg: TrainConfig) -> None:
+    """Raise ConfigError for a name in run.allow_changes that nothing in a run has."""
+    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer"]
+    for name in cfg.run.allow_changes:
+        if not any(is_allowed(key, [name]) for key in keys):
+            raise ConfigError(f"run.allow_changes: unknown key {name}{suggest(name, keys)}")
 
 
 def check_fields(node: Any, prefix: str = "") -> None:

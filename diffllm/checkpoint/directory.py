@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffllm.checkpoint.config import CheckpointConfig
-from diffllm.checkpoint.manifest import read_manifest, sync_directory, verify
+from diffllm.checkpoint.manifest import read_manifest, verify
+from diffllm.data.atomic import sync
 from diffllm.errors import CheckpointError
 
 
@@ -120,9 +121,9 @@ def publish(hidden: Path, final: Path) -> None:
     """Give a checkpoint its visible name, so that it outlives a power cut."""
     if os.path.lexists(final):
         set_aside(final)
-    sync_directory(hidden)
+    sync(hidden)
     hidden.rename(final)
-    sync_directory(final.parent)
+    sync(final.parent)
 
 
 def outdated(paths: Sequence[Path], cfg: CheckpointConfig) -> list[Path]:

@@ -66,15 +66,6 @@ def write_durably(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Names in a directory outlive a power cut from here on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint directory `path`; raises CheckpointError."""
     try:

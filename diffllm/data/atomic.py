@@ -28,15 +28,16 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
         try:
             build(temporary)
             for path in [*temporary.iterdir(), temporary]:
-                _fsync(path)
+                sync(path)
             os.rename(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _fsync(final.parent)
+        sync(final.parent)
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What is in a file, or the names in a directory, outlive a power cut from here on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

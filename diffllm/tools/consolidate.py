@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, step_of
-from diffllm.checkpoint.manifest import sync_directory
 from diffllm.checkpoint.reader import reason
 from diffllm.config import TrainConfig
+from diffllm.data.atomic import sync
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.model import Transformer
@@ -191,7 +191,7 @@ def write(place: Place, run: Path, checkpoint: Path, shards: list[dict[str, Tens
     for file in replaced:
         if file.name not in made:
             file.unlink()
-    sync_directory(place.directory)
+    sync(place.directory)
     return [place.directory / name for name in sorted(made, key=lambda n: n not in names)]
 
 

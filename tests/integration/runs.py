@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from diffllm import load_config
 from diffllm.checkpoint import load_tensors, read_state
+from diffllm.data import prepare
 
 ROOT = Path(__file__).parents[2]
 PERF = ("perf/",)
@@ -24,6 +26,13 @@ def write_corpus(directory: Path) -> Path:
         for i in range(400):
             words = " ".join(f"{i % 7} times {k} is {i % 7 * k}, so" for k in range(i % 13 + 4))
             file.write(json.dumps({"text": f"Document {i}: {words} the end.\n"}) + "\n")
+    return path
+
+
+def prepared_corpus(directory: Path) -> Path:
+    """The same, with its tokens in the cache."""
+    path = write_corpus(directory)
+    prepare(load_config(overrides_of(path, directory / "none")).data)
     return path
 
 

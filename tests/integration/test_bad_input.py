@@ -172,6 +172,7 @@ KEYS = [
     (["+attenton=standard"], ["attenton", "attention"]),
     (["optimiser.lr=1"], ["optimiser.lr", "optim.lr"]),
     (["run.matched.target=gated"], ["run.matched.target"]),
+    (["run.allow_changes=[sed]"], ["run.allow_changes", "sed", "seed"]),
     (["~stepz"], ["stepz"]),
     (["~model"], ["model"]),
 ]

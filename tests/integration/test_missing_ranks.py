@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from forked_runs import ForkedRun
 from planted_train import Fault
-from runs import overrides_of, write_corpus
-
-from diffllm import load_config
-from diffllm.data import prepare
+from runs import overrides_of, prepared_corpus
 
 TIMEOUT = 12
 SLOW = pytest.mark.slow
@@ -23,9 +20,7 @@ LATE = 60
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus with its tokens prepared."""
-    path = write_corpus(tmp_path_factory.mktemp("corpus"))
-    prepare(load_config(overrides_of(path, path.parent / "none")).data)
-    return path
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @contextlib.contextmanager

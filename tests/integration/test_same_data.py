@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from forked_runs import ForkedRun
 from planted_train import Fault
-from runs import metric_lines, overrides_of, reached, write_corpus
-
-from diffllm import load_config
-from diffllm.data import prepare
+from runs import metric_lines, overrides_of, prepared_corpus, reached
 
 STEPS = 24
 BATCH = 12
@@ -20,9 +17,7 @@ BATCH = 12
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus with its tokens prepared: two epochs and a half of STEPS."""
-    path = write_corpus(tmp_path_factory.mktemp("corpus"))
-    prepare(load_config(overrides_of(path, path.parent / "none")).data)
-    return path
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def words(corpus: Path, run: Path, *more: str) -> list[str]:

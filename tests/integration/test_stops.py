@@ -14,22 +14,17 @@ from runs import (
     finish,
     metric_lines,
     overrides_of,
+    prepared_corpus,
     reached,
     start,
     wait_for,
-    write_corpus,
 )
-
-from diffllm import load_config
-from diffllm.data import prepare
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus with its tokens prepared."""
-    path = write_corpus(tmp_path_factory.mktemp("corpus"))
-    prepare(load_config(overrides_of(path, path.parent / "none")).data)
-    return path
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize(
