@@ -16,7 +16,7 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.init import Initializer, Shard, named, whole
-from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy
+from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
 from diffllm.model.norm import RMSNorm
 from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
             self.output_weight,
             targets.flatten(),
             self.cfg.z_loss,
-            self.cfg.loss_chunk,
+            loss_chunk(self.cfg.loss_chunk, x.device).value,
             self.chunk_loss,
         )
         if not routed:
@@ -253,7 +253,9 @@ def build_model(cfg: ModelConfig) -> Transformer:
     device = torch.get_default_device()
     if device.type != "meta":
         prepare_backend(cfg.attention.backend, device, cfg.attention.kernel_width(cfg))
-    model = Transformer(cfg)
-    if model.tok_embeddings.weight.device.type != "meta":
+    with torch.device("meta"):  # layers of torch would draw values that nobody uses
+        model = Transformer(cfg)
+    if device.type != "meta":
+        model.to_empty(device=device)
         model.reset_parameters()
     return model

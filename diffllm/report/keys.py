@@ -33,7 +33,7 @@ CAUSES = {
 MATCH = "model.match_params_to"
 SETTLED = {key for keys in FACTS.values() for key in keys}
 IGNORED = ({*FREE} - {"eval", "resume", *SETTLED}) | {
-    "run", "eval.interval", "model.loss_chunk", *SEEDS,
+    "run", "eval.interval", *SEEDS,
 }  # fmt: skip
 """Where, how fast and how closely watched a run runs; sections stand for all their keys."""
 
