@@ -22,7 +22,6 @@ from diffllm.errors import AgreedByAll, CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
 from diffllm.model import Transformer
-from diffllm.model.attention.ops import prepare_backend
 from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
@@ -132,9 +131,8 @@ def prepare_and_execute(
         display.say(f"{path} is finished: {cfg.steps} steps")
         return
     device = world.device()
-    attention = cfg.model.attention
     dtype = compute_dtype(cfg.precision, device)
-    prepare_backend(attention.backend, device, attention.kernel_width(cfg.model), dtype)
+    cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     watch.reached("the preparation of the corpus")
     data = prepare(cfg.data)
     check_fit(cfg, data)

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.attention.base import Attention, KVCache, Shown
-from diffllm.model.attention.ops import Mask, prepare_backend
+from diffllm.model.attention.ops import Mask, sdpa_for_any_length
 from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
@@ -115,12 +116,13 @@ class Transformer(nn.Module):
         looked = None if probe is None else probe_at(probe, tokens.shape[1], documents)
         stats: list[Stats] = []
         routed: list[Routed] = []
-        for i, layer in enumerate(self.layers):
-            x, layer_stats, left = layer(
-                x, rope, mask, caches[i] if caches else None, diagnose, looked
-            )
-            stats.append(layer_stats)
-            routed += [left] if left else []
+        with sdpa_for_any_length(x.device) if caches else nullcontext():
+            for i, layer in enumerate(self.layers):
+                x, layer_stats, left = layer(
+                    x, rope, mask, caches[i] if caches else None, diagnose, looked
+                )
+                stats.append(layer_stats)
+                routed += [left] if left else []
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]
         x = self.norm(x)
@@ -252,7 +254,7 @@ def build_model(cfg: ModelConfig) -> Transformer:
     """
     device = torch.get_default_device()
     if device.type != "meta":
-        prepare_backend(cfg.attention.backend, device, cfg.attention.kernel_width(cfg))
+        cfg.attention.prepare(cfg, device)
     with torch.device("meta"):  # layers of torch would draw values that nobody uses
         model = Transformer(cfg)
     if device.type != "meta":

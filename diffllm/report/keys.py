@@ -50,8 +50,8 @@ SWEEPABLE = (
 
 SPEED = (
     "device", "ranks", "torch", "micro_batch_size", "compile", "activation_checkpointing",
-    "model.attention.backend", "model.loss_chunk", "data.num_workers",
-    "parallel.replicate", "parallel.shard", "parallel.expert",
+    "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
+    "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
 )  # fmt: skip
 """What decides speed alone: run.json's facts and config keys."""
 
