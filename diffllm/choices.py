@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from diffllm.config import Precision, TrainConfig
+from diffllm.config import Precision
 from diffllm.model.choice import Choice
 
 ASKED = "asked for"
@@ -36,15 +36,9 @@ def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
     return Choice(gpu, "a GPU runs long enough" if gpu else "on a CPU only where asked for")
 
 
-def choices(cfg: TrainConfig, device: torch.device) -> dict[str, Choice]:
-    """Everything that is left to the device, by name, for a run on `device`."""
-    precision = chosen_precision(cfg.precision, device)
+def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
+    """Choices as run.json holds them: {"value": ..., "reason": ...} by name."""
     return {
-        "precision": precision,
-        "compile": chosen_compile(cfg.compile, device),
+        name: {"value": str(value).removeprefix("torch."), "reason": reason}
+        for name, (value, reason) in choices.items()
     }
-
-
-def plain(value: Any) -> Any:
-    """A choice's value as JSON and people write it."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from diffllm.changes import Changes, described
 from diffllm.checkpoint import Checkpointer, check_parameters, read_state
+from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.data.file_index import combined_hash
@@ -35,7 +36,7 @@ from diffllm.run_directory import (
     yaml_dict,
 )
 from diffllm.summary import describe, headline, summarise, summary_text
-from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
+from diffllm.trainer import LoopState, Training, build, restore, train
 from diffllm.wandb_run import WandbRun
 
 # What of the config may differ between machines.
@@ -131,7 +132,7 @@ def prepare_and_execute(
         display.say(f"{path} is finished: {cfg.steps} steps")
         return
     device = world.device()
-    dtype = compute_dtype(cfg.precision, device)
+    dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     watch.reached("the preparation of the corpus")
     data = prepare(cfg.data)

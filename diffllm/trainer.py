@@ -12,7 +12,8 @@ from torch import Tensor
 
 from diffllm.changes import Changes, described, is_allowed
 from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, load_tensors, read_state
-from diffllm.config import Precision, TrainConfig
+from diffllm.choices import chosen_compile, chosen_precision
+from diffllm.config import TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
@@ -26,6 +27,7 @@ from diffllm.distributed.weights import OneRank, Sharded, Weights
 from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
+from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents, moved
 from diffllm.model.stats import Stats
 from diffllm.optim import (
@@ -52,16 +54,21 @@ class Training:
     model: Any  # a Transformer, on several ranks an FSDPModule too
     weights: Weights
     optimizer: torch.optim.AdamW
-    compute_dtype: torch.dtype
     document_end: int | None
     """The token that ends a document, where documents are masked."""
     guard: Guard
-    compiled: bool
+    choices: dict[str, Choice]
+    """What was left to the device, by what it is about."""
 
     @property
     def params(self) -> dict[str, Tensor]:
         """Sharded, replicated or whole parameters by name, float32."""
         return self.weights.params
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the computation; parameters and their gradients are float32."""
+        return self.choices["precision"].value
 
     def documents(self, inputs: Tensor) -> Documents | None:
         """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
@@ -103,8 +110,9 @@ def sharded_model(
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    dtype = compute_dtype(cfg.precision, device)
-    parallelize(model, meshes, dtype, compiles(cfg, device), cfg.activation_checkpointing, splits)
+    dtype: torch.dtype = chosen_precision(cfg.precision, device).value
+    compile: bool = chosen_compile(cfg.compile, device).value
+    parallelize(model, meshes, dtype, compile, cfg.activation_checkpointing, splits)
     return model, meshes
 
 
@@ -117,30 +125,18 @@ def allocated(
 ) -> Training:
     """A model on `device`, its parameters still without values, and its optimizer."""
     model.to_empty(device=device)
-    dtype, compiled = compute_dtype(cfg.precision, device), compiles(cfg, device)
+    precision, compile = (
+        chosen_precision(cfg.precision, device),
+        chosen_compile(cfg.compile, device),
+    )
     one_rank = meshes.dense.size() == 1
-    weights = OneRank(model, dtype) if one_rank else Sharded(model, cfg.parallel.reduce)
+    weights = OneRank(model, precision.value) if one_rank else Sharded(model, cfg.parallel.reduce)
     optimizer = build_optimizer(weights.params, cfg.optim)
     guard = Guard(cfg.train.skip_step, device)
-    return Training(
-        cfg, device, meshes, model, weights, optimizer, dtype, document_end, guard, compiled
-    )
-
-
-def compiles(cfg: TrainConfig, device: torch.device) -> bool:
-    """Whether blocks and loss are compiled."""
-    return device.type == "cuda" if cfg.compile is None else cfg.compile
-
-
-def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """bfloat16 where asked for, or where the device has matrix units for it."""
-    if precision is not Precision.auto:
-        return torch.bfloat16 if precision is Precision.bf16 else torch.float32
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
+    documents = document_end is not None
+    choices = {"precision": precision, "compile": compile}
+    choices |= model.choices(device, precision.value, documents)
+    return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)
 
 
 def train_step(
@@ -159,7 +155,9 @@ def train_step(
     counts = torch.zeros((), dtype=torch.int64, device=t.device)
     stats: Stats = {}
     probe = None
-    if due.probes or (due.diagnose and t.compiled):  # one compiled graph measures all there is
+    if due.probes or (
+        due.diagnose and t.choices["compile"].value
+    ):  # one compiled graph measures all there is
         probe = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, step)
         probe = None if probe is None else moved(probe, t.device)
     for i in range(count):

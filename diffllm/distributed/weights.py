@@ -48,14 +48,17 @@ class OneRank:
         self.origins: dict[Tensor, Tensor] = {}
         """Each copy's parameter."""
         stay = fp32_parameters(model)
-        for name, param in self.params.items():
-            if param in stay or param.dtype == dtype:
-                continue
-            copy = nn.Parameter(torch.empty_like(param, dtype=dtype))
-            copy.register_post_accumulate_grad_hook(partial(hand_over, param))
-            self.origins[copy] = param
-            module, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module), attribute, copy)
+        for module in model.modules():
+            own = {
+                name: param
+                for name, param in module.named_parameters(recurse=False)
+                if param not in stay and param.dtype != dtype
+            }
+            for name, memory in allocated(own, getattr(module, "adjacent", ()), dtype).items():
+                copy = nn.Parameter(memory)
+                copy.register_post_accumulate_grad_hook(partial(hand_over, own[name]))
+                self.origins[copy] = own[name]
+                setattr(module, name, copy)
 
     def block(self, param: Tensor) -> Block:
         return local_block(self.origins.get(param, param))
@@ -70,6 +73,21 @@ class OneRank:
 
     def rest(self) -> None:
         pass
+
+
+def allocated(
+    params: dict[str, nn.Parameter], adjacent: tuple[str, ...], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Memory in `dtype` for parameters of a module; those that are `adjacent`, each (E, F, D), are
+    slices [:, i F : (i + 1) F] of one tensor."""
+    apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
+    neighbours = [name for name in adjacent if name in params]
+    if not neighbours:
+        return apart
+    sizes = [params[name].shape[1] for name in neighbours]
+    first = params[neighbours[0]]
+    together = first.new_empty((len(first), sum(sizes), first.shape[2]), dtype=dtype)
+    return apart | dict(zip(neighbours, together.split(sizes, dim=1), strict=True))
 
 
 def hand_over(param: Tensor, copy: Tensor) -> None:

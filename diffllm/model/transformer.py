@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffllm.model.attention.base import Attention, KVCache, Shown
 from diffllm.model.attention.ops import Mask, sdpa_for_any_length
+from diffllm.model.choice import Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
@@ -226,6 +227,20 @@ class Transformer(nn.Module):
         return [
             layer.attention.new_cache(batch, length, dtype, weight.device) for layer in self.layers
         ]
+
+    def choices(
+        self, device: torch.device, dtype: torch.dtype, documents: bool
+    ) -> dict[str, Choice]:
+        """What `device` decides about training in `dtype`, by what it is about.
+
+        Args:
+            documents: whether they are masked.
+        """
+        cfg = self.cfg
+        found = cfg.attention.choices(cfg, device, dtype, documents)
+        found["loss_chunk"] = loss_chunk(cfg.loss_chunk, device)
+        mixtures = (layer.ffn for layer in self.layers if layer.routes)
+        return found | next((each.choices(device, dtype) for each in mixtures), {})
 
     def flops_per_token(self) -> float:
         """Training FLOPs a token at `cfg.seq_len`: matrix products, attention counted causally."""

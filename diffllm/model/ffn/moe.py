@@ -99,9 +99,9 @@ class MoE(nn.Module):
         elif joining.value:
             gate_up = f"one product from {joining.value} rows an expert"
         return {
-            "router product": router_product(device, dtype),
-            "expert products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),
-            "gate and up": Choice(gate_up, joining.reason),
+            "router_product": router_product(device, dtype),
+            "expert_products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),
+            "gate_and_up": Choice(gate_up, joining.reason),
         }
 
     def idle_parameters(self) -> int:
