@@ -39,6 +39,10 @@ def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
 def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
     """Choices as run.json holds them: {"value": ..., "reason": ...} by name."""
     return {
-        name: {"value": str(value).removeprefix("torch."), "reason": reason}
-        for name, (value, reason) in choices.items()
+        name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
     }
+
+
+def plain(value: Any) -> Any:
+    """A choice's value as JSON writes it, by name where JSON has none."""
+    return value if isinstance(value, (bool, int)) else str(value).removeprefix("torch.")

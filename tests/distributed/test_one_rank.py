@@ -143,3 +143,21 @@ def test_the_model_computes_with_what_the_optimizer_wrote():
     for name, copy in t.model.named_parameters():
         assert torch.equal(copy, t.params[name].bfloat16()), name
         assert not torch.equal(copy, before[name]), name
+
+
+def test_gate_and_up_of_experts_lie_side_by_side_and_still_learn_apart():
+    with gloo_group():
+        t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
+        experts = t.model.layers[-1].ffn.experts
+        both = experts.w1.untyped_storage()
+        assert both.data_ptr() == experts.w3.untyped_storage().data_ptr()
+        assert both.nbytes() == 2 * 2 * experts.w1.numel()
+        train_step(t, batches(t), 0)
+        name = f"layers.{len(t.model.layers) - 1}.ffn.experts"
+        for part in ("w1", "w2", "w3"):
+            param, copy = t.params[f"{name}.{part}"], getattr(experts, part)
+            assert torch.equal(copy, param.bfloat16())
+            assert param.is_contiguous()
+            moment = t.optimizer.state[param]["exp_avg"]
+            assert moment.abs().sum() > 0
+        assert not torch.equal(t.params[f"{name}.w1"], t.params[f"{name}.w3"])
