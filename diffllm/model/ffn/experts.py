@@ -109,8 +109,8 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 def leaves_garbage(device: torch.device) -> bool:
     """Whether a weight's gradient can keep what was in memory where an expert has no rows.
 
-    Blackwell's kernel does (pytorch issue 172439); Hopper's and torch's loop write zeros. What
-    comes after Blackwell, and ROCm's kernels, are not trusted to.
+    Blackwell's kernel leaves it; Hopper's and torch's loop write zeros. What comes after
+    Blackwell, and ROCm's kernels, are not trusted to.
     """
     if device.type == "cpu":
         return False
