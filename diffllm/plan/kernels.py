@@ -14,8 +14,8 @@ from diffllm.model import loss
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Within, uncompiled RMSNorms and the loss's sum of weight gradients have a GPU's memory, and no
-    meaningful results."""
+    """Within, uncompiled RMSNorms and the loss's sum of weight gradients have a GPU's memory, and
+    no meaningful results."""
 
     def rms_norm(
         x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None
