@@ -1,7 +1,6 @@
 """Drawing initial values with one thread and with all, in turns in one process.
 
-    python benchmarks/initialisation.py [--model dense_1p3b] [--threads N] [--rounds 3]
-        [--json FILE]
+    python benchmarks/initialisation.py [--model dense_1p3b] [--threads N] [--json FILE]
 
 The model is built once and its parameters are filled again and again, so that neither the first
 touch of memory nor torch's own initialisation counts. CPU seconds tell about the work itself where

@@ -133,6 +133,7 @@ def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_pa
         "micro_batch_size=2",
         "compile=false",
         "activation_checkpointing=true",
+        "model.loss_chunk=64",
         "data.cache_dir=/elsewhere",
         "data.num_workers=0",
         "distributed.timeout=5",

@@ -86,7 +86,7 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
 
 def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad times a scalar, multiplied in the wider of their dtypes, written as `dtype` at once."""
+    """grad times a scalar, multiplied in the wider of their dtypes and written as `dtype`."""
     return torch.mul(grad, scale.view(1), out=torch.empty_like(grad, dtype=dtype))
 
 
