@@ -40,9 +40,9 @@ def test_blocks_are_compiled_on_gpus_and_where_asked_for():
     [
         (
             ["attention=standard", "model.head_dim=32"],
-            {"attention": "torch's fused CPU kernel, in"},
+            {"attention": f"{FUSED}, in float32"},
         ),
-        (["attention=standard", "model.head_dim=64"], {"attention": "torch's fused CPU kernel"}),
+        (["attention=standard", "model.head_dim=64"], {"attention": FUSED}),
         (["model.attention.backend=reference"], {"attention": "explicit maps"}),
         (["attention=diff_v1"], {"values": "wide", "loss_chunk": 512}),
         (["attention=diff_v1", "model.attention.values=split"], {"values": "split"}),
