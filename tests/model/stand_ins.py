@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 END = 0
 CUDA = torch.device("cuda")
