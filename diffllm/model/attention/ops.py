@@ -6,7 +6,6 @@ dv width of v.
 
 import functools
 import importlib.util
-import inspect
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from diffllm.errors import ConfigError
 from diffllm.model.documents import Documents
+from diffllm.torch_versions import VARLEN_GQA
 
 NARROW = 32
 """Head width up to which the fused CPU kernel trains faster in float32 than in bf16
@@ -30,9 +30,6 @@ HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
 """Width of heads that FlashAttention kernels take at most."""
 FLASH_4 = "diffllm.model.flash_attention_4"
-# An argument since torch 2.12; before, the kernel took grouped heads as they came.
-HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
 
 
 class Backend(Enum):
@@ -186,9 +183,10 @@ def varlen(
             q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True
         )
     else:
-        out = varlen_attn(
-            q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA
-        )
+        options = {"scale": scale, "window_size": (-1, 0), **VARLEN_GQA}
+        # torch 2.15 prefers cuDNN, which makes a plan for every number of documents and keeps it.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     return out.view(*shape, -1)[..., :dv]
 
 

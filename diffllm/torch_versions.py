@@ -1,0 +1,19 @@
+"""What differs between the versions and builds of torch that we run on, 2.11 and newer.
+
+Everything else is written once, for all of them: no other module asks which torch it runs on.
+"""
+
+import inspect
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+from torch.nn.attention.varlen import varlen_attn
+
+HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
+"""Arguments by which `varlen_attn` takes fewer kv heads than query heads: it must be told since
+2.12, and could not be told in 2.11, where the kernel took heads as they came."""
+
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+FLIGHT_RECORDERS = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
+"""Functions that dump the last collectives as JSON: gloo's, and NCCL's in builds that have it."""
