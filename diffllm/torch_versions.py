@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn.attention.varlen import varlen_attn
 
 HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -17,3 +18,19 @@ VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 FLIGHT_RECORDERS = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
 """Functions that dump the last collectives as JSON: gloo's, and NCCL's in builds that have it."""
+
+
+class Stager(DefaultStager):
+    """DCP's stager, whose copies go to the same memory each time.
+
+    torch 2.11 closes what copies behind every copy, and the next one fails.
+    """
+
+    def __init__(self, options: StagingOptions):
+        super().__init__(options)
+        self._end = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        super().close()
+        self._end()

@@ -50,11 +50,11 @@ class Initializer:
             start, stop = block * rows, min((block + 1) * rows, leading.numel())
             values = torch.empty((stop - start, row_size), dtype=torch.float32, device="cpu")
             generator = torch.Generator().manual_seed(self._seed(self.names[param], block))
-            if truncate is None:
-                values.normal_(0.0, std, generator=generator)
-            else:
-                bound = truncate * std
-                nn.init.trunc_normal_(values, 0.0, std, -bound, bound, generator=generator)
+            values.normal_(0.0, std, generator=generator)
+            # As nn.init.trunc_normal_ draws since torch 2.12 or 2.13, but in 2.11 too.
+            while truncate and (beyond := values.abs() > truncate * std).any():
+                others = torch.empty_like(values).normal_(0.0, std, generator=generator)
+                values = torch.where(beyond, others, values)
             low, high = torch.searchsorted(held, torch.tensor([start, stop])).tolist()
             target[low:high].copy_(values[held[low:high] - start, column : column + width])
 
