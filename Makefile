@@ -1,13 +1,20 @@
 # make train   set up, then the quickstart under a fresh run name
 # make test    set up, then lint, format check, types and tests
+# make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TORCH ?= 2.15.0
+TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
+  test_versions.py test_optim.py test_protection.py test_checkpoint*.py test_consolidate.py \
+  test_generate.py test_maps.py test_probes.py test_stats.py test_peers.py test_moe_training.py \
+  test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
+  resume.py missing_ranks.py masked_runs.py moe_runs.py skipped_runs.py)
 
-.PHONY: train test test-slow test-cluster lint clean
+.PHONY: train test test-slow test-torch test-cluster lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -17,6 +24,10 @@ test: lint
 
 test-slow: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not gpu and not cluster"
+
+# Takes PyPI's build for CUDA, 3 GB, which runs without a GPU too.
+test-torch: .venv-torch-$(TORCH)/.ready
+	$(<D)/bin/python -m pytest -n auto --maxprocesses=4 --dist loadfile $(TORCH_TESTS)
 
 # Needs root, iproute2, and Debian's slurm-wlm and munge; tests that lack theirs say so and are skipped.
 test-cluster: $(READY)
@@ -28,11 +39,20 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # The editable install sees every change of the code; only its inputs make it run again.
-$(READY): pyproject.toml constraints.txt
+define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c $(1) -e '.[dev]'
 	touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,constraints.txt)
+
+.venv-torch-%/.ready: pyproject.toml constraints.txt
+	mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
+	$(call install,$(@D)/constraints.txt)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-torch-*

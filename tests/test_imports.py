@@ -11,6 +11,7 @@ import pytest
 import diffllm
 
 ROOT = Path(diffllm.__file__).parent
+BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions")
 STANDALONE = ("data", "optim", "checkpoint", "metrics", "wandb_run", "spikes")
 
 
@@ -84,13 +85,18 @@ def f():
     ]
 
 
-def test_model_imports_nothing_of_ours_but_model_registry_and_errors():
+def test_model_imports_nothing_of_ours_but_model_and_what_imports_nothing():
     files = modules("model")
     assert len(files) > 10
     for path in files:
         for name in imports_of(path):
-            allowed = below(name, "diffllm.model", "diffllm.registry", "diffllm.errors")
-            assert allowed, f"{path} imports {name}"
+            assert below(name, "diffllm.model", *BOTTOM), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("name", BOTTOM)
+def test_the_modules_at_the_bottom_import_nothing_of_ours(name):
+    (path,) = modules(name.removeprefix("diffllm."))
+    assert list(imports_of(path)) == []
 
 
 def test_distributed_never_names_an_attention():

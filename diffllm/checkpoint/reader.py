@@ -63,6 +63,9 @@ class RecordUnpickler(pickle.Unpickler):
 class TensorReader(FileSystemReader):
     """DCP's reader of a directory that holds tensors and nothing else."""
 
+    refused: Exception | None = None
+    """Why the index could not be read, which `dcp.load` leaves out (torch 2.11) or wraps."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index.
 
@@ -70,7 +73,11 @@ class TensorReader(FileSystemReader):
             CheckpointError: a file is not the one in the manifest, as far as sizes tell.
             UnpicklingError: the index holds anything but records of tensors.
         """
-        metadata = read_index(Path(self.path))
+        try:
+            metadata = read_index(Path(self.path))
+        except Exception as error:
+            self.refused = error
+            raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -113,12 +120,14 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
+    reader = TensorReader(path)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=TensorReader(path), **kwargs)
+            dcp.load(tensors, storage_reader=reader, **kwargs)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"cannot read {path}: {reason(error)}") from error
+        why = reason(reader.refused or error)
+        raise CheckpointError(f"cannot read {path}: {why}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 
 from diffllm.checkpoint.config import CheckpointConfig, SaveClock
 from diffllm.checkpoint.directory import (
@@ -39,6 +39,7 @@ from diffllm.checkpoint.manifest import (
 from diffllm.checkpoint.reader import reason
 from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
+from diffllm.torch_versions import Stager
 
 T = TypeVar("T")
 Part = tuple[dict[str, FileRecord], str | None]
@@ -90,7 +91,7 @@ class Checkpointer:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         gpu = torch.cuda.is_available()
         # Copies go to the same host memory each time: fresh pages cost more than the copy.
-        self.stager = DefaultStager(
+        self.stager = Stager(
             StagingOptions(
                 use_pinned_memory=gpu,
                 use_shared_memory=False,

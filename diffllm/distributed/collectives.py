@@ -5,16 +5,11 @@ import os
 import time
 from typing import Any, NamedTuple
 
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from diffllm.torch_versions import FLIGHT_RECORDERS
+
 RECORDED = 256
-# One recorder for gloo, and one for NCCL in builds that have it.
-DUMPS = [
-    getattr(c10d, name)
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-    if hasattr(c10d, name)
-]
 BACKGROUND: set[str] = set()
 """Groups in which a rank may wait long for another that is well, as in writing a checkpoint."""
 
@@ -53,7 +48,9 @@ def in_background(group: dist.ProcessGroup) -> None:
 
 def recorded() -> Calls:
     """What has been called so far; callable from any thread."""
-    entries = [e for dump in DUMPS for e in json.loads(dump(True, False)).get("entries", [])]
+    entries = [
+        e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
+    ]
     entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in BACKGROUND]
     if not entries:
         return Calls()

@@ -74,6 +74,8 @@ def stand_in_for_varlen_attn(calls, *args, **kwargs):
     bound.apply_defaults()
     a = bound.arguments
     assert a["window_size"] == (-1, 0), "causal"
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "what flash-attn-4 does not stand in for"
     if "enable_gqa" in a:
         assert a["enable_gqa"] or a["query"].shape[1] == a["key"].shape[1]
     assert a["return_aux"] is None
@@ -177,6 +179,18 @@ def test_packed_documents_go_through_torch_where_its_kernels_are_flash_4(ran, mo
     out = attend(q, k, v, Packed(documents.boundaries, 40), Backend.flash)
     assert ran == ["varlen_attn"]
     assert_close_in_bf16(out, attend(q, k, v, documents.mask()))
+
+
+def test_torchs_own_kernel_for_documents_compiles_into_one_graph():
+    """On tensors without data, whose shapes torch's own rules tell."""
+    q, k, v = (t.detach().to("meta") for t in heads((8, 2, 8), dtype=torch.bfloat16))
+    boundaries = torch.empty(5, dtype=torch.int32, device="meta")
+    q.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v, Packed(boundaries, 40))
+    out.float().sum().backward()
+    assert out.shape == q.grad.shape == q.shape
 
 
 @torch.no_grad()

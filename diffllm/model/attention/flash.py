@@ -5,15 +5,12 @@ import importlib.util
 
 import torch
 from torch.nn.attention import restore_flash_attention_impl
-from torch.torch_version import TorchVersion
 
 from diffllm.model.attention.ops import FLASH_4, Backend, Packed, flash, varlen
+from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 HOPPER_OR_BLACKWELL = (9, 10)
 """Major compute capabilities, of data-centre cards: where flash-attn-4 runs under torch."""
-# Before, torch gave flash-attn-4 a window of -1 as one, and refused any in the backward pass.
-VARLEN_TAKES_FLASH_4 = TorchVersion(torch.__version__) >= "2.12"
-NEEDS_TORCH = f"flash-attn-4 masks documents from torch 2.12 on, this is {torch.__version__}"
 
 
 def installed(module: str) -> bool:

@@ -7,8 +7,6 @@ import torch
 from diffllm.errors import ConfigError
 from diffllm.model.attention.flash import (
     HOPPER_OR_BLACKWELL,
-    NEEDS_TORCH,
-    VARLEN_TAKES_FLASH_4,
     activate_flash_4,
     capability,
     flash_4_fault,
@@ -25,6 +23,7 @@ from diffllm.model.attention.ops import (
     sdpa_is_flash_4,
 )
 from diffllm.model.choice import Choice
+from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 
 class Kernel(StrEnum):

@@ -5,7 +5,6 @@ dv width of v.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -19,6 +18,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from diffllm.torch_versions import VARLEN_GQA
+
 NARROW = 32
 """Head width up to which the fused CPU kernel trains faster in float32 than in bf16
 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
@@ -28,9 +29,6 @@ WIDEST = 256
 """Width of heads that FlashAttention kernels take at most."""
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
-# An argument since torch 2.12; before, the kernel took grouped heads as they came.
-HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
 
 
 class Backend(Enum):
@@ -209,9 +207,10 @@ def varlen(
             q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True
         )
     else:
-        out = varlen_attn(
-            q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA
-        )
+        options = {"scale": scale, "window_size": (-1, 0), **VARLEN_GQA}
+        # torch 2.15 prefers cuDNN, which makes a plan for every number of documents and keeps it.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     return out.view(*shape, -1)[..., :dv]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
 from diffllm.model.init import Initializer
+from diffllm.torch_versions import IS_ROCM
 
 ALIGNMENT = 16
 """Bytes that the rows of a grouped product's operands must be a multiple of."""
@@ -114,7 +115,7 @@ def leaves_garbage(device: torch.device) -> bool:
     """
     if device.type == "cpu":
         return False
-    return bool(torch.version.hip) or torch.cuda.get_device_capability(device)[0] > 9
+    return IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> Choice:

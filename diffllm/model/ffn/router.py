@@ -13,6 +13,7 @@ from diffllm.model.choice import Choice
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.ffn.split_product import SplitProduct
 from diffllm.model.init import Initializer
+from diffllm.torch_versions import IS_ROCM
 
 EPS = 1e-20
 FLOAT32 = "float32"
@@ -99,7 +100,7 @@ def router_product(device: torch.device, dtype: torch.dtype) -> Choice:
     """How x of `dtype` meets the router's weight: `FLOAT32` or `SPLIT`, as exact in its sums."""
     if dtype != torch.bfloat16:
         return Choice(FLOAT32, f"tokens are {str(dtype).removeprefix('torch.')}")
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda" or IS_ROCM:
         return Choice(FLOAT32, "torch has bf16 products in float32 on CUDA only")
     return Choice(SPLIT, "as exact as float32, on faster units")
 
