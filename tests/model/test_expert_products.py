@@ -288,7 +288,7 @@ def test_an_activation_compiled_by_itself_takes_either(monkeypatch):
 def test_a_layer_says_what_its_device_decides():
     moe = MoE(1024, MoEConfig(n_experts=64, top_k=8, expert_dim=256))
     on_cpu, on_gpu = moe.choices(CPU, torch.float32), moe.choices(CUDA, HALF)
-    assert on_cpu.keys() == on_gpu.keys() == {"router product", "expert products", "gate and up"}
+    assert on_cpu.keys() == on_gpu.keys() == {"router_product", "expert_products", "gate_and_up"}
     assert [choice.value for choice in on_cpu.values()] == ["float32", GROUPED, "two products"]
     assert [choice.value for choice in on_gpu.values()] == [
         "bf16 products, float32 sums",
@@ -296,7 +296,7 @@ def test_a_layer_says_what_its_device_decides():
         "one product from 1024 rows an expert",
     ]
     side_by_side(moe.experts)
-    assert moe.choices(CUDA, HALF)["gate and up"].value == "one product"
+    assert moe.choices(CUDA, HALF)["gate_and_up"].value == "one product"
     assert all(choice.reason for choice in (*on_cpu.values(), *on_gpu.values()))
 
 
