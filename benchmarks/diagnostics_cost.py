@@ -5,7 +5,7 @@
 Three kinds of steps alternate, in changing order: one that measures nothing; one with in-block
 statistics, update norm and gradient norms by group, read by the host (every 10th step of a run);
 one with probes as well (every 100th). The cost is that of the extra time at these rates over the
-time of a step that measures nothing. Without the flags of a shape (shapes.py) or overrides it is the
+time of a step that measures nothing. Without flags of a shape (shapes.py) or overrides it is the
 quickstart's model.
 """
 
