@@ -87,8 +87,8 @@ def run_stage(
 
 def stamped(device: str, out: Path) -> dict[str, str]:
     """What measurements of this run are made with; the device is asked in another process."""
-    worker = Worker("harness.machine", device, out / "start.log")
-    reply = worker.ask("facts", {}, 180)
+    worker = Worker(device, out / "start.log")
+    reply = worker.ask("harness.machine.facts", {}, 180)
     worker.close()
     if not reply.ok:
         raise SystemExit(f"no {device} device: {reply.result}")

@@ -6,7 +6,7 @@ import sys
 import time
 
 
-def contestant(state, how):
+def build_step(state, how):
     state["how"] = how
     if how == "raises":
         raise MemoryError("CUDA out of memory")
@@ -30,5 +30,5 @@ def profile(state):
 
 
 def once(state, how):
-    contestant(state, how)
+    build_step(state, how)
     return {"ms": turn(state, 1)["seconds"]}

@@ -28,9 +28,9 @@ from diffllm.model.attention.base import KVCache
 STAMP = {"code": "c", "torch": "t", "device": "d"}
 
 
-def runner(folder, module="harness_calls", resume=False, **changes):
+def runner(folder, contestants="harness_calls", resume=False, **changes):
     records = Records(folder / "B.jsonl", {**STAMP, **changes}, resume)
-    return Runner(records, "cpu", folder / "logs", time.monotonic() + 100, module=module)
+    return Runner(records, "cpu", folder / "logs", time.monotonic() + 100, contestants=contestants)
 
 
 def group(*hows, **options):
@@ -69,7 +69,9 @@ def test_without_the_contestant_that_others_are_compared_with_there_is_no_ratio(
 
 
 def test_a_measurement_that_dies_leaves_the_next_one_alone(tmp_path):
-    items = [Measurement(how, "once", {"how": how}) for how in ("dies", "raises", "fast")]
+    items = [
+        Measurement(how, "harness_calls.once", {"how": how}) for how in ("dies", "raises", "fast")
+    ]
     runner(tmp_path).run(items)
     assert outcomes(tmp_path) == {"dies": "died", "raises": "error", "fast": "ok"}
 
@@ -77,7 +79,7 @@ def test_a_measurement_that_dies_leaves_the_next_one_alone(tmp_path):
 def test_what_the_time_of_a_stage_does_not_reach_is_named(tmp_path):
     late = runner(tmp_path)
     late.deadline = time.monotonic() - 1
-    late.run([Measurement("fast", "once", {"how": "fast"})])
+    late.run([Measurement("fast", "harness_calls.once", {"how": "fast"})])
     assert late.left == ["fast"]
     assert outcomes(tmp_path) == {}
 
@@ -86,7 +88,7 @@ def test_what_the_time_of_a_stage_does_not_reach_is_named(tmp_path):
 
 
 def test_resuming_skips_what_has_succeeded_with_the_same_key_only(tmp_path):
-    items = [Measurement(how, "once", {"how": how}) for how in ("fast", "raises")]
+    items = [Measurement(how, "harness_calls.once", {"how": how}) for how in ("fast", "raises")]
     runner(tmp_path).run(items)
     for words, made in (
         ({"resume": True}, ["raises"]),
@@ -98,7 +100,7 @@ def test_resuming_skips_what_has_succeeded_with_the_same_key_only(tmp_path):
         before = len(read(tmp_path / "B.jsonl"))
         runner(tmp_path, **words).run(items)
         assert [line["name"] for line in read(tmp_path / "B.jsonl")[before:]] == made
-    changed = [Measurement("fast", "once", {"how": "slow"})]
+    changed = [Measurement("fast", "harness_calls.once", {"how": "slow"})]
     assert list(runner(tmp_path, resume=True).missing(changed)) == changed
 
 
@@ -138,7 +140,9 @@ def test_a_step_of_ours_is_measured_and_broken_down_in_a_process_of_its_own(tmp_
     whole = next(item for item in stage("B", SMALL, tmp_path) if isinstance(item, Group))
     standard = {"standard": whole.contestants["standard"]}
     small = replace(whole, contestants=standard, profiled=("standard",), rounds=1)
-    runner(tmp_path, "harness.tasks").run([Measurement("facts", "facts", {}), small])
+    runner(tmp_path, "harness.contestants").run(
+        [Measurement("facts", "harness.machine.facts", {}), small]
+    )
     lines = newest(read(tmp_path / "B.jsonl"))
     assert {line["status"] for line in lines.values()} == {"ok"}, lines
     assert lines["facts"]["result"]["torch"] == torch.__version__

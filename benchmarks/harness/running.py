@@ -19,6 +19,7 @@ class Measurement:
 
     name: str
     call: str
+    """The function, with its module."""
     arguments: dict[str, Any]
     limit: float = 120
     """Seconds, the start of the process included."""
@@ -30,7 +31,7 @@ class Group:
 
     name: str
     contestants: dict[str, dict[str, Any]]
-    """By name, what `tasks.contestant` builds; the first is what the others are compared with."""
+    """Arguments of `build_step` by name; the first is what the others are compared with."""
     rounds: int
     repeats: int
     """Steps in a turn, timed together, after one that is not timed."""
@@ -52,7 +53,8 @@ class Runner:
     deadline: float
     """Of time.monotonic(); what would begin later is left for a run that resumes."""
     only: str = ""
-    module: str = "harness.tasks"
+    contestants: str = "harness.contestants"
+    """The module whose functions groups call."""
     left: list[str] = field(default_factory=list)
     """Names for which there was no time."""
     ready: Worker | None = None
@@ -88,7 +90,7 @@ class Runner:
         """A fresh process."""
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{name.replace(' ', '-').replace('/', '-')}.log"
-        return Worker(self.module, self.device, log)
+        return Worker(self.device, log)
 
     def run_one(self, item: Measurement, ahead: bool) -> None:
         """A measurement, while on a GPU the next one's process loads its modules."""
@@ -116,7 +118,8 @@ class Runner:
         def call(
             function: str, what: dict[str, dict[str, Any]], at_once: int = 1000
         ) -> dict[str, Any]:
-            calls = {name: (workers[name], function, what[name]) for name in what}
+            path = f"{self.contestants}.{function}"
+            calls = {name: (workers[name], path, what[name]) for name in what}
             results = {}
             for name, reply in together(calls, self.within(group.limit), at_once).items():
                 if reply.ok:
@@ -127,7 +130,7 @@ class Runner:
             return results
 
         try:
-            call("contestant", dict(group.contestants))
+            call("build_step", dict(group.contestants))
             first = call("warm", {name: {} for name in workers}, group.at_once)
             times: dict[str, list[float]] = {name: [] for name in workers}
             peaks: dict[str, int | None] = {}

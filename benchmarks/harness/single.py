@@ -114,12 +114,12 @@ def decoding_kernels(
     return kernel_times(lambda: attention(x, model.rope(tokens - 1, 1), None, cache), device)
 
 
-def tests(state: State, file: str, limit: float) -> dict[str, Any]:
+def tests(state: State, file: str, limit: float, at_once: int) -> dict[str, Any]:
     """How the gpu-marked tests of a file end; what ran until `limit` where it takes longer."""
     command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-m", "gpu", file]
     command += ["-p", "no:cacheprovider", "--tb=line"]
-    if state["device"] == "cuda" and os.cpu_count() and has_xdist():
-        command += ["-n", "4", "--dist", "load"]
+    if state["device"] == "cuda" and has_xdist():
+        command += ["-n", str(at_once)]
     ended = "in time"
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(

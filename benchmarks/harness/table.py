@@ -50,7 +50,7 @@ def of_stage(lines: dict[str, dict[str, Any]]) -> Iterable[str]:
     for name, line in good.items():
         if name.startswith("decoding"):
             yield f"### {name}\n\n{decoding_table(line['result'])}\n"
-        elif name.startswith("kernels of"):
+        elif " kernels of " in f" {name}":
             yield f"### {name}\n\n{kernel_table(line['result'])}\n"
     simple = [[n, text(line["result"])] for n, line in good.items() if is_simple(n, line)]
     if simple:
@@ -118,7 +118,7 @@ def kernel_table(result: dict[str, Any]) -> str:
 
 def is_simple(name: str, line: dict[str, Any]) -> bool:
     """Whether a result has no table of its own."""
-    own = ("memory", "decoding", "kernels of")
+    own = ("memory", "decoding", "kernels", "other kernels")
     return not (name.startswith(own) or ", one step of " in name or "rounds_ms" in line["result"])
 
 

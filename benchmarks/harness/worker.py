@@ -32,15 +32,17 @@ class Worker:
     """One process, a call at a time.
 
     Args:
-        module: whose functions are called, as function(state, **arguments); `state` is a dict that
-            lives as long as the process and begins with "device".
+        device: "cuda" or "cpu"; the beginning of the state.
         log: takes what the process prints.
+
+    A call names a function with its module, which is called as function(state, **arguments);
+    `state` is a dict that lives as long as the process and begins with "device".
     """
 
-    def __init__(self, module: str, device: str, log: Path):
+    def __init__(self, device: str, log: Path):
         self.log = log
         self.connection, theirs = CONTEXT.Pipe()
-        arguments = (theirs, module, device, str(log))
+        arguments = (theirs, device, str(log))
         self.process = CONTEXT.Process(target=serve, args=arguments)
         self.process.start()
         theirs.close()
@@ -123,17 +125,12 @@ def last_line(log: Path) -> str:
     return lines[-1][:200] if lines else "it printed nothing"
 
 
-def serve(connection: Connection, module: str, device: str, log: str) -> None:
+def serve(connection: Connection, device: str, log: str) -> None:
     """Answer calls until the other end is closed; in the process of a `Worker`."""
     os.setpgid(0, 0)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    functions, failure = None, None
-    try:
-        functions = importlib.import_module(module)
-    except Exception as error:
-        failure = error
     state: dict[str, Any] = {"device": device}
     while True:
         try:
@@ -141,9 +138,8 @@ def serve(connection: Connection, module: str, device: str, log: str) -> None:
         except (EOFError, OSError):
             break
         try:
-            if failure:
-                raise failure
-            function: Callable[..., Any] = getattr(functions, call)
+            module, _, name = call.rpartition(".")
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
             reply = ("ok", function(state, **arguments))
         except Exception as error:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What a worker does when it is told to: steps of a contestant, in turns with others.
+"""A contestant in a worker: its step is built, warmed up, and then made in turns with others.
 
 Functions take the worker's `state` and the arguments of a call, and return what goes into JSON.
 """
@@ -15,15 +15,6 @@ from steps import ours, plain, theirs
 from diffllm.config import TrainConfig, load_config
 from diffllm.distributed.world import join
 from harness.breakdown import breakdown
-from harness.machine import copy, facts, product  # noqa: F401  calls of a worker
-from harness.single import (  # noqa: F401  calls of a worker
-    decoding,
-    diagnostics,
-    kernels,
-    memory,
-    tests,
-    training_run,
-)
 
 State = dict[str, Any]
 WARM = 3
@@ -33,7 +24,6 @@ WARM = 3
 def device_of(state: State) -> torch.device:
     """The worker's device, in a process group of one."""
     if "joined" not in state:
-        torch.set_float32_matmul_precision("high")
         settings = load_config([]).distributed
         world = join(settings)
         state["joined"] = world.device() if state["device"] == "cuda" else torch.device("cpu")
@@ -41,7 +31,7 @@ def device_of(state: State) -> torch.device:
     return state["joined"]
 
 
-def contestant(
+def build_step(
     state: State,
     words: list[str],
     kind: str = "ours",
