@@ -11,7 +11,8 @@ from shapes import Flops, mfus
 
 from diffllm.config import TrainConfig
 from diffllm.model import ModelConfig
-from diffllm.trainer import Training, build, train_step
+from diffllm.model.attention.ops import prepare_backend
+from diffllm.trainer import Training, build, compute_dtype, train_step
 
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights")
 TRIES = 3
@@ -36,7 +37,12 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
 
     Args:
         document_length: of the documents on average, which are masked; None masks nothing.
+
+    Raises:
+        ConfigError: the attention backend cannot run on the device.
     """
+    attention, dtype = cfg.model.attention, compute_dtype(cfg.precision, device)
+    prepare_backend(attention.backend, device, attention.kernel_width(cfg.model), dtype)
     return step_of(build(cfg, device, DOCUMENT_END if document_length else None), document_length)
 
 

@@ -55,9 +55,10 @@ def main(device: torch.device) -> None:
                 results.append({"seq": seq, "equal": equal, "how": how, "attention": name} | result)
                 rows.append(row(results[-1]))
                 print(f"| {' | '.join(rows[-1])} |", flush=True)
-    print(f"\n{described(cfgs['standard'])}; over standard\n\n{markdown(COLUMNS, rows)}")
+    shape = described(load_config(shape_words(args)))
+    print(f"\n{shape}, or as many in shorter sequences\n\n{markdown(COLUMNS, rows)}")
     if args.json:
-        write(args.json, device, results, shape=described(cfgs["standard"]), rounds=args.rounds)
+        write(args.json, device, results, shape=shape, rounds=args.rounds)
 
 
 def compared(

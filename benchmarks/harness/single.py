@@ -227,6 +227,6 @@ def training_run(state: State, words: list[str], folder: str, limit: float) -> d
         "steps": lines[-1]["step"],
         "loss": [lines[0]["train/loss"], lines[-1]["train/loss"]],
         "speed": {key: lines[-1].get(f"perf/{key}") for key in ("tokens_per_s", "mfu")},
-        "second_start_s": time.monotonic() - begun,
+        "second_run_s": time.monotonic() - begun,
         "summary": run.joinpath("summary.json").read_text()[:2000],
     }
