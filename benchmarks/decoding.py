@@ -27,7 +27,8 @@ from measuring import markdown, ratios, seconds, with_quartiles, write
 from shapes import add_shape, described, flops_per_token, shape_words
 
 from diffllm.config import load_config
-from diffllm.model import ModelConfig, Transformer, build_model
+from diffllm.distributed.fsdp import fp32_parameters
+from diffllm.model import ModelConfig, Transformer
 from diffllm.model.attention.base import KVCache
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
@@ -67,6 +68,26 @@ def cost(model: Transformer, context: int, batch: int, dtype: torch.dtype) -> Co
 def flops_of(cfg: ModelConfig, context: int) -> float:
     """Training FLOPs a token with attention over `context` keys."""
     return flops_per_token(replace(cfg, seq_len=context)).full
+
+
+def random_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A model of random weights, drawn on the device, in the dtypes that training computes in.
+
+    `build_model` draws values that are the same on all devices, which takes a large model long.
+    """
+    with torch.device("meta"):
+        model = Transformer(cfg)
+    kept = fp32_parameters(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, cfg.init_std)
+        for buffer in model.buffers():
+            buffer.zero_()
+    model.rope.reset_parameters()
+    return model
 
 
 def filled_caches(
@@ -132,9 +153,8 @@ def measured(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     models = {}
     for variant in VARIANTS:
-        with device:
-            model = build_model(load_config([f"attention={variant}", *words]).model)
-        models[variant] = model.to(dtype).eval()
+        cfg = load_config([f"attention={variant}", *words])
+        models[variant] = random_model(cfg.model, device, dtype).eval()
     results, rows = [], []
     for length in lengths:
         times = growing(models, length, tokens, batch, dtype)

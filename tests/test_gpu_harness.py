@@ -18,7 +18,7 @@ from harness.breakdown import part_of, span_and_busy
 from harness.records import Records, newest, read
 from harness.running import Group, Measurement, Runner
 from harness.single import test_outcomes as outcomes_of
-from harness.stages import SMALL, STAGES, stage
+from harness.stages import GPU, SMALL, STAGES, stage
 from harness.table import table
 from plain_llama import PlainLlama
 
@@ -30,7 +30,7 @@ STAMP = {"code": "c", "torch": "t", "device": "d"}
 
 def runner(folder, contestants="harness_calls", resume=False, **changes):
     records = Records(folder / "B.jsonl", {**STAMP, **changes}, resume)
-    return Runner(records, "cpu", folder / "logs", time.monotonic() + 100, contestants=contestants)
+    return Runner(records, "cpu", folder / "logs", time.monotonic() + 1000, contestants=contestants)
 
 
 def group(*hows, **options):
@@ -78,7 +78,7 @@ def test_a_measurement_that_dies_leaves_the_next_one_alone(tmp_path):
 
 def test_what_the_time_of_a_stage_does_not_reach_is_named(tmp_path):
     late = runner(tmp_path)
-    late.deadline = time.monotonic() - 1
+    late.deadline = time.monotonic() + 20  # less than a measurement is expected to take
     late.run([Measurement("fast", "harness_calls.once", {"how": "fast"})])
     assert late.left == ["fast"]
     assert outcomes(tmp_path) == {}
@@ -131,6 +131,20 @@ def test_measurements_have_names_of_their_own(tmp_path):
     assert {"standard", "gated", "diff_v2", "Llama, autocast"} < {
         n.partition(": ")[2] for n in names
     }
+
+
+@pytest.mark.parametrize("sizes", [GPU, SMALL])
+def test_every_contestant_has_a_config_that_loads(sizes, tmp_path):
+    configs = [
+        words
+        for name in STAGES
+        for item in stage(name, sizes, tmp_path)
+        for config in (item.contestants.values() if isinstance(item, Group) else [item.arguments])
+        if (words := config.get("words"))
+    ]
+    assert len(configs) > 30
+    for words in configs:
+        load_config(words)
 
 
 # The real thing, small

@@ -23,6 +23,8 @@ class Measurement:
     arguments: dict[str, Any]
     limit: float = 120
     """Seconds, the start of the process included."""
+    expected: float = 30
+    """Seconds that it takes on a GPU, about; it is not begun where less is left."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Group:
     """Contestants of which one step is broken down."""
     limit: float = 240
     """Seconds to build, and again to make the first steps."""
+    expected: float = 120
+    """As of a `Measurement`."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Runner:
     device: str
     logs: Path
     deadline: float
-    """Of time.monotonic(); what would begin later is left for a run that resumes."""
+    """Of time.monotonic(); what would end later is left for a run that resumes."""
     only: str = ""
     contestants: str = "harness.contestants"
     """The module whose functions groups call."""
@@ -64,7 +68,7 @@ class Runner:
         todo = list(self.missing(items))
         try:
             for item in todo:
-                if time.monotonic() > self.deadline:
+                if time.monotonic() + item.expected > self.deadline:
                     self.left.append(item.name)
                 elif isinstance(item, Group):
                     self.run_group(item)

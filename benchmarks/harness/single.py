@@ -18,11 +18,12 @@ import diagnostics_cost
 import memory as peak
 import torch
 from decoding import measured as measured_decoding
+from decoding import random_model
 from steps import DOCUMENT_END, with_documents
 
 from diffllm.config import load_config
 from diffllm.distributed.world import join
-from diffllm.model import build_model
+from diffllm.model.attention.ops import prepare_backend
 from diffllm.model.documents import Documents
 from diffllm.trainer import build
 from harness.breakdown import kernel_times, part_of
@@ -72,13 +73,10 @@ def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[s
     """Milliseconds of attention kernels by name: forward, backward, and a step of decoding."""
     device = torch.device(name)
     cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
-    with device:
-        model = build_model(cfg.model)
-    dtype = torch.bfloat16
+    dtype, options = torch.bfloat16, cfg.model.attention
+    prepare_backend(options.backend, device, options.kernel_width(cfg.model), dtype)
+    model = random_model(cfg.model, device, dtype)
     attention = model.layers[0].attention
-    kept = set(getattr(attention, "fp32_parameters", ()))
-    for key, parameter in attention.named_parameters():
-        parameter.data = parameter.data if key in kept else parameter.data.to(dtype)
     inputs = torch.randint(1, cfg.model.vocab_size, (2, tokens))
     documents = None
     if masked:
