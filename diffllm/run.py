@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from diffllm.changes import Changes, described
 from diffllm.checkpoint import Checkpointer, check_parameters, read_state
+from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, Tokenizer, prepare
 from diffllm.data.file_index import combined_hash
@@ -22,7 +23,6 @@ from diffllm.errors import AgreedByAll, CheckpointError, DataError, UserError
 from diffllm.generate import generate
 from diffllm.metrics import MetricsFile
 from diffllm.model import Transformer
-from diffllm.model.attention.ops import prepare_backend
 from diffllm.protection import SkippedTooOften
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
@@ -36,7 +36,7 @@ from diffllm.run_directory import (
     yaml_dict,
 )
 from diffllm.summary import describe, headline, summarise, summary_text
-from diffllm.trainer import LoopState, Training, build, compute_dtype, restore, train
+from diffllm.trainer import LoopState, Training, build, restore, train
 from diffllm.wandb_run import WandbRun
 
 # What of the config may differ between machines.
@@ -132,9 +132,8 @@ def prepare_and_execute(
         display.say(f"{path} is finished: {cfg.steps} steps")
         return
     device = world.device()
-    attention = cfg.model.attention
-    dtype = compute_dtype(cfg.precision, device)
-    prepare_backend(attention.backend, device, attention.kernel_width(cfg.model), dtype)
+    dtype = chosen_precision(cfg.precision, device).value
+    cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     watch.reached("the preparation of the corpus")
     data = prepare(cfg.data)
     check_fit(cfg, data)

@@ -34,6 +34,7 @@ FREE = (
     "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
     "train.max_consecutive_skips",
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
+    "model.loss_chunk", "model.attention.values",
     "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
     "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diffllm.choices import as_text
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData
 from diffllm.display import duration
@@ -29,6 +30,11 @@ def headline(
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
         f"{splits['heldout'].tokens:,} held out; "
         f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
+        "chosen for this device:",
+        *(
+            f"  {name.replace('_', ' '):<16}{choice['value']} ({choice['reason']})"
+            for name, choice in facts["choices"].items()
+        ),
     ]
     return "\n".join(lines)
 
@@ -47,6 +53,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "compute_dtype": str(t.compute_dtype).removeprefix("torch."),
         "torch": torch.__version__,
+        "choices": as_text(t.choices),
     }
 
 

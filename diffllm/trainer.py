@@ -12,19 +12,22 @@ from torch import Tensor
 
 from diffllm.changes import Changes, described, is_allowed
 from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, load_tensors, read_state
-from diffllm.config import Precision, TrainConfig
+from diffllm.choices import chosen_compile, chosen_precision
+from diffllm.config import TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.experts import Splits, exchanged_splits
-from diffllm.distributed.fsdp import local, local_block, parallelize
+from diffllm.distributed.fsdp import local, parallelize
 from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
 from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.distributed.stop import Agreement, StopRequest
 from diffllm.distributed.watch import Watch
+from diffllm.distributed.weights import OneRank, Sharded, Weights
 from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
 from diffllm.model import Transformer
+from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents, moved
 from diffllm.model.stats import Stats
 from diffllm.optim import (
@@ -48,15 +51,24 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     meshes: Meshes
-    model: Any  # a Transformer, and an FSDPModule
-    params: dict[str, Tensor]
-    """Sharded and replicated parameters by name, float32."""
+    model: Any  # a Transformer, on several ranks an FSDPModule too
+    weights: Weights
     optimizer: torch.optim.AdamW
-    compute_dtype: torch.dtype
     document_end: int | None
     """The token that ends a document, where documents are masked."""
     guard: Guard
-    compiled: bool
+    choices: dict[str, Choice]
+    """What was left to the device, by what it is about."""
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Sharded, replicated or whole parameters by name, float32."""
+        return self.weights.params
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the computation; parameters and their gradients are float32."""
+        return self.choices["precision"].value
 
     def documents(self, inputs: Tensor) -> Documents | None:
         """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
@@ -82,7 +94,8 @@ def build(cfg: TrainConfig, device: torch.device, document_end: int | None = Non
     """
     model, meshes = sharded_model(cfg, device)
     t = allocated(cfg, device, model, meshes, document_end)
-    t.model.reset_parameters(local_block)
+    t.model.reset_parameters(t.weights.block)
+    t.weights.changed()
     return t
 
 
@@ -97,8 +110,9 @@ def sharded_model(
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    dtype = compute_dtype(cfg.precision, device)
-    parallelize(model, meshes, dtype, compiles(cfg, device), cfg.activation_checkpointing, splits)
+    dtype: torch.dtype = chosen_precision(cfg.precision, device).value
+    compile: bool = chosen_compile(cfg.compile, device).value
+    parallelize(model, meshes, dtype, compile, cfg.activation_checkpointing, splits)
     return model, meshes
 
 
@@ -109,31 +123,20 @@ def allocated(
     meshes: Meshes,
     document_end: int | None = None,
 ) -> Training:
-    """A sharded model on `device`, its parameters still without values, and its optimizer."""
+    """A model on `device`, its parameters still without values, and its optimizer."""
     model.to_empty(device=device)
-    params: dict[str, Tensor] = dict(model.named_parameters())
-    optimizer = build_optimizer(params, cfg.optim)
-    guard = Guard(cfg.train.skip_step, device)
-    dtype, compiled = compute_dtype(cfg.precision, device), compiles(cfg, device)
-    return Training(
-        cfg, device, meshes, model, params, optimizer, dtype, document_end, guard, compiled
+    precision, compile = (
+        chosen_precision(cfg.precision, device),
+        chosen_compile(cfg.compile, device),
     )
-
-
-def compiles(cfg: TrainConfig, device: torch.device) -> bool:
-    """Whether blocks and loss are compiled."""
-    return device.type == "cuda" if cfg.compile is None else cfg.compile
-
-
-def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """bfloat16 where asked for, or where the device has matrix units for it."""
-    if precision is not Precision.auto:
-        return torch.bfloat16 if precision is Precision.bf16 else torch.float32
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
+    one_rank = meshes.dense.size() == 1
+    weights = OneRank(model, precision.value) if one_rank else Sharded(model, cfg.parallel.reduce)
+    optimizer = build_optimizer(weights.params, cfg.optim)
+    guard = Guard(cfg.train.skip_step, device)
+    documents = document_end is not None
+    choices = {"precision": precision, "compile": compile}
+    choices |= model.choices(device, precision.value, documents)
+    return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)
 
 
 def train_step(
@@ -152,14 +155,16 @@ def train_step(
     counts = torch.zeros((), dtype=torch.int64, device=t.device)
     stats: Stats = {}
     probe = None
-    if due.probes or (due.diagnose and t.compiled):  # one compiled graph measures all there is
+    if due.probes or (
+        due.diagnose and t.choices["compile"].value
+    ):  # one compiled graph measures all there is
         probe = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, step)
         probe = None if probe is None else moved(probe, t.device)
     for i in range(count):
         batch = next(batches)
         documents = t.documents(batch[0])
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
-        t.model.set_requires_all_reduce(i == count - 1)  # HSDP: once a step
+        t.weights.begin_micro_batch(last=i == count - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
         (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
         router_losses = (out.routed.balance, out.routed.z) if out.routed else ()
@@ -181,6 +186,7 @@ def train_step(
     before = [local(p).detach().clone() for p in t.params.values()] if due.update else None
     set_learning_rate(t.optimizer, learning_rate(cfg.optim, step, cfg.steps))
     step_unless(t.optimizer, skipped)
+    t.weights.changed()
     t.optimizer.zero_grad(set_to_none=True)
     stats = reduce_stats(stats, count)
     if out.routed:
@@ -369,7 +375,7 @@ def evaluate(t: Training, data: TokenData) -> float:
     batches = heldout_batches(stream, cfg.seq_len, batch, sequences, rank, world_size)
     rounds = -(-sequences // (batch * world_size))
     loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
-    t.model.reshard()
+    t.weights.rest()
     return loss
 
 
@@ -396,6 +402,7 @@ def restore(t: Training, state: LoopState, path: Path) -> None:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
     load_tensors(path, {**t.tensors(), **rng})
+    t.weights.changed()
     t.guard.load(state.spikes)
     try:
         for name, value in rng.items():

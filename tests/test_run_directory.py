@@ -133,6 +133,7 @@ def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_pa
         "micro_batch_size=2",
         "compile=false",
         "activation_checkpointing=true",
+        "model.loss_chunk=64",
         "data.cache_dir=/elsewhere",
         "data.num_workers=0",
         "distributed.timeout=5",
@@ -141,6 +142,17 @@ def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_pa
 )
 def test_what_does_not_change_the_result_may_change(begun, override):
     RunDirectory(begun, tiny(override)).check()
+
+
+def test_a_run_goes_on_with_another_layout_of_its_values(tmp_path, tokenizer):
+    """Those from before the device chose it say `wide`."""
+    first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
+    first.begin(tokenizer)
+    first.lock.release()
+    (first.path / "metrics.jsonl").touch()
+    again = tiny("attention=diff_v1")
+    assert again.model.attention != first.cfg.model.attention
+    RunDirectory(first.path, again).check()
 
 
 MATCHED = ("attention=standard", "model.match_params_to=diff_v2")

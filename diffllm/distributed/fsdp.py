@@ -1,4 +1,4 @@
-"""Sharding a decoder with FSDP2, from outside.
+"""A decoder made ready for training from outside: checkpointed, compiled, sharded with FSDP2.
 
 Order: activation checkpointing, torch.compile, fully_shard; each wraps what came before. Where
 ranks share out experts, these are shared out and sharded first, and checkpointing is outside of
@@ -29,16 +29,26 @@ def parallelize(
     activation_checkpointing: bool,
     splits: Splits = exchanged_splits,
 ) -> None:
-    """Shard `model` in place: each of `model.layers`, then the rest.
+    """Wrap `model` in place: each of `model.layers`, then the rest; several ranks shard it.
 
-    Gradients arrive averaged over all ranks, in float32; those of experts that ranks share out are
-    for `average_experts`. Parameters named in a module's `fp32_parameters` stay out: replicated, in
-    float32, their gradients for `average_replicated`.
+    One rank would only copy what it gathers from itself: it keeps its parameters whole, and casting
+    them is for `weights.OneRank`. From several, gradients arrive averaged over all ranks, in
+    float32; those of experts that ranks share out are for `average_experts`. Parameters named in
+    a module's `fp32_parameters` stay out: replicated, in float32, their gradients for
+    `average_replicated`.
 
     Args:
         param_dtype: dtype of the all-gathered parameters and of the computation.
         splits: how many rows experts get from other ranks.
     """
+    layers: Any = model.layers
+    if compile:
+        loss: Any = model.chunk_loss
+        model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
+    if meshes.dense.size() == 1:
+        for layer in layers:
+            wrap_forward(layer, compile, activation_checkpointing, whole=True)
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -48,7 +58,6 @@ def parallelize(
         mesh=with_replicas(meshes.dense, "fsdp"),
         shard_placement_fn=partial(placement, meshes.dense["fsdp"].size()),
     )
-    layers: Any = model.layers
     for layer in layers:
         experts = getattr(layer.ffn, "experts", None) if meshes.experts else None
         if experts is not None:
@@ -64,9 +73,6 @@ def parallelize(
         shard_dense(layer, reshard_after_forward=True)
     if meshes.experts:
         prefetch(layers)
-    if compile:
-        loss: Any = model.chunk_loss
-        model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
     shard_dense(model, reshard_after_forward=False)
 
 

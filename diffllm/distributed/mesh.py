@@ -1,6 +1,7 @@
 """The device meshes: world = replicate x shard x expert."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -8,9 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from diffllm.errors import ConfigError
 
 
+class Reduce(Enum):
+    """When ranks sum the gradients of accumulated micro-batches.
+
+    last: once a step; until then each rank holds a float32 gradient of all parameters.
+    every: after each micro-batch, so that a rank holds its shard only.
+    """
+
+    last = "last"
+    every = "every"
+
+
 @dataclass
 class ParallelConfig:
-    """Sizes of the mesh; -1 takes the ranks that are left."""
+    """Sizes of the mesh, -1 taking the ranks that are left, and when gradients are reduced."""
 
     replicate: int = 1
     """Groups that each hold a full copy of the parameters (HSDP)."""
@@ -18,6 +30,7 @@ class ParallelConfig:
     """Ranks that a copy is sharded over (FSDP), beside those of `expert`."""
     expert: int = 1
     """Neighbouring ranks that share out the experts of every layer, and send each other tokens."""
+    reduce: Reduce = Reduce.every
 
     def validate(self, n_experts: int) -> None:
         """Raise ConfigError for sizes that no world can have.

@@ -38,8 +38,8 @@ class ModelConfig:
     init_seed: int = "${seed}"  # type: ignore[assignment]
     z_loss: float = 0.0
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
-    loss_chunk: int = 512
-    """Tokens whose logits exist at once while the loss is computed."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once while the loss is computed; null: as suits the device."""
 
     def validate(self) -> None:
         """Raise ConfigError for a shape that cannot be built."""
@@ -47,8 +47,9 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "seq_len", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"model.{name}={value} must be at least 1")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"model.n_heads={self.n_heads} must be a multiple of "

@@ -2,16 +2,18 @@
 
 Every row block of a tensor has a generator of its own, so a rank that holds some rows draws
 only those, and draws what a single process would have drawn. A row is what the last of two or more
-dimensions runs along.
+dimensions runs along. Blocks are drawn on the CPU, by as many threads as torch may use.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
+UNSHARED = 1 << 15  # values that torch does not share out among threads of its own
 
 Shard = Callable[[Tensor], tuple[Tensor, tuple[int, ...], torch.Size]]
 
@@ -46,17 +48,25 @@ class Initializer:
         column, width = (first[-1], local.shape[-1]) if len(shape) > 1 else (0, 1)
         held = rows_held(local.shape, first, leading)
         target = local.detach().view(len(held), width)
-        for block in (held // rows).unique().tolist():
+        in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
+
+        def fill(block: int) -> None:
             start, stop = block * rows, min((block + 1) * rows, leading.numel())
+            ends = torch.tensor([start, stop], device="cpu")
+            low, high = torch.searchsorted(held, ends).tolist()
+            complete = (high - low, width) == (stop - start, row_size)
+            generator = torch.Generator(device="cpu")
+            generator.manual_seed(self._seed(self.names[param], block))
+            if complete and in_place:
+                draw(target[low:high].view(-1), std, truncate, generator)
+                return
             values = torch.empty((stop - start, row_size), dtype=torch.float32, device="cpu")
-            generator = torch.Generator().manual_seed(self._seed(self.names[param], block))
-            if truncate is None:
-                values.normal_(0.0, std, generator=generator)
-            else:
-                bound = truncate * std
-                nn.init.trunc_normal_(values, 0.0, std, -bound, bound, generator=generator)
-            low, high = torch.searchsorted(held, torch.tensor([start, stop])).tolist()
-            target[low:high].copy_(values[held[low:high] - start, column : column + width])
+            draw(values.view(-1), std, truncate, generator)
+            if not complete:
+                values = values[held[low:high] - start, column : column + width]
+            target[low:high].copy_(values)
+
+        in_threads(fill, (held // rows).unique().tolist())
 
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()
@@ -71,10 +81,53 @@ def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) ->
         first: its first index in each dimension.
         leading: the dimensions of the whole tensor that count rows.
     """
-    held = torch.zeros(1, dtype=torch.int64)
+    held = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(leading, first, local, strict=False):
-        held = (held.unsqueeze(1) * size + torch.arange(start, start + n)).flatten()
+        indices = torch.arange(start, start + n, device="cpu")
+        held = (held.unsqueeze(1) * size + indices).flatten()
     return held
+
+
+def draw(values: Tensor, std: float, truncate: float | None, generator: torch.Generator) -> None:
+    """Fill values (n,), contiguous float32 on the CPU, from N(0, std^2).
+
+    Values beyond `truncate` standard deviations are replaced from n further ones, each by the one
+    in its place, until none is left.
+    """
+    values.normal_(0.0, std, generator=generator)
+    if truncate is None:
+        return
+    bound = truncate * std
+    missing = beyond(values, bound)
+    while len(missing):
+        further = torch.empty_like(values).normal_(0.0, std, generator=generator)[missing]
+        values[missing] = further
+        missing = missing[beyond(further, bound)]
+
+
+def beyond(values: Tensor, bound: float) -> Tensor:
+    """The indices, rising, of those of values (n,) whose magnitude is larger than `bound`."""
+    parts = enumerate(values.split(UNSHARED))
+    return torch.cat([(v.abs() > bound).nonzero().squeeze(1) + UNSHARED * i for i, v in parts])
+
+
+def in_threads(work: Callable[[int], None], items: list[int]) -> None:
+    """Do `work` for every item, in `torch.get_num_threads()` threads; raises what it raises."""
+    workers = min(torch.get_num_threads(), len(items))
+    if workers < 2:
+        for item in items:
+            work(item)
+        return
+    remaining, inference = iter(items), torch.is_inference_mode_enabled()
+
+    def work_on() -> None:
+        with torch.inference_mode(inference):  # each thread has a mode of its own
+            for item in remaining:
+                work(item)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(work_on) for _ in range(workers)]:
+            done.result()
 
 
 def named(module: nn.Module) -> dict[Tensor, str]:

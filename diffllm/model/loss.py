@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from diffllm.model.choice import Choice
+
 FP32 = torch.float32
+GPU_CHUNK, CPU_CHUNK = 4096, 512
+
+
+def loss_chunk(asked: int | None, device: torch.device) -> Choice:
+    """How many tokens have logits at once; `asked` is `model.loss_chunk`, None for the device's."""
+    if asked is not None:
+        return Choice(asked, "asked for")
+    if device.type == "cuda":
+        return Choice(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
+    return Choice(CPU_CHUNK, "logits of more tokens leave the cache")
 
 
 class Loss(NamedTuple):
@@ -38,8 +50,44 @@ def chunk_loss(
     if not needs_grad:
         return nll, z, hidden.new_empty(0)
     scale = valid * (1 + 2 * z_weight * lse)
-    grad = log_probs.exp_().mul_(scale.unsqueeze(1)).scatter_add_(1, index, -valid.unsqueeze(1))
-    return nll, z, grad.to(hidden.dtype)
+    grad = log_probs.exp_().mul_(scale.unsqueeze(1))
+    return nll, z, minus_one_hot(grad, index, valid).to(hidden.dtype)
+
+
+def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """probs (n, V) less valid (n,) at index (n, 1); may overwrite `probs`.
+
+    A compiler fuses a comparison with what is before and after it, where a scatter would make it
+    write float32 probabilities out and read them again. Uncompiled, the comparison is several
+    passes over (n, V), and the scatter touches n values.
+    """
+    if torch.compiler.is_compiling():
+        vocabulary = torch.arange(probs.shape[1], device=probs.device)
+        return torch.where(vocabulary == index, probs - valid.unsqueeze(1), probs)
+    return probs.scatter_add_(1, index, -valid.unsqueeze(1))
+
+
+def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
+    """total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
+
+    `total` is overwritten. Without one, the result is the product, which may have the inputs'
+    dtype: of a sum with one term there is nothing to round.
+    """
+    low = hidden.dtype != torch.promote_types(hidden.dtype, FP32)
+    if hidden.is_cuda and low:  # cuBLAS has a float32 result already, and adds it by itself
+        if total is None:
+            return torch.mm(grad_logits.T, hidden, out_dtype=FP32)
+        return torch.addmm(total, grad_logits.T, hidden, out_dtype=FP32, out=total)
+    if total is None:
+        return grad_logits.T @ hidden
+    if low:
+        return total.to(FP32).add_(grad_logits.T @ hidden)
+    return total.addmm_(grad_logits.T, hidden)
+
+
+def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad times a scalar, multiplied in the wider of their dtypes and written as `dtype`."""
+    return torch.mul(grad, scale.view(1), out=torch.empty_like(grad, dtype=dtype))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -63,27 +111,19 @@ class _ChunkedLoss(torch.autograd.Function):
             nll, z = nll + chunk_nll, z + chunk_z
             if needs_grad:
                 grad_hidden.append(grad_logits @ weight)
-                part = (grad_logits.T @ h).float()
-                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+                grad_weight = add_weight_gradient(grad_weight, grad_logits, h)
         if needs_grad:
             assert grad_weight is not None
             ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
-            ctx.weight_dtype = weight.dtype
+            ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(nll, z)
         return nll + z_weight * z, nll, z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        hidden, weight = (scaled(grad, grads[0], ctx.dtype) for grad in (grad_hidden, grad_weight))
+        return hidden, weight, None, None, None, None
 
 
 def chunked_cross_entropy(

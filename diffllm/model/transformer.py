@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.attention.base import Attention, KVCache, Shown
-from diffllm.model.attention.ops import Mask, prepare_backend
+from diffllm.model.attention.ops import Mask, sdpa_for_any_length
+from diffllm.model.choice import Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.init import Initializer, Shard, named, whole
-from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy
+from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
 from diffllm.model.norm import RMSNorm
 from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
@@ -115,12 +117,13 @@ class Transformer(nn.Module):
         looked = None if probe is None else probe_at(probe, tokens.shape[1], documents)
         stats: list[Stats] = []
         routed: list[Routed] = []
-        for i, layer in enumerate(self.layers):
-            x, layer_stats, left = layer(
-                x, rope, mask, caches[i] if caches else None, diagnose, looked
-            )
-            stats.append(layer_stats)
-            routed += [left] if left else []
+        with sdpa_for_any_length(x.device) if caches else nullcontext():
+            for i, layer in enumerate(self.layers):
+                x, layer_stats, left = layer(
+                    x, rope, mask, caches[i] if caches else None, diagnose, looked
+                )
+                stats.append(layer_stats)
+                routed += [left] if left else []
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]
         x = self.norm(x)
@@ -131,7 +134,7 @@ class Transformer(nn.Module):
             self.output_weight,
             targets.flatten(),
             self.cfg.z_loss,
-            self.cfg.loss_chunk,
+            loss_chunk(self.cfg.loss_chunk, x.device).value,
             self.chunk_loss,
         )
         if not routed:
@@ -225,6 +228,20 @@ class Transformer(nn.Module):
             layer.attention.new_cache(batch, length, dtype, weight.device) for layer in self.layers
         ]
 
+    def choices(
+        self, device: torch.device, dtype: torch.dtype, documents: bool
+    ) -> dict[str, Choice]:
+        """What `device` decides about training in `dtype`, by what it is about.
+
+        Args:
+            documents: whether they are masked.
+        """
+        cfg = self.cfg
+        found = cfg.attention.choices(cfg, device, dtype, documents)
+        found["loss_chunk"] = loss_chunk(cfg.loss_chunk, device)
+        mixtures = (layer.ffn for layer in self.layers if layer.routes)
+        return found | next((each.choices(device, dtype) for each in mixtures), {})
+
     def flops_per_token(self) -> float:
         """Training FLOPs a token at `cfg.seq_len`: matrix products, attention counted causally."""
         layers = sum(
@@ -252,8 +269,10 @@ def build_model(cfg: ModelConfig) -> Transformer:
     """
     device = torch.get_default_device()
     if device.type != "meta":
-        prepare_backend(cfg.attention.backend, device, cfg.attention.kernel_width(cfg))
-    model = Transformer(cfg)
-    if model.tok_embeddings.weight.device.type != "meta":
+        cfg.attention.prepare(cfg, device)
+    with torch.device("meta"):  # layers of torch would draw values that nobody uses
+        model = Transformer(cfg)
+    if device.type != "meta":
+        model.to_empty(device=device)
         model.reset_parameters()
     return model

@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffllm.model import loss
+
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Within, uncompiled RMSNorms have a GPU's memory, and no meaningful results."""
+    """Within, uncompiled RMSNorms and the loss's sum of weight gradients have a GPU's memory, and
+    no meaningful results."""
 
     def rms_norm(
         x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None
@@ -21,8 +24,17 @@ def gpu_kernels() -> Iterator[None]:
             return composed(x, shape, weight, eps)
         return _RMSNorm.apply(x, weight)
 
+    def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
+        if total is not None:
+            return total
+        shape = grad_logits.shape[1], hidden.shape[1]
+        return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+
     composed = F.rms_norm
-    with patch.object(F, "rms_norm", rms_norm):
+    with (
+        patch.object(F, "rms_norm", rms_norm),
+        patch.object(loss, "add_weight_gradient", add_weight_gradient),
+    ):
         yield
 
 

@@ -21,6 +21,7 @@ from diffllm.diagnostics import Due
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
 from diffllm.model.attention.ops import Backend
+from diffllm.model.loss import loss_chunk
 from diffllm.plan.compiled import compiling
 from diffllm.plan.kernels import gpu_kernels
 from diffllm.plan.memory import Kind, Peak
@@ -71,12 +72,13 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
     All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
     """
     fused = (Backend.flash, Backend.flex)
-    attention = cfg.model.attention
+    attention = cfg.model.attention.settled(cfg.model, torch.device("cuda"))
     if attention.backend in fused:
         attention = replace(attention, backend=Backend.sdpa)
+    chunk = loss_chunk(cfg.model.loss_chunk, torch.device("cuda")).value
     return replace(
         cfg,
-        model=replace(cfg.model, attention=attention),
+        model=replace(cfg.model, attention=attention, loss_chunk=chunk),
         precision=Precision.bf16 if cfg.precision is Precision.auto else cfg.precision,
         compile=cfg.compile is not False,
     )

@@ -33,7 +33,7 @@ CAUSES = {
 MATCH = "model.match_params_to"
 SETTLED = {key for keys in FACTS.values() for key in keys}
 IGNORED = ({*FREE} - {"eval", "resume", *SETTLED}) | {
-    "run", "eval.interval", "model.loss_chunk", *SEEDS,
+    "run", "eval.interval", *SEEDS,
 }  # fmt: skip
 """Where, how fast and how closely watched a run runs; sections stand for all their keys."""
 
@@ -50,8 +50,8 @@ SWEEPABLE = (
 
 SPEED = (
     "device", "ranks", "torch", "micro_batch_size", "compile", "activation_checkpointing",
-    "model.attention.backend", "model.loss_chunk", "data.num_workers",
-    "parallel.replicate", "parallel.shard", "parallel.expert",
+    "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
+    "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
 )  # fmt: skip
 """What decides speed alone: run.json's facts and config keys."""
 

@@ -101,7 +101,8 @@ def test_one_and_two_ranks_train_alike(variant, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.replicate=2", "micro_batch_size=1"],
+        ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=every"],
+        ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=last"],
         ["parallel.replicate=4"],
         ["activation_checkpointing=true", "model.tie_embeddings=true", "model.qk_norm=true"],
     ],

@@ -96,6 +96,10 @@ def test_a_run_without_a_name_gets_a_fresh_one(
     assert re.fullmatch(r"quickstart-gated-\d{8}-\d{6}", run.name)
     assert_complete(run)
     assert f"outputs/{run.name}" in result.out.splitlines()[0]
+    for name, choice in json.loads((run / "run.json").read_text())["choices"].items():
+        line = rf"^  {name.replace('_', ' ')} +{re.escape(str(choice['value']))} \("
+        assert re.search(line, result.out, re.M), result.out
+        assert f"({choice['reason']})" in result.out
     for step in (2, 4):
         assert re.search(rf"^step {step}/4  loss \d+\.\d+  grad", result.out, re.M), result.out
     summary = json.loads((run / "summary.json").read_text())

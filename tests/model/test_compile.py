@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
 
 from diffllm import build_model
+from diffllm.model.attention import ops
+from diffllm.model.attention.masks import document_blocks, packed
+from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents
 
 END = 0
@@ -58,4 +62,121 @@ def test_all_layers_share_one_graph(variant):
     for layer in model.layers:
         run = torch.compile(layer.forward, fullgraph=True, backend=counter)
         run(torch.randn(2, 12, 24), rope, mask, None, True)
+    assert counter.frame_count == 1
+
+
+# Batches of different numbers of documents
+
+
+LENGTH = 40
+NUMBERS = (3, 5, 9, 2)
+
+
+def documents_of(number):
+    """A batch of two rows, with as many documents in all."""
+    tokens = torch.ones(2, LENGTH, dtype=torch.int64)
+    tokens[0, torch.arange(number - 2) * 3 + 2] = END
+    documents = Documents.of(tokens, END)
+    assert len(documents.boundaries) == number + 1
+    return documents
+
+
+def weights_of(q: Tensor, k: Tensor, ends: Tensor, scale: float) -> Tensor:
+    """Causal within documents: q and k (T, H, d) of all rows in one line -> (H, T, T)."""
+    index = torch.arange(len(q))
+    ids = torch.bucketize(index, ends[1:-1], right=True)
+    mask = (ids[:, None] == ids[None, :]) & (index[:, None] >= index[None, :])
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    return torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
+
+
+def for_every_head(heads: Tensor, q: Tensor) -> Tensor:
+    return heads.repeat_interleave(q.shape[1] // heads.shape[1], 1)
+
+
+@torch.library.custom_op("diffllm_tests::varlen", mutates_args=())
+def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+    keys, values = (for_every_head(heads, q) for heads in (k, v))
+    out = torch.einsum("hts,shd->thd", weights_of(q, keys, ends, scale), values)
+    return out.contiguous()
+
+
+@varlen.register_fake
+def _(q, k, v, ends, longest, scale):
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("diffllm_tests::varlen_backward", mutates_args=())
+def varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = (for_every_head(heads, q) for heads in (k, v))
+    weights = weights_of(q, keys, ends, scale)
+    of_values = torch.einsum("hts,thd->shd", weights, grad)
+    of_weights = torch.einsum("thd,shd->hts", grad, values)
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    of_queries = torch.einsum("hts,shd->thd", of_scores, keys)
+    of_keys = torch.einsum("hts,thd->shd", of_scores, q)
+    grouped = (heads.unflatten(1, (k.shape[1], -1)).sum(2) for heads in (of_keys, of_values))
+    return of_queries.contiguous(), *(heads.contiguous() for heads in grouped)
+
+
+@varlen_backward.register_fake
+def _(grad, q, k, v, ends, scale):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def keep(ctx, inputs, output):
+    q, k, v, ends, _, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, ends)
+
+
+def backward(ctx, grad):
+    return *varlen_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
+
+
+varlen.register_autograd(backward, setup_context=keep)
+
+
+def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
+    """One op to the compiler, as the kernel is, with a backward pass."""
+    return varlen(q, k, v, ends, longest, scale)
+
+
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
+def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant):
+    """And compute what a boolean mask does, forward and backward."""
+    monkeypatch.setattr(ops, "varlen_attn", stand_in_for_varlen_attn)
+    model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
+    block = model.layers[0]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    x = torch.randn(2, LENGTH, 24)
+    for number in NUMBERS:
+        documents = documents_of(number)
+        rope, mask = model.whole_sequences(documents.ids, documents, x.dtype)
+        expected, _, grads = forward_and_backward(block, block, x, rope, mask)
+        arguments = rope, packed(documents, LENGTH)
+        found, _, found_grads = forward_and_backward(block, compiled, x, *arguments)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for mine, other in zip(found_grads, grads, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_block_masks_of_any_number_of_documents_share_one_graph():
+    model = build_model(small_config("diff_v2", extra=(f"seq_len={LENGTH}",)).model)
+    block = model.layers[0]
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    x = torch.randn(2, LENGTH, 24)
+    for number in NUMBERS:
+        documents = documents_of(number)
+        rope, mask = model.whole_sequences(documents.ids, documents, x.dtype)
+        block.attention.backend = Backend.sdpa
+        expected = block(x, rope, mask)[0]
+        block.attention.backend = Backend.flex
+        found = compiled(x, rope, document_blocks(documents.ids))[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1

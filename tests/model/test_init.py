@@ -1,10 +1,14 @@
 """Initial values depend on (seed, name) only."""
 
+import hashlib
+import threading
+
 import pytest
 import torch
 
 from diffllm import build_model, load_config
-from diffllm.model.init import Initializer
+from diffllm.model import init
+from diffllm.model.init import BLOCK, Initializer
 
 BASE = ["model=tiny"]
 
@@ -72,3 +76,103 @@ def test_truncated_normal_with_depth_scaled_outputs():
     for name in ("layers.0.ffn.w2.weight", "layers.7.attention.wo.weight"):
         assert params[name].std().item() == pytest.approx(0.05 * 0.9866 / 4, rel=0.03)
     assert (params["norm.weight"] == 1).all()
+
+
+def drawn(shape, dtype=torch.float32, truncate=3):
+    param = torch.empty(shape, dtype=dtype)
+    Initializer(0, {param: "w"}).normal_(param, 0.02, truncate)
+    return param
+
+
+def by_definition(shape, truncate):
+    """Block by block, all of a block redrawn until nothing is missing."""
+    rows = max(1, BLOCK // shape[-1])
+    values = []
+    for block, part in enumerate(torch.empty(shape).flatten(0, -2).split(rows)):
+        seed = hashlib.blake2b(f"0:w:{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+        result = part.normal_(0.0, 0.02, generator=generator)
+        while truncate and (missing := result.abs() > truncate * 0.02).any():
+            further = torch.empty_like(part).normal_(0.0, 0.02, generator=generator)
+            result = torch.where(missing, further, result)
+        values.append(result)
+    return torch.cat(values).view(shape)
+
+
+@pytest.mark.parametrize("truncate", [None, 3, 1])
+@pytest.mark.parametrize("shape", [(300, 300), (5, 90, 500), (2, 100_003), (3, 4)])
+def test_every_thread_count_draws_what_one_generator_a_block_gives(shape, truncate):
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(drawn(shape, truncate=truncate), by_definition(shape, truncate))
+        assert torch.get_num_threads() == threads
+
+
+def test_other_dtypes_hold_the_same_values_rounded():
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(drawn((300, 300), dtype), drawn((300, 300)).to(dtype))
+
+
+def test_blocks_are_drawn_at_the_same_time_by_as_many_threads_as_torch_may_use(monkeypatch):
+    together, draw = threading.Barrier(3), init.draw
+
+    def draw_together(*args):
+        together.wait(timeout=10)
+        draw(*args)
+
+    monkeypatch.setattr(init, "draw", draw_together)
+    torch.set_num_threads(3)
+    assert torch.equal(drawn((6 * BLOCK // 256, 256)), by_definition((6 * BLOCK // 256, 256), 3))
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    draw, calls = init.draw, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        draw(*args)
+
+    monkeypatch.setattr(init, "draw", fails_once)
+    torch.set_num_threads(2)
+    with pytest.raises(MemoryError, match="no room"):
+        drawn((8 * BLOCK // 256, 256))
+
+
+def test_threads_work_in_the_callers_inference_mode():
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        values = drawn((1000, 300))
+    assert torch.equal(values, drawn((1000, 300)))
+
+
+def test_a_default_device_other_than_the_parameters_leaves_them_the_same():
+    """Helper tensors made without a device would be without values."""
+    for variant in ("diff_v1", "diff_v2"):
+        cfg = load_config(["model=micro", f"attention={variant}"]).model
+        model, other = build_model(cfg), build_model(cfg)
+        for param in other.parameters():
+            param.data.fill_(7.0)
+        with torch.device("meta"):
+            other.reset_parameters()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_building_draws_nothing_from_the_global_generator():
+    before = torch.get_rng_state()
+    build_model(load_config(["model=micro", "attention=diff_v2"]).model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+def test_a_gpu_as_default_device_gets_the_same_values():
+    cfg = load_config(["model=tiny", "attention=diff_v2"]).model
+    here = build_model(cfg)
+    torch.set_num_threads(4)
+    with torch.device("cuda"):
+        there = build_model(cfg)
+    for name, value in there.state_dict().items():
+        assert value.is_cuda, name
+        assert torch.equal(value.cpu(), here.state_dict()[name]), name

@@ -31,6 +31,7 @@ SMALL = [
     "precision=bf16",
     "optim.warmup_steps=5",
 ]
+REDUCE = ("every", "last")
 MOE = [*SMALL[3:], "model=moe_tiny", "model.dim=64"]
 
 
@@ -127,8 +128,10 @@ def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_
     assert (step.activations, counted(step.calls)) == real
 
 
-def test_two_micro_batches_stand_for_any_number(monkeypatch):
-    overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2"]
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_two_micro_batches_stand_for_any_number(reduce, monkeypatch):
+    reduce = f"parallel.reduce={reduce}"
+    overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
     cfg = load_config(overrides)
     short = simulate(cfg, 4)
     monkeypatch.setattr(simulation, "SIMULATED", 5)
@@ -145,17 +148,17 @@ def sent(step, kind):
     )
 
 
-def test_what_a_small_sharded_model_sends_is_what_a_hand_computes():
-    cfg = load_config(
-        [*SMALL, "attention=standard", "model.vocab_size=100", "global_batch_size=12"]
-    )
+@pytest.mark.parametrize(("reduce", "times"), [("every", 3), ("last", 1)])
+def test_what_a_small_sharded_model_sends_is_what_a_hand_computes(reduce, times):
+    words = ["model.vocab_size=100", "global_batch_size=12", f"parallel.reduce={reduce}"]
+    cfg = load_config([*SMALL, "attention=standard", *words])
     step = simulate(cfg, 4)  # three micro-batches
     layer = 2 * 44 * 128 + 2 * 44 * 64 + 3 * 44 * 72 + 2 * 44
     root = 2 * 100 * 44 + 44
     gathered = 2 * (2 * 2 * layer + root)  # bf16; layers in both passes, the rest once
     reduced = 4 * (2 * layer + root)  # float32, once
     assert sent(step, Collective.all_gather) == 3 * gathered * 3 / 4
-    assert sent(step, Collective.reduce_scatter) == 3 * reduced * 3 / 4
+    assert sent(step, Collective.reduce_scatter) == times * reduced * 3 / 4
     assert sent(step, Collective.all_reduce) == 0
 
 
@@ -165,6 +168,13 @@ def test_of_many_layers_only_a_few_are_gathered_at_once():
         cfg = load_config([*SMALL, f"model.n_layers={layers}", "global_batch_size=4"])
         step[layers] = simulate(cfg, 4).peak.by_kind[Kind.communication]
     assert step[deep] == step[6] > 0
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole_and_in_float32():
+    layers = [*SMALL, "model.n_layers=6", "model.ffn_dim=400"]
+    every, last = (simulate(load_config([*layers, f"parallel.reduce={r}"]), 4) for r in REDUCE)
+    whole = 4 * every.n_params
+    assert 0.9 * whole < last.peak.total - every.peak.total + every.gradients < 1.1 * whole
 
 
 def test_replicas_sum_their_shards_once_a_step():

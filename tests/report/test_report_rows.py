@@ -272,15 +272,16 @@ def test_a_model_size_is_called_by_its_choice(tmp_path):
         "model.attention.backend=reference", "data.num_workers=0", "data.cache_dir=/elsewhere",
         "data.paths=[same-text.txt]", "data.tokenizer=same.model", "data.sample_prompt=x",
         "parallel=hsdp", "run.name=another", "model.loss_chunk=64", "precision=fp32",
-        "resume=never", "distributed.timeout=60",
+        "resume=never", "distributed.timeout=60", "model.attention.values=split",
     ],
 )  # fmt: skip
 def test_where_and_how_fast_a_run_ran_tells_nothing_apart(tmp_path, override):
-    base = ["attention=standard", *FILES]
+    variant = "diff_v1" if "values" in override else "standard"
+    base = [f"attention={variant}", *FILES]
     write_run(tmp_path / "a", *base, "seed=0", loss=4.0)
     write_run(tmp_path / "b", *base, "seed=1", override, loss=4.1)
     found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
-    assert labels(found) == ["standard"]
+    assert labels(found) == [variant]
     assert found.rows[0].loss.seeds == 2
     assert found.differences == []
 

@@ -9,12 +9,16 @@ Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K kv head
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights, training_mask
+from diffllm.model.attention.kernels import prepare_backend, training_kernel
+from diffllm.model.attention.masks import training_mask
+from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
+from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
@@ -45,9 +49,53 @@ class AttentionConfig:
     def validate(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model shape that this variant cannot take."""
 
-    def kernel_width(self, model: ModelConfig) -> int:
-        """Width of the widest of the queries, keys and values that a kernel gets."""
+    def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
+        """Width of the widest of the queries, keys and values that a kernel gets on `device`."""
         return model.head_dim
+
+    @property
+    def explicit_mask(self) -> bool:
+        """Whether documents are masked by a boolean tensor, because no kernel knows this map."""
+        return False
+
+    def choices(
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+    ) -> dict[str, Choice]:
+        """What the device decides in training, by name: "attention", the kernel.
+
+        Args:
+            dtype: of queries and keys.
+            documents: whether they are masked.
+        """
+        width = self.kernel_width(model, device)
+        return {
+            "attention": training_kernel(
+                self.backend, device, dtype, width, documents, self.explicit_mask
+            )
+        }
+
+    def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
+        """The same config, with what `device` decides about tensors' shapes written down."""
+        return self
+
+    def prepare(
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        documents: bool = False,
+    ) -> None:
+        """Make the kernel ready on `device`, before anything is built.
+
+        Args:
+            dtype: of queries and keys, where it is known already.
+            documents: whether they will be masked.
+
+        Raises:
+            ConfigError: the backend cannot run there.
+        """
+        width = self.kernel_width(model, device)
+        prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
 
 
 class KVCache:
@@ -123,8 +171,6 @@ class Attention(nn.Module):
     """Names of own parameters that mixed precision must leave in float32."""
     maps_note: str = ""
     """What a reader of `maps` has to know besides their names."""
-    explicit_mask: bool = False
-    """Whether documents are masked by a boolean tensor, because no kernel knows this map."""
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
@@ -137,7 +183,8 @@ class Attention(nn.Module):
         )
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
-        self.kernel_width = model.attention.kernel_width(model)
+        self.kernel_width = partial(model.attention.kernel_width, model)
+        self.explicit_mask = model.attention.explicit_mask
         context_dim = context_dim or self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
         self.wq = nn.Linear(model.dim, self.n_query_heads * self.head_dim, bias=False)
@@ -204,9 +251,8 @@ class Attention(nn.Module):
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
         """What `forward` wants as mask for a batch of tokens (B, T); the same for all layers."""
-        return training_mask(
-            documents, tokens, self.backend, dtype, self.kernel_width, self.explicit_mask
-        )
+        width = self.kernel_width(tokens.device)
+        return training_mask(documents, tokens, self.backend, dtype, width, self.explicit_mask)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         """Truncated normal; the output projection at `out_std`. Norms are the decoder's to fill."""

@@ -5,7 +5,7 @@ whose values are 2d wide.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -13,22 +13,39 @@ from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
+from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import Backend, Mask, attention_weights, repeated, weighted
+from diffllm.model.choice import Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope
 from diffllm.registry import schema
 
+FAST = 128
+"""Width of heads up to which kernels of GPUs are at their best."""
+
 
 class Values(Enum):
-    """Values 2d wide, or in two halves of d for kernels that are faster, or only there, at d.
+    """How a pair's values, 2d wide, reach the kernel; one kernel call either way.
 
-    One kernel call either way.
+    auto: as the device's kernels are faster, see `values_layout`.
+    wide: as they are.
+    split: in two halves of d, which repeats queries and keys.
     """
 
+    auto = "auto"
     wide = "wide"
     split = "split"
+
+
+def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice:
+    """`Values.wide` or `Values.split`, for tensors on `device`."""
+    if values is not Values.auto:
+        return Choice(values, "asked for")
+    if device.type == "cuda" and 2 * head_dim > FAST:
+        return Choice(Values.split, f"not measured: few kernels are fast at width {2 * head_dim}")
+    return Choice(Values.wide, f"2 x {head_dim} on the {device.type}")
 
 
 @schema(group="attention", name="diff_v1", package="model.attention")
@@ -41,7 +58,8 @@ class DiffV1Config(AttentionConfig):
     """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
     clamp: bool = False
     """Clamp the map at 0 and renormalise it: needs the explicit map, for small models only."""
-    values: Values = Values.wide
+    values: Values = Values.auto
+    """How the kernel gets values; the results are the same."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV1Attention":
         return DiffV1Attention(model, self, layer_idx)
@@ -69,8 +87,27 @@ class DiffV1Config(AttentionConfig):
                 "model.attention.lambda_init=1 leaves no context: 1 - lambda_init is a factor of it"
             )
 
-    def kernel_width(self, model: ModelConfig) -> int:
-        return (2 if self.values is Values.wide else 1) * model.head_dim
+    def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
+        layout = values_layout(self.values, model.head_dim, device).value
+        return (2 if layout is Values.wide else 1) * model.head_dim
+
+    @property
+    def explicit_mask(self) -> bool:
+        return self.clamp
+
+    def choices(
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+    ) -> dict[str, Choice]:
+        if self.clamp:
+            return {"attention": Choice(Kernel.explicit, "no kernel clamps a map")}
+        layout = values_layout(self.values, model.head_dim, device)
+        values = Choice(layout.value.name, layout.reason)
+        return super().choices(model, device, dtype, documents) | {"values": values}
+
+    def settled(self, model: ModelConfig, device: torch.device) -> "DiffV1Config":
+        if self.clamp:
+            return self
+        return replace(self, values=values_layout(self.values, model.head_dim, device).value)
 
 
 def lambda_init_at(layer_idx: int) -> float:
@@ -99,7 +136,6 @@ class DiffV1Attention(Attention):
         if cfg.head_norm:
             self.head_norm = RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
-        self.explicit_mask = cfg.clamp
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, not a float: layers with different constants share one compiled graph.
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
@@ -128,7 +164,8 @@ class DiffV1Attention(Attention):
         return (normed * (1 - self.lambda_init)).to(x.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if self.cfg.values is Values.wide or q.shape[1] == 1:
+        layout = values_layout(self.cfg.values, self.head_dim, q.device).value
+        if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)
         low, high = (repeated(half, k) for half in v.chunk(2, dim=-1))
         q, k, v = (torch.cat(parts, dim=2) for parts in ((q, q), (k, k), (low, high)))

@@ -5,9 +5,9 @@ dv width of v.
 """
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -16,11 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
-
-from diffllm.errors import ConfigError
-from diffllm.model.documents import Documents
 
 NARROW = 32
 """Head width up to which the fused CPU kernel trains faster in float32 than in bf16
@@ -29,6 +26,7 @@ NARROW = 32
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
 """Width of heads that FlashAttention kernels take at most."""
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
 # An argument since torch 2.12; before, the kernel took grouped heads as they came.
 HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -119,14 +117,34 @@ def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tens
     return q, k, v
 
 
+def in_float32(dtype: torch.dtype, width: int) -> bool:
+    """Whether heads of bf16 are turned into float32 for the fused CPU kernel."""
+    return dtype == torch.bfloat16 and width <= NARROW
+
+
+def flash_takes(dtype: torch.dtype, width: int) -> bool:
+    """Whether FlashAttention kernels know this dtype and this width of heads."""
+    return dtype in HALF and width <= WIDEST
+
+
+def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, SDPA on a GPU does without cuDNN, which plans a kernel for every new length of keys,
+    so at every token that is generated, and keeps them all.
+
+    Sets torch's switches for the whole process, which takes some 25 us: once a forward pass, not
+    once a layer.
+    """
+    return sdpa_kernel(UNPLANNED) if device.type == "cuda" else nullcontext()
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Through torch's scaled_dot_product_attention; arguments and result as for `attend`."""
     dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
     if q.device.type == "cpu":
         q, k, v = same_width(q, k, v)  # else the unfused path, three times as slow
-        if v.shape[-1] <= NARROW and dtype == torch.bfloat16:
+        if in_float32(dtype, v.shape[-1]):
             q, k, v = q.float(), k.float(), v.float()
-    elif mask is None and dtype in HALF and max(q.shape[-1], dv) <= WIDEST:
+    elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
         q, k, v = same_width(q, k, v)  # FlashAttention, which groups heads itself
     elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel, which does not
         k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
@@ -158,6 +176,11 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         )
     ]
     return torch.cat(out, dim=1).view(batch, 1, heads, v.shape[-1])
+
+
+def sdpa_is_flash_4() -> bool:
+    """Whether torch's flash kernels are those of flash-attn-4; see `flash.activate_flash_4`."""
+    return torch.nn.attention.current_flash_attention_impl() == FLASH_4
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -238,131 +261,3 @@ def weighted(weights: Tensor, v: Tensor) -> Tensor:
     """weights (B, H, T, S) times v (B, S, K, dv) -> (B, T, H, dv), in the dtype of weights."""
     v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))
-
-
-def training_mask(
-    documents: Documents | None,
-    tokens: Tensor,
-    backend: Backend,
-    dtype: torch.dtype,
-    width: int,
-    explicit: bool = False,
-) -> Mask:
-    """What `attend` wants for a batch: made once, used by every layer.
-
-    Args:
-        documents: None where a row is one document.
-        tokens: (B, T), of which shape and device count.
-        dtype: of queries and keys.
-        width: of the widest of queries, keys and values.
-        explicit: documents as a boolean tensor even where there are kernels for them.
-    """
-    length = tokens.shape[1]
-    if backend is Backend.flex:
-        if documents is None:
-            return causal_blocks(length, tokens.device)
-        return document_blocks(documents.ids)
-    if documents is None:
-        return None
-    kernels = tokens.is_cuda and dtype in HALF and width <= WIDEST
-    if kernels and backend is not Backend.reference and not explicit:
-        return Packed(documents.boundaries, length)
-    return documents.mask()
-
-
-@functools.lru_cache(maxsize=8)
-def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """Causal, for every row and head."""
-
-    def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
-    return block_mask_maker(device)(causal, None, None, length, length, device=device)
-
-
-def document_blocks(ids: Tensor) -> BlockMask:
-    """Causal within documents: ids (B, T), the same for every head."""
-    batch, length = ids.shape
-
-    def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (ids[b, query] == ids[b, key])
-
-    return block_mask_maker(ids.device)(within, batch, None, length, length, device=ids.device)
-
-
-@functools.lru_cache(maxsize=8)
-def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Compiled on GPUs: it would otherwise make several masks of T * T on the way."""
-    return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-
-
-def sdpa_is_flash_4() -> bool:
-    """Whether torch's flash kernels are those of flash-attn-4; see `prepare_backend`."""
-    return torch.nn.attention.current_flash_attention_impl() == FLASH_4
-
-
-def activate_flash_4() -> None:
-    """Let flash-attn-4 take the place of torch's own flash kernels."""
-    from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
-    from torch.nn.attention._fa4 import register_flash_attention_fa4
-
-    register = functools.partial(register_flash_attention_fa4, FLASH_4)
-    register_flash_attention_impl(FLASH_4, register_fn=register)
-    activate_flash_attention_impl(FLASH_4)
-
-
-def prepare_backend(
-    backend: Backend, device: torch.device, width: int, dtype: torch.dtype | None = None
-) -> None:
-    """Make `backend` ready on `device`, before anything is built.
-
-    Through torch's dispatcher flash-attn-4 compiles without a graph break; of version 2 the
-    package's functions are called.
-
-    Args:
-        width: of the widest of queries, keys and values.
-        dtype: of queries and keys, where it is known already.
-
-    Raises:
-        ConfigError: it cannot run here.
-    """
-    name = f"model.attention.backend={backend.name}"
-    if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
-        raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
-    if backend is not Backend.flash:
-        return
-    if dtype is not None and dtype not in HALF:
-        raise ConfigError(f"{name} needs precision=bf16; in float32 choose sdpa, flex or reference")
-    if width > WIDEST:
-        raise ConfigError(f"{name} takes heads up to {WIDEST} wide, this variant needs {width}")
-    try:
-        if not find_flash(device):
-            raise ConfigError(
-                f"{name} needs the flash-attn package, which is not installed: version 2, or "
-                "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
-            )
-        try_flash(device, width)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a package built for something else raises
-        version = torch.__version__
-        raise ConfigError(
-            f"{name}: flash-attn fails with torch {version} at width {width}: {error}"
-        ) from error
-
-
-def find_flash(device: torch.device) -> bool:
-    """Whether a version of flash-attn is installed that runs on `device`; activates version 4."""
-    if not importlib.util.find_spec("flash_attn"):
-        return False
-    hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    if hopper_or_blackwell and importlib.util.find_spec("flash_attn.cute"):
-        activate_flash_4()
-        return True
-    return importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
-
-
-def try_flash(device: torch.device, width: int) -> None:
-    """One small call of the flash-attn package, forward and backward."""
-    q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
-    flash(q, q, q, 1.0).sum().backward()

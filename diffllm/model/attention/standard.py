@@ -41,8 +41,12 @@ class StandardConfig(AttentionConfig):
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
         return StandardAttention(model, self)
 
-    def kernel_width(self, model: ModelConfig) -> int:
+    def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
         return model.head_dim + (SINK_CHANNELS if self.sink is Sink.learned else 0)
+
+    @property
+    def explicit_mask(self) -> bool:
+        return self.sink is not Sink.none
 
     def validate(self, model: ModelConfig) -> None:
         heads = self.query_heads * model.n_heads
@@ -65,7 +69,6 @@ class StandardAttention(Attention):
     def __init__(self, model: ModelConfig, cfg: StandardConfig):
         super().__init__(model, n_query_heads=round(cfg.query_heads * model.n_heads))
         self.sink_kind = cfg.sink
-        self.explicit_mask = cfg.sink is not Sink.none
         if cfg.sink is Sink.learned:
             self.sink = nn.Parameter(torch.empty(self.n_query_heads))
 

@@ -9,16 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.model.choice import Choice
 from diffllm.model.init import Initializer
 
 ALIGNMENT = 16
 """Bytes that the rows of a grouped product's operands must be a multiple of."""
 MOST_GROUPS = 1024
 """Experts from which on CUDA has no grouped product."""
+JOIN_FROM = 4
+"""Rows of an expert, in multiples of F, from which one product for gate and up is worth a copy of
+their weights."""
+GROUPED = "grouped"
+LOOPED = "one an expert"
 
 
 class Experts(nn.Module):
     """E SwiGLU experts, each on rows of its own."""
+
+    adjacent = ("w1", "w3")
+    """Whoever allocates the parameters may take for these the halves [:, :F] and [:, F:] of one
+    contiguous (E, 2 F, D), in this order: gate and up are then one product without a copy."""
 
     def __init__(self, n_experts: int, dim: int, expert_dim: int):
         super().__init__()
@@ -41,8 +51,13 @@ class Experts(nn.Module):
         Returns:
             (M, D) in the dtype of x.
         """
-        gate, up = grouped_linear(x, self.w1, counts), grouped_linear(x, self.w3, counts)
-        return grouped_linear(self.activation(gate, up, weights), self.w2, counts)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
+        if fewest is not None and len(x) >= fewest * len(counts):
+            gate_up = [expert_gate_up(x, self.w1, self.w3, ends)]
+        else:
+            gate_up = [expert_linear(x, self.w1, ends), expert_linear(x, self.w3, ends)]
+        return expert_linear(self.activation(weights, *gate_up), self.w2, ends)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         """As SwiGLU's: truncated normal, the output projections at `out_std`."""
@@ -51,36 +66,106 @@ class Experts(nn.Module):
         init.normal_(self.w2, out_std, truncate=3)
 
 
-def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-    """weight * silu(gate) * up: (M, F) from (M, F) twice and (M,) float, in the dtype of gate."""
+def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
+    """weight * silu(gate) * up: (M, F) in the dtype of gate.
+
+    Args:
+        weights: (M,) float.
+        gate_up: gate and up, each (M, F), or both side by side in one (M, 2 F).
+    """
+    gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+# What the device decides
+
+
+def grouped_product(
+    device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
+) -> Choice:
+    """Whether one product takes all experts: `GROUPED` or `LOOPED`.
+
+    Args:
+        widths: in and out, whose rows both have to be aligned.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return Choice(LOOPED, f"torch groups none on {device.type}")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return Choice(LOOPED, f"torch groups none in {str(dtype).removeprefix('torch.')}")
+    if n_experts >= MOST_GROUPS:
+        return Choice(LOOPED, f"torch groups fewer than {MOST_GROUPS}")
+    if any(width * dtype.itemsize % ALIGNMENT for width in widths):
+        return Choice(LOOPED, f"rows have to be multiples of {ALIGNMENT} bytes")
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return Choice(GROUPED, "a kernel on Hopper and Blackwell, torch's own loop elsewhere")
+    return Choice(GROUPED, "torch's own loop")
+
+
+def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
+    """Whether one grouped product can do it: by `grouped_product`, and there are rows."""
+    return len(x) > 0 and grouped_product(x.device, x.dtype, n_experts, widths).value == GROUPED
+
+
+def leaves_garbage(device: torch.device) -> bool:
+    """Whether a weight's gradient can keep what was in memory where an expert has no rows.
+
+    Blackwell's kernel leaves it; Hopper's and torch's loop write zeros. What comes after
+    Blackwell, and ROCm's kernels, are not trusted to.
+    """
+    if device.type == "cpu":
+        return False
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device)[0] > 9
+
+
+def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> Choice:
+    """Mean rows of an expert from which w1 and w3 are one product; None where they never are.
+
+    One product spares the backward pass the sum of two gradients (M, D). Unless w1 and w3 lie side
+    by side, it copies both, forward and backward.
+    """
+    n_experts, width, dim = w1.shape
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return Choice(None, "joined in bf16 on CUDA only")
+    if grouped_product(device, dtype, n_experts, (width, dim)).value != GROUPED:
+        return Choice(None, "not grouped")
+    if look_adjacent(w1, w3):
+        return Choice(0, "their weights lie side by side")
+    return Choice(JOIN_FROM * width, "their weights lie apart")
+
+
+# Weights that lie side by side
+
+
+def look_adjacent(w1: Tensor, w3: Tensor) -> bool:
+    """Whether both have the strides of halves [:, :F] and [:, F:] of one (E, 2 F, D).
+
+    Compilers can ask this, where nothing can be said of addresses.
+    """
+    _, width, dim = w1.shape
+    return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
+
+
+def joined(w1: Tensor, w3: Tensor) -> Tensor:
+    """(E, 2 F, D) of two (E, F, D): where they lie, if they are its halves; a copy if not."""
+    n_experts, width, dim = w1.shape
+    behind = w1.data_ptr() + width * dim * w1.element_size()
+    one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
+    if one and look_adjacent(w1, w3) and w3.data_ptr() == behind:
+        return w1.as_strided((n_experts, 2 * width, dim), w1.stride())
+    return torch.cat((w1, w3), 1)
+
+
+# One operation each to compilers, which know grouped products in bf16 only.
+
+
+@torch.library.custom_op("diffllm::expert_linear", mutates_args=())
+def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows (M, in), sorted by expert, times the transpose of their expert's (out, in): (M, out).
 
     Args:
         weight: (E, out, in), the dtype of x.
-        counts: (E,) int64, rows of each expert.
+        ends: (E,) int32, the rows behind each expert's last.
     """
-    return expert_linear(x, weight, counts.cumsum(0, dtype=torch.int32))
-
-
-def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
-    """Whether one grouped product can do it: device, dtype, sizes and alignment."""
-    return (
-        x.device.type in ("cpu", "cuda")
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and len(x) > 0
-        and n_experts < MOST_GROUPS
-        and all(width * x.element_size() % ALIGNMENT == 0 for width in widths)
-    )
-
-
-# One operation to compilers, which know grouped products in bf16 only.
-@torch.library.custom_op("diffllm::expert_linear", mutates_args=())
-def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_linear`; `ends` (E,) int32 are the rows behind each expert's last."""
     n_experts, out, width = weight.shape
     if takes_groups(x, n_experts, (out, width)):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -91,11 +176,25 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Gradient (E, out, in) of `weight`, from that of the output (M, out) and x (M, in)."""
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
-        # Some kernels leave what was in memory where an expert has no rows.
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return F.grouped_mm(grad.t(), x, offs=ends).masked_fill_(empty[:, None, None], 0)
+        out = F.grouped_mm(grad.t(), x, offs=ends)
+        if leaves_garbage(x.device):
+            empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+            out.masked_fill_(empty[:, None, None], 0)
+        return out
     pairs = zip(of_experts(grad, ends), of_experts(x, ends), strict=True)
     return torch.stack([rows_grad.T @ rows for rows_grad, rows in pairs])
+
+
+@torch.library.custom_op("diffllm::expert_gate_up", mutates_args=())
+def expert_gate_up(x: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
+    """`expert_linear` of x with w1 and w3, (E, F, D) each, side by side: (M, 2 F)."""
+    return expert_linear(x, joined(w1, w3), ends)
+
+
+@torch.library.custom_op("diffllm::expert_gate_up_input_grad", mutates_args=())
+def expert_gate_up_input_grad(grad: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
+    """Gradient (M, D) of x in `expert_gate_up`, from that of its output (M, 2 F)."""
+    return expert_linear(grad, joined(w1, w3).transpose(1, 2), ends)
 
 
 def of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
@@ -113,11 +212,21 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(ends), grad.shape[1], x.shape[1])
 
 
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+@expert_gate_up.register_fake
+def _(x: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), w1.shape[1] + w3.shape[1])
+
+
+@expert_gate_up_input_grad.register_fake
+def _(grad: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
+    return grad.new_empty(len(grad), w1.shape[2])
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     return (
@@ -127,4 +236,18 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     )
 
 
-expert_linear.register_autograd(backward, setup_context=keep)
+def gate_up_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    """Two products for the weights: halves of one gradient would be copied on accumulation."""
+    x, w1, w3, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    gate, up = grad.chunk(2, 1)
+    return (
+        expert_gate_up_input_grad(grad, w1, w3, ends),
+        expert_weight_grad(gate, x, ends),
+        expert_weight_grad(up, x, ends),
+        None,
+    )
+
+
+expert_linear.register_autograd(linear_backward, setup_context=keep)
+expert_gate_up.register_autograd(gate_up_backward, setup_context=keep)

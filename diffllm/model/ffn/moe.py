@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.model.choice import Choice
 from diffllm.model.ffn.config import Balance, MoEConfig
-from diffllm.model.ffn.experts import Experts
-from diffllm.model.ffn.router import Router, Routing, global_balance, sequence_balance
+from diffllm.model.ffn.experts import Experts, grouped_product, rows_to_join
+from diffllm.model.ffn.router import (
+    Router,
+    Routing,
+    global_balance,
+    router_product,
+    sequence_balance,
+)
 from diffllm.model.ffn.swiglu import SwiGLU
 from diffllm.model.init import Initializer
 
@@ -81,6 +88,21 @@ class MoE(nn.Module):
         self.experts.reset_parameters(init, std, out_std)
         if self.shared is not None:
             self.shared.reset_parameters(init, std, out_std)
+
+    def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, Choice]:
+        """What `device` decides for tokens of `dtype`, by what it is about."""
+        _, width, dim = self.experts.w1.shape
+        joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
+        gate_up = "one product"
+        if joining.value is None:
+            gate_up = "two products"
+        elif joining.value:
+            gate_up = f"one product from {joining.value} rows an expert"
+        return {
+            "router_product": router_product(device, dtype),
+            "expert_products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),
+            "gate_and_up": Choice(gate_up, joining.reason),
+        }
 
     def idle_parameters(self) -> int:
         """Parameters that one token does not use: those of the experts it does not go to."""

@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.model.choice import Choice
 from diffllm.model.ffn.config import MoEConfig, Score
+from diffllm.model.ffn.split_product import SplitProduct
 from diffllm.model.init import Initializer
 
 EPS = 1e-20
+FLOAT32 = "float32"
+SPLIT = "bf16 products, float32 sums"
 
 
 class Routing(NamedTuple):
@@ -49,8 +53,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x (N, D) of any float dtype; everything inside is in float32 at least."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = router_logits(x, self.weight)
         if self.cfg.score is Score.softmax:
             scores = shares = logits.softmax(-1)
         else:
@@ -82,6 +85,23 @@ class Router(nn.Module):
         init.normal_(self.weight, std, truncate=3)
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.load)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x (N, D) times the transpose of weight (E, D): (N, E), float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if router_product(x.device, x.dtype).value == SPLIT:
+        return SplitProduct.apply(x, weight.to(dtype))
+    return F.linear(x.to(dtype), weight.to(dtype))
+
+
+def router_product(device: torch.device, dtype: torch.dtype) -> Choice:
+    """How x of `dtype` meets the router's weight: `FLOAT32` or `SPLIT`, as exact in its sums."""
+    if dtype != torch.bfloat16:
+        return Choice(FLOAT32, f"tokens are {str(dtype).removeprefix('torch.')}")
+    if device.type != "cuda" or torch.version.hip:
+        return Choice(FLOAT32, "torch has bf16 products in float32 on CUDA only")
+    return Choice(SPLIT, "as exact as float32, on faster units")
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:

@@ -1,0 +1,48 @@
+"""What a config leaves to the device, decided before anything is built."""
+
+from typing import Any
+
+import torch
+
+from diffllm.config import Precision
+from diffllm.model.choice import Choice
+
+ASKED = "asked for"
+
+
+def chosen_precision(precision: Precision, device: torch.device) -> Choice:
+    """The dtype of the computation: bfloat16 where the device has units for it."""
+    if precision is not Precision.auto:
+        return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return dtype_of(fast, "this GPU")
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype_of(fast, "this CPU")
+
+
+def dtype_of(fast: bool, name: str) -> Choice:
+    """Bfloat16 where it is fast."""
+    if fast:
+        return Choice(torch.bfloat16, f"{name} has bf16 units")
+    return Choice(torch.float32, f"{name} has no bf16 units")
+
+
+def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
+    """Whether blocks and loss are compiled: on GPUs, unless the config says otherwise."""
+    if compile is not None:
+        return Choice(compile, ASKED)
+    gpu = device.type == "cuda"
+    return Choice(gpu, "a GPU runs long enough" if gpu else "on a CPU only where asked for")
+
+
+def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
+    """Choices as run.json holds them: {"value": ..., "reason": ...} by name."""
+    return {
+        name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
+    }
+
+
+def plain(value: Any) -> Any:
+    """A choice's value as JSON writes it, by name where JSON has none."""
+    return value if isinstance(value, (bool, int)) else str(value).removeprefix("torch.")

@@ -1,0 +1,121 @@
+"""The parameters behind a model in training: what the optimizer updates, and what computes.
+
+On several ranks FSDP2 shards them. One rank has nothing to gather or reduce, and there FSDP2 would
+only cast and copy every parameter in both passes of every micro-batch; it keeps copies instead.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from diffllm.distributed.fsdp import fp32_parameters, local_block
+from diffllm.distributed.mesh import Reduce
+
+Block = tuple[Tensor, tuple[int, ...], torch.Size]
+
+
+class Weights(Protocol):
+    """The parameters of one rank."""
+
+    params: dict[str, Tensor]
+    """Float32 parameters by name, whose `grad` the optimizer reads."""
+
+    def block(self, param: Tensor) -> Block:
+        """The part of a parameter of the model that this rank holds, for `Initializer`."""
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Prepare for a forward and a backward pass, the `last` of a step or not."""
+
+    def changed(self) -> None:
+        """Let the model compute with the values that `params` have now."""
+
+    def rest(self) -> None:
+        """Free what a forward pass without a backward pass left behind."""
+
+
+class OneRank:
+    """Whole parameters in float32, and one copy of them in the dtype of the computation.
+
+    A copy is made once a step. The gradient of a copy is added to its parameter's, in float32 and
+    in place, as soon as the backward pass has it, and then dropped.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        """Give `model` copies in `dtype` as its parameters, all but its `fp32_parameters`."""
+        self.params: dict[str, Tensor] = dict(model.named_parameters())
+        self.origins: dict[Tensor, Tensor] = {}
+        """Each copy's parameter."""
+        stay = fp32_parameters(model)
+        for module in model.modules():
+            own = {
+                name: param
+                for name, param in module.named_parameters(recurse=False)
+                if param not in stay and param.dtype != dtype
+            }
+            for name, memory in allocated(own, getattr(module, "adjacent", ()), dtype).items():
+                copy = nn.Parameter(memory)
+                copy.register_post_accumulate_grad_hook(partial(hand_over, own[name]))
+                self.origins[copy] = own[name]
+                setattr(module, name, copy)
+
+    def block(self, param: Tensor) -> Block:
+        return local_block(self.origins.get(param, param))
+
+    def begin_micro_batch(self, last: bool) -> None:
+        pass
+
+    @torch.no_grad()
+    def changed(self) -> None:
+        if self.origins:
+            torch._foreach_copy_(list(self.origins), list(self.origins.values()))
+
+    def rest(self) -> None:
+        pass
+
+
+def allocated(
+    params: dict[str, nn.Parameter], adjacent: tuple[str, ...], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Memory in `dtype` for parameters of a module; those that are `adjacent`, each (E, F, D), are
+    slices [:, i F : (i + 1) F] of one tensor."""
+    apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
+    neighbours = [name for name in adjacent if name in params]
+    if not neighbours:
+        return apart
+    sizes = [params[name].shape[1] for name in neighbours]
+    first = params[neighbours[0]]
+    together = first.new_empty((len(first), sum(sizes), first.shape[2]), dtype=dtype)
+    return apart | dict(zip(neighbours, together.split(sizes, dim=1), strict=True))
+
+
+def hand_over(param: Tensor, copy: Tensor) -> None:
+    """Add the gradient of a copy to that of its parameter, and drop it."""
+    assert copy.grad is not None
+    if param.grad is None:
+        param.grad = copy.grad.to(param.dtype)
+    else:
+        param.grad += copy.grad
+    copy.grad = None
+
+
+class Sharded:
+    """Parameters that FSDP2 shards, casts and gathers."""
+
+    def __init__(self, model: Any, reduce: Reduce):
+        self.model, self.reduce = model, reduce
+        self.params: dict[str, Tensor] = dict(model.named_parameters())
+
+    def block(self, param: Tensor) -> Block:
+        return local_block(param)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self.model.set_requires_gradient_sync(last or self.reduce is Reduce.every)
+        self.model.set_requires_all_reduce(last)  # HSDP: once a step
+
+    def changed(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        self.model.reshard()

@@ -1,0 +1,165 @@
+"""Which kernel attends in training, on which device: decided here, called in `ops.attend`."""
+
+from enum import StrEnum
+
+import torch
+
+from diffllm.errors import ConfigError
+from diffllm.model.attention.flash import (
+    HOPPER_OR_BLACKWELL,
+    NEEDS_TORCH,
+    VARLEN_TAKES_FLASH_4,
+    activate_flash_4,
+    capability,
+    flash_4_fault,
+    flash_version,
+    installed,
+    try_flash,
+)
+from diffllm.model.attention.ops import (
+    HALF,
+    WIDEST,
+    Backend,
+    flash_takes,
+    in_float32,
+    sdpa_is_flash_4,
+)
+from diffllm.model.choice import Choice
+
+
+class Kernel(StrEnum):
+    """What a training forward pass runs, in words for a run's headline."""
+
+    cpu = "torch's fused CPU kernel"
+    cpu_float32 = "torch's fused CPU kernel, in float32"
+    sdpa = "torch's cuDNN, FlashAttention or memory-efficient kernel"
+    efficient = "torch's memory-efficient kernel"
+    masked = "torch's SDPA with a boolean mask"
+    flash_2 = "flash-attn 2"
+    flash_4 = "flash-attn-4"
+    varlen = "torch's FlashAttention-2 for variable lengths"
+    varlen_2 = "flash-attn 2 for variable lengths"
+    varlen_4 = "flash-attn-4 for variable lengths"
+    flex = "FlexAttention"
+    explicit = "explicit maps"
+
+
+FLEX_WIDTHS = range(64, 129)
+"""Widths of heads for which torch has tiles for FlexAttention that were tuned on Hopper, forward
+and backward (torch/_inductor/template_heuristics/triton.py)."""
+DOCUMENTS_ON_HOPPER = Choice(
+    Kernel.flex, "not measured: torch's FlashAttention-2 was written for older GPUs"
+)
+"""For masked documents on Hopper and Blackwell without flash-attn-4; `Kernel.varlen` is the other
+one that could stand here."""
+
+
+def training_kernel(
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    documents: bool,
+    explicit: bool = False,
+) -> Choice:
+    """The `Kernel` that attends in a training forward pass.
+
+    Args:
+        dtype: of queries and keys.
+        width: of the widest of queries, keys and values.
+        documents: whether they are masked.
+        explicit: the variant masks documents by a boolean tensor, because no kernel knows its map.
+    """
+    if backend is Backend.reference:
+        return Choice(Kernel.explicit, "asked for")
+    if backend is Backend.flex:
+        return Choice(Kernel.flex, "asked for")
+    if documents and explicit:
+        return Choice(Kernel.masked, "documents of a map that no other kernel knows")
+    if device.type == "cuda" and not flash_takes(dtype, width):
+        why = f"heads {width} wide" if dtype in HALF else f"in {str(dtype).removeprefix('torch.')}"
+        return Choice(Kernel.masked if documents else Kernel.efficient, why)
+    if device.type != "cuda" and documents:
+        return Choice(Kernel.masked, f"documents on the {device.type}")
+    if backend is Backend.flash:
+        return asked_flash(documents)
+    if documents:
+        return document_kernel(device, width)
+    if device.type == "cuda":
+        return Choice(Kernel.sdpa, "the first in torch's order that takes these heads")
+    if in_float32(dtype, width):
+        return Choice(Kernel.cpu_float32, f"faster than bf16 with heads {width} wide")
+    return Choice(Kernel.cpu, f"on the {device.type}")
+
+
+def asked_flash(documents: bool) -> Choice:
+    """The kernel of `backend=flash`, which `prepare_backend` has made ready."""
+    if sdpa_is_flash_4():
+        return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, "asked for")
+    return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, "asked for")
+
+
+def document_kernel(device: torch.device, width: int) -> Choice:
+    """The kernel for masked documents in half precision on a GPU, where none was asked for."""
+    if capability(device)[0] not in HOPPER_OR_BLACKWELL:
+        return Choice(Kernel.varlen, "documents")
+    if not (fault := flash_4_fault(device, width)):
+        return Choice(Kernel.varlen_4, "not measured: flash-attn-4 is written for these GPUs")
+    if width not in FLEX_WIDTHS:
+        return Choice(Kernel.varlen, f"heads {width} wide; {fault}")
+    if not installed("triton"):
+        return Choice(Kernel.varlen, f"triton is not installed; {fault}")
+    return Choice(DOCUMENTS_ON_HOPPER.value, f"{DOCUMENTS_ON_HOPPER.reason}; {fault}")
+
+
+def prepare_backend(
+    backend: Backend,
+    device: torch.device,
+    width: int,
+    dtype: torch.dtype | None = None,
+    documents: bool = False,
+) -> None:
+    """Make `backend` ready on `device`, before anything is built.
+
+    Args:
+        width: of the widest of queries, keys and values.
+        dtype: of queries and keys, where it is known already.
+        documents: a kernel will have to mask them.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    name = f"model.attention.backend={backend.name}"
+    if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
+        raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
+    if backend is not Backend.flash:
+        return
+    if dtype is not None and dtype not in HALF:
+        raise ConfigError(f"{name} needs precision=bf16; in float32 choose sdpa, flex or reference")
+    if width > WIDEST:
+        raise ConfigError(f"{name} takes heads up to {WIDEST} wide, this variant needs {width}")
+    try:
+        prepare_flash(name, device, width, documents)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a package built for something else raises
+        version = torch.__version__
+        raise ConfigError(
+            f"{name}: flash-attn fails with torch {version} at width {width}: {error}"
+        ) from error
+
+
+def prepare_flash(name: str, device: torch.device, width: int, documents: bool) -> None:
+    """Find the flash-attn package, of which version 4 is called through torch's dispatcher and
+    version 2 by its own functions, and try it."""
+    version = flash_version(device)
+    if not version:
+        raise ConfigError(
+            f"{name} needs the flash-attn package, which is not installed: version 2, or "
+            "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
+        )
+    if version == 4 and documents and not VARLEN_TAKES_FLASH_4:
+        raise ConfigError(f"{name} with data.mask_documents=true: {NEEDS_TORCH}; or choose sdpa")
+    if version == 4:
+        activate_flash_4()
+    try_flash(device, width, documents)

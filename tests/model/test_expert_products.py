@@ -1,0 +1,322 @@
+"""What devices decide about the products of experts, and gate and up as one product."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffllm.model.ffn import MoE, MoEConfig, experts
+from diffllm.model.ffn.experts import (
+    GROUPED,
+    JOIN_FROM,
+    LOOPED,
+    Experts,
+    expert_weight_grad,
+    grouped_product,
+    joined,
+    leaves_garbage,
+    rows_to_join,
+)
+
+E, DIM, WIDTH = 6, 32, 48
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+HALF = torch.bfloat16
+COUNTS = [0, 9, 0, 20, 3, 0]
+ROWS = sum(COUNTS)
+
+
+def capability(monkeypatch, major, minor=0):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+
+
+def rows_and_ends(dtype):
+    grad, x = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(ROWS, DIM).to(dtype)
+    return grad, x, torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
+
+
+# Experts without rows
+
+
+@pytest.fixture
+def dirty_memory():
+    """New tensors hold NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_cpu_writes_zeros_where_an_expert_has_no_rows(dtype, dirty_memory, monkeypatch):
+    called = []
+    real = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: called.append(a) or real(*a, **k))
+    out = expert_weight_grad(*rows_and_ends(dtype))
+    assert called, "the grouped product"
+    assert [bool(of.any()) for of in out] == [count > 0 for count in COUNTS]
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "garbage"),
+    [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
+)
+def test_only_blackwells_gradients_need_filling(monkeypatch, major, minor, garbage):
+    capability(monkeypatch, major, minor)
+    assert leaves_garbage(CUDA) == garbage
+    assert not leaves_garbage(CPU)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert leaves_garbage(CUDA)
+
+
+def blackwells(monkeypatch):
+    """A grouped product that leaves garbage where a group has no rows."""
+    real = F.grouped_mm
+
+    def grouped_mm(a, b, offs):
+        out = real(a, b, offs=offs)
+        if a.ndim == b.ndim == 2:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm)
+
+
+@pytest.mark.parametrize("garbage", [True, False])
+def test_garbage_is_filled_where_it_is_left_and_nowhere_else(monkeypatch, garbage):
+    inputs = rows_and_ends(HALF)
+    expected = expert_weight_grad(*inputs)
+    blackwells(monkeypatch)
+    monkeypatch.setattr(experts, "leaves_garbage", lambda device: garbage)
+    out = expert_weight_grad(*inputs)
+    empty = torch.tensor(COUNTS) == 0
+    assert torch.equal(out[~empty], expected[~empty])
+    assert bool(out[empty].isnan().all()) == (not garbage)
+    assert not (out[empty].any() and garbage)
+
+
+# Grouped products, or one an expert
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "n_experts", "widths", "value"),
+    [
+        ("cuda", torch.bfloat16, 128, (768, 2048), GROUPED),
+        ("cuda", torch.float32, 128, (768, 2048), GROUPED),
+        ("cpu", torch.bfloat16, 128, (768, 2048), GROUPED),
+        ("cpu", torch.float64, 128, (768, 2048), LOOPED),
+        ("cuda", torch.bfloat16, 1024, (768, 2048), LOOPED),
+        ("cuda", torch.bfloat16, 128, (12, 2048), LOOPED),
+        ("cuda", torch.float32, 128, (12, 2048), GROUPED),
+        ("cuda", torch.bfloat16, 128, (768, 20), LOOPED),
+        ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
+    ],
+)
+def test_what_is_grouped(device, dtype, n_experts, widths, value):
+    assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
+
+
+# Gate and up as one product
+
+
+def side_by_side(layer):
+    """Its w1 and w3 as halves of one tensor."""
+    first, second = layer.adjacent
+    both = torch.cat((getattr(layer, first), getattr(layer, second)), 1).detach()
+    for name, half in zip(layer.adjacent, both.chunk(2, 1), strict=True):
+        setattr(layer, name, torch.nn.Parameter(half))
+    return layer
+
+
+def small_experts(dtype, adjacent=True):
+    layer = Experts(E, DIM, WIDTH)
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, 0, 0.2)
+    layer = layer.to(dtype)
+    return side_by_side(layer) if adjacent else layer
+
+
+def test_weights_side_by_side_are_joined_without_a_copy():
+    layer = small_experts(HALF)
+    both = joined(layer.w1, layer.w3)
+    assert both.shape == (E, 2 * WIDTH, DIM)
+    assert both.data_ptr() == layer.w1.data_ptr()
+    assert torch.equal(both, torch.cat((layer.w1, layer.w3), 1))
+
+
+def test_any_others_are_copied():
+    """Among them halves in the other order, and halves of two tensors."""
+    near, far = small_experts(HALF), small_experts(HALF)
+    apart = small_experts(HALF, adjacent=False)
+    for one, other in ((near.w3, near.w1), (near.w1, far.w3), (near.w1, near.w1)):
+        assert torch.equal(joined(one, other), torch.cat((one, other), 1))
+    assert torch.equal(joined(apart.w1, apart.w3), torch.cat((apart.w1, apart.w3), 1))
+
+
+def test_when_they_are_one_product():
+    near, apart = small_experts(HALF), small_experts(HALF, adjacent=False)
+    assert rows_to_join(CUDA, HALF, near.w1, near.w3).value == 0
+    assert rows_to_join(CUDA, HALF, apart.w1, apart.w3).value == JOIN_FROM * WIDTH
+    assert rows_to_join(CPU, HALF, near.w1, near.w3).value is None
+    assert rows_to_join(CUDA, torch.float32, near.w1, near.w3).value is None
+    narrow = Experts(E, DIM, 12)
+    assert rows_to_join(CUDA, HALF, narrow.w1, narrow.w3).value is None
+
+
+def as_on_cuda(monkeypatch):
+    """The decision that a CUDA device would take, for tensors of any device and dtype."""
+    real = experts.rows_to_join
+    monkeypatch.setattr(experts, "rows_to_join", lambda _, __, *w: real(CUDA, HALF, *w))
+
+
+def run(layer, x, weights, counts=COUNTS):
+    out = layer(x, weights, torch.tensor(counts))
+    direction = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
+    inputs = [x, weights, *layer.parameters()]
+    return [out, *torch.autograd.grad((out * direction).sum(), inputs)]
+
+
+def inputs(dtype, rows=ROWS):
+    return torch.randn(rows, DIM).to(dtype).requires_grad_(), torch.rand(rows, requires_grad=True)
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_product_is_two(monkeypatch, dtype, adjacent):
+    """Outputs and gradients, also of experts without rows."""
+    layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
+    expected = run(layer, x, weights)
+    as_on_cuda(monkeypatch)
+    monkeypatch.setattr(experts, "JOIN_FROM", 0)
+    calls = []
+    real = experts.joined
+    monkeypatch.setattr(experts, "joined", lambda *w: calls.append(w) or real(*w))
+    found = run(layer, x, weights)
+    assert len(calls) == 2, "forward and backward"
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bf16_one_product_is_nearer_to_float64(monkeypatch):
+    """The gradient of x is rounded once, not three times."""
+    layer, (x, weights) = small_experts(HALF), inputs(HALF)
+    exact = small_experts(torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    x64 = x.detach().double().requires_grad_()
+    wanted = run(exact, x64, weights.detach().double().requires_grad_())[1]
+
+    def error():
+        return (run(layer, x, weights)[1].double() - wanted).square().mean().sqrt()
+
+    two = error()
+    as_on_cuda(monkeypatch)
+    assert error() < two
+
+
+def test_products_and_the_layout_of_gradients(monkeypatch):
+    """5 products in the backward pass in place of 6; each weight's gradient is a tensor of its own,
+    which accumulation takes over without a copy."""
+    layer, (x, weights) = small_experts(HALF), inputs(HALF)
+    as_on_cuda(monkeypatch)
+    calls = []
+    real = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: calls.append(a) or real(*a, **k))
+    out = layer(x, weights, torch.tensor(COUNTS))
+    assert len(calls) == 2
+    taken = {}
+    for name, param in layer.named_parameters():
+        param.register_hook(lambda grad, name=name: taken.update({name: grad.data_ptr()}))
+    out.sum().backward()
+    assert len(calls) == 2 + 5
+    for name, param in layer.named_parameters():
+        assert param.grad.is_contiguous()
+        assert param.grad.data_ptr() == taken[name], name
+
+
+@pytest.mark.parametrize("rows", [JOIN_FROM * WIDTH * E, JOIN_FROM * WIDTH * E - 1])
+def test_weights_that_lie_apart_are_joined_for_enough_rows(monkeypatch, rows):
+    layer, (x, weights) = small_experts(HALF, adjacent=False), inputs(HALF, rows)
+    as_on_cuda(monkeypatch)
+    calls = []
+    real = experts.joined
+    monkeypatch.setattr(experts, "joined", lambda *w: calls.append(w) or real(*w))
+    run(layer, x, weights, [rows - 5, 1, 1, 1, 1, 1])
+    assert bool(calls) == (rows >= JOIN_FROM * WIDTH * E)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
+    """Without a copy there, too."""
+    torch._dynamo.reset()
+    as_on_cuda(monkeypatch)
+    layer, (x, weights) = small_experts(HALF), inputs(HALF)
+    expected = run(layer, x, weights)
+    copies, real = [], experts.joined
+
+    def counted(w1, w3):
+        both = real(w1, w3)
+        copies.append(both.data_ptr() != w1.data_ptr())
+        return both
+
+    monkeypatch.setattr(experts, "joined", counted)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    out = compiled(x, weights, torch.tensor(COUNTS))
+    direction = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
+    grads = torch.autograd.grad((out * direction).sum(), [x, weights, *layer.parameters()])
+    for mine, other in zip([out, *grads], expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+    assert copies == [False, False]
+
+
+def test_an_activation_compiled_by_itself_takes_either(monkeypatch):
+    """As it is where rows are exchanged: their number changes every step."""
+    torch._dynamo.reset()
+    layer = small_experts(torch.float32)
+    for joining in (False, True):
+        if joining:
+            as_on_cuda(monkeypatch)
+        x, weights = inputs(torch.float32)
+        layer.activation = experts.weighted_swiglu
+        expected = run(layer, x, weights)
+        layer.activation = torch.compile(layer.activation, dynamic=True, backend="aot_eager")
+        for mine, other in zip(run(layer, x, weights), expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+# What a run prints
+
+
+def test_a_layer_says_what_its_device_decides():
+    moe = MoE(1024, MoEConfig(n_experts=64, top_k=8, expert_dim=256))
+    on_cpu, on_gpu = moe.choices(CPU, torch.float32), moe.choices(CUDA, HALF)
+    assert on_cpu.keys() == on_gpu.keys() == {"router product", "expert products", "gate and up"}
+    assert [choice.value for choice in on_cpu.values()] == ["float32", GROUPED, "two products"]
+    assert [choice.value for choice in on_gpu.values()] == [
+        "bf16 products, float32 sums",
+        GROUPED,
+        "one product from 1024 rows an expert",
+    ]
+    side_by_side(moe.experts)
+    assert moe.choices(CUDA, HALF)["gate and up"].value == "one product"
+    assert all(choice.reason for choice in (*on_cpu.values(), *on_gpu.values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_on_a_gpu_one_product_equals_the_cpus_two(adjacent):
+    """With experts without rows, in memory that held something else."""
+    layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
+    expected = run(layer, x, weights)
+    held = torch.full((64, 1 << 20), torch.nan, device="cuda")
+    del held
+    there = small_experts(HALF, adjacent).cuda()
+    there.load_state_dict(layer.state_dict())
+    if adjacent:
+        there = side_by_side(there)
+    x, weights = (value.detach().cuda().requires_grad_() for value in (x, weights))
+    out = there(x, weights, torch.tensor(COUNTS, device="cuda"))
+    direction = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).to(HALF)
+    grads = torch.autograd.grad((out * direction).sum(), [x, weights, *there.parameters()])
+    for mine, other in zip([out, *grads], expected, strict=True):
+        torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=2e-2)
+    for grad in grads[2:]:
+        assert [bool(of.any()) for of in grad] == [count > 0 for count in COUNTS]

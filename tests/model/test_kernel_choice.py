@@ -1,0 +1,388 @@
+"""Which kernel attends, decided in one place, and the masks and layouts that follow from it.
+
+The device's type, its capability and what is installed are made up; no kernel of a GPU runs.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stand_ins import CUDA, END, tokens_with_documents
+from variants import VARIANTS, small_config, small_model
+
+from diffllm import build_model, load_config
+from diffllm.model.attention import diff_v1, flash, kernels, masks, ops
+from diffllm.model.attention.diff_v1 import Values, values_layout
+from diffllm.model.attention.kernels import Kernel, training_kernel
+from diffllm.model.attention.masks import training_mask
+from diffllm.model.attention.ops import Backend, Packed
+from diffllm.model.documents import Documents
+from diffllm.plan.simulate import as_on_gpu
+
+CPU = torch.device("cpu")
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+V2 = ("flash_attn", "flash_attn.flash_attn_interface")
+V4 = ("flash_attn", "flash_attn.cute")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU of a capability with packages, as far as a choice looks; what flash-attn-4 did."""
+
+    def make(capability=HOPPER, packages=("triton",), fails=None, torch_takes_it=True):
+        def try_flash(device, width, documents):
+            done.append(("tried", width, documents))
+            if fails:
+                raise RuntimeError(fails)
+
+        done = []
+        for module in (flash, kernels):
+            monkeypatch.setattr(module, "capability", lambda device: capability)
+            monkeypatch.setattr(module, "installed", lambda name: name in packages)
+        monkeypatch.setattr(flash, "VARLEN_TAKES_FLASH_4", torch_takes_it)
+        monkeypatch.setattr(flash, "activate_flash_4", lambda: done.append("activated"))
+        monkeypatch.setattr(
+            flash, "restore_flash_attention_impl", lambda **_: done.append("restored")
+        )
+        monkeypatch.setattr(flash, "try_flash", try_flash)
+        flash.flash_4_fault.cache_clear()
+        return done
+
+    yield make
+    flash.flash_4_fault.cache_clear()
+
+
+# The kernel
+
+
+BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "width", "documents", "expected"),
+    [
+        ("sdpa", CPU, BF16, 32, False, Kernel.cpu_float32),
+        ("sdpa", CPU, BF16, 64, False, Kernel.cpu),
+        ("sdpa", CPU, FLOAT32, 32, False, Kernel.cpu),
+        ("sdpa", CPU, BF16, 64, True, Kernel.masked),
+        ("sdpa", CUDA, BF16, 128, False, Kernel.sdpa),
+        ("sdpa", CUDA, FLOAT16, 256, False, Kernel.sdpa),
+        ("sdpa", CUDA, FLOAT32, 64, False, Kernel.efficient),
+        ("sdpa", CUDA, BF16, 264, False, Kernel.efficient),
+        ("sdpa", CUDA, FLOAT32, 64, True, Kernel.masked),
+        ("sdpa", CUDA, BF16, 264, True, Kernel.masked),
+        ("flash", CUDA, BF16, 128, False, Kernel.flash_2),
+        ("flash", CUDA, BF16, 128, True, Kernel.varlen_2),
+        ("flex", CUDA, FLOAT32, 512, True, Kernel.flex),
+        ("flex", CUDA, BF16, 128, False, Kernel.flex),
+        ("reference", CUDA, BF16, 128, True, Kernel.explicit),
+        ("reference", CPU, BF16, 128, False, Kernel.explicit),
+    ],
+)
+def test_the_kernel_follows_from_backend_device_dtype_and_width(
+    machine, backend, device, dtype, width, documents, expected
+):
+    machine()
+    found = training_kernel(Backend[backend], device, dtype, width, documents)
+    assert found.value is expected
+    assert found.reason
+    assert "\n" not in found.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "width", "expected", "reason"),
+    [
+        (AMPERE, ("triton",), 128, Kernel.varlen, "documents"),
+        (AMPERE, ("triton", *V4), 128, Kernel.varlen, "documents"),
+        ((12, 0), ("triton", *V4), 128, Kernel.varlen, "documents"),
+        (HOPPER, ("triton",), 128, Kernel.flex, "flash-attn-4 is not installed"),
+        (BLACKWELL, ("triton",), 64, Kernel.flex, "not measured"),
+        (HOPPER, ("triton", *V2), 128, Kernel.flex, "flash-attn-4 is not installed"),
+        (HOPPER, ("triton",), 256, Kernel.varlen, "heads 256 wide"),
+        (HOPPER, ("triton",), 16, Kernel.varlen, "heads 16 wide"),
+        (HOPPER, (), 128, Kernel.varlen, "triton is not installed"),
+        (HOPPER, ("triton", *V4), 128, Kernel.varlen_4, "not measured"),
+        (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
+    ],
+)
+def test_masked_documents_get_the_better_kernel_that_is_there(
+    machine, capability, packages, width, expected, reason
+):
+    done = machine(capability, packages)
+    found = training_kernel(Backend.sdpa, CUDA, BF16, width, documents=True)
+    assert found.value is expected
+    assert reason in found.reason
+    tried = expected is Kernel.varlen_4
+    assert done == (["activated", ("tried", width, True)] if tried else [])
+
+
+def test_flash_4_is_tried_once_and_put_away_when_it_fails(machine):
+    done = machine(packages=("triton", *V4), fails="no kernel\nfor this")
+    for _ in range(3):
+        found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
+        assert found.value is Kernel.flex
+        assert found.reason.endswith("flash-attn-4 fails: RuntimeError: no kernel")
+    assert done == ["activated", ("tried", 128, True), "restored"]
+
+
+def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine):
+    done = machine(packages=("triton", *V4), torch_takes_it=False)
+    found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
+    assert found.value is Kernel.flex
+    assert "from torch 2.12 on" in found.reason
+    assert done == []
+
+
+def test_a_measurement_can_put_another_kernel_in_flex_place(machine, monkeypatch):
+    machine()
+    other = kernels.Choice(Kernel.varlen, "measured")
+    monkeypatch.setattr(kernels, "DOCUMENTS_ON_HOPPER", other)
+    batch = SimpleNamespace(shape=(2, 40), device=CUDA)
+    documents = Documents.of(tokens_with_documents(), END)
+    mask = training_mask(documents, batch, Backend.sdpa, BF16, 128)
+    assert isinstance(mask, Packed)
+
+
+def test_choices_are_words_for_a_headline_and_for_json(machine):
+    machine()
+    cfg = small_config("diff_v1", head_dim=128).model
+    found = cfg.attention.choices(cfg, CUDA, BF16, documents=True)
+    assert json.loads(json.dumps({name: choice.value for name, choice in found.items()})) == {
+        "attention": "FlexAttention",
+        "values": "split",
+    }
+    assert all(choice.reason for choice in found.values())
+    on_cpu = cfg.attention.choices(cfg, CPU, BF16, documents=False)
+    assert [f"{choice.value}" for choice in on_cpu.values()] == ["torch's fused CPU kernel", "wide"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("documents", [False, True])
+def test_every_variant_says_which_kernel_it_gets(machine, variant, documents):
+    machine()
+    cfg = small_config(variant, head_dim=64).model
+    found = cfg.attention.choices(cfg, CUDA, BF16, documents)
+    if variant == "diff_v1_clamped":
+        expected = Kernel.explicit
+    elif not documents:
+        expected = Kernel.sdpa
+    else:
+        expected = Kernel.masked if cfg.attention.explicit_mask else Kernel.flex
+    assert found["attention"].value is expected
+    assert ("values" in found) == (variant.startswith("diff_v1") and "clamped" not in variant)
+
+
+# The mask that the kernel wants
+
+
+class Blocks:
+    """Stands for a block mask."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "explicit", "kind"),
+    [
+        ("sdpa", CPU, BF16, False, torch.Tensor),
+        ("sdpa", CUDA, BF16, False, Packed),
+        ("sdpa", CUDA, FLOAT16, False, Packed),
+        ("sdpa", CUDA, FLOAT32, False, torch.Tensor),
+        ("sdpa", CUDA, BF16, True, torch.Tensor),
+        ("flash", CUDA, BF16, False, Packed),
+        ("flash", CUDA, BF16, True, torch.Tensor),
+        ("flex", CUDA, BF16, False, Blocks),
+        ("reference", CUDA, BF16, False, torch.Tensor),
+    ],
+)
+def test_documents_come_in_the_form_the_kernel_reads(
+    machine, monkeypatch, backend, device, dtype, explicit, kind
+):
+    machine(AMPERE)
+    for maker in ("causal_blocks", "document_blocks"):
+        monkeypatch.setattr(masks, maker, lambda *_: Blocks())
+    tokens = tokens_with_documents()
+    documents = Documents.of(tokens, END)
+    batch = SimpleNamespace(shape=tokens.shape, device=device)  # all that is asked of tokens
+    mask = training_mask(documents, batch, Backend[backend], dtype, 64, explicit)
+    assert isinstance(mask, kind)
+    if kind is Packed:
+        assert torch.equal(mask.boundaries, documents.boundaries)
+        assert mask.longest >= documents.boundaries.diff().max()
+    elif kind is torch.Tensor:
+        assert torch.equal(mask, documents.mask())
+    unmasked = training_mask(None, batch, Backend[backend], dtype, 64, explicit)
+    assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
+
+
+def test_documents_come_as_blocks_where_flex_is_chosen(machine, monkeypatch):
+    machine(HOPPER)
+    monkeypatch.setattr(masks, "document_blocks", lambda ids: Blocks())
+    batch = SimpleNamespace(shape=(2, 40), device=CUDA)
+    documents = Documents.of(tokens_with_documents(), END)
+    assert isinstance(training_mask(documents, batch, Backend.sdpa, BF16, 128), Blocks)
+    assert training_mask(None, batch, Backend.sdpa, BF16, 128) is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_documents_come_explicit_to_maps_that_no_kernel_knows(machine, variant):
+    machine(AMPERE)
+    documents = Documents.of(tokens_with_documents(), END)
+    batch = SimpleNamespace(shape=(2, 40), device=CUDA)
+    attention = build_model(small_config(variant).model).layers[0].attention
+    mask = attention.training_mask(documents, batch, torch.bfloat16)
+    explicit = variant in ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
+    assert isinstance(mask, torch.Tensor if explicit else Packed)
+
+
+# Values 2d wide or in halves
+
+
+def test_the_width_that_a_kernel_gets_is_the_variants():
+    def width(variant, *extra, head_dim=8, device=CPU):
+        cfg = small_config(variant, head_dim=head_dim, extra=extra)
+        return cfg.model.attention.kernel_width(cfg.model, device)
+
+    assert width("standard") == width("diff_v2") == width("gated") == 8
+    assert width("diff_v1", "model.attention.values=split") == 8
+    assert width("standard_sink") == 16
+    assert width("diff_v1") == width("diff_v1", device=CUDA) == 16
+    assert width("diff_v1", head_dim=64, device=CUDA) == 128
+    assert width("diff_v1", head_dim=128, device=CUDA) == 128
+    assert width("diff_v1", head_dim=128) == 256
+    assert width("diff_v1", "model.attention.values=wide", head_dim=128, device=CUDA) == 256
+
+
+def test_flash_takes_every_head_that_auto_leaves_narrow(machine, monkeypatch):
+    """FlashAttention stops at 256: heads of 160 fit in halves and not together."""
+    machine(packages=V2)
+    monkeypatch.setattr(kernels, "try_flash", lambda *_: None)
+    cfg = small_config("diff_v1", head_dim=160, extra=("model.attention.backend=flash",)).model
+    cfg.attention.prepare(cfg, CUDA, BF16)
+    wide = small_config(
+        "diff_v1",
+        head_dim=160,
+        extra=("model.attention.backend=flash", "model.attention.values=wide"),
+    ).model
+    with pytest.raises(kernels.ConfigError, match="heads up to 256 wide, this variant needs 320"):
+        wide.attention.prepare(wide, CUDA, BF16)
+
+
+@pytest.mark.parametrize(
+    ("values", "head_dim", "device", "expected"),
+    [
+        ("auto", 64, CUDA, "wide"),
+        ("auto", 72, CUDA, "split"),
+        ("auto", 128, CUDA, "split"),
+        ("auto", 128, CPU, "wide"),
+        ("auto", 128, torch.device("mps"), "wide"),
+        ("wide", 128, CUDA, "wide"),
+        ("split", 32, CPU, "split"),
+    ],
+)
+def test_auto_splits_values_where_kernels_are_slow_at_their_width(
+    values, head_dim, device, expected
+):
+    found = values_layout(Values[values], head_dim, device)
+    assert found.value is Values[expected]
+    assert (found.reason == "asked for") == (values != "auto")
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_auto_computes_what_wide_and_split_do(monkeypatch, device):
+    """With tensors that count as on `device`: logits and every gradient."""
+    real, widths = values_layout, []
+    monkeypatch.setattr(diff_v1, "FAST", 8)
+    monkeypatch.setattr(diff_v1, "values_layout", lambda v, d, _: real(v, d, device))
+    kernel = ops.sdpa
+
+    def watched(q, k, v, *rest):
+        widths.append(v.shape[-1])
+        return kernel(q, k, v, *rest)
+
+    monkeypatch.setattr(ops, "sdpa", watched)
+    tokens = tokens_with_documents(length=32)
+    documents, weights = Documents.of(tokens, END), torch.randn(2, 32, 64, dtype=torch.float64)
+    found = {}
+    for values in Values:
+        model = small_model("diff_v1", 8, 4, 8, (f"model.attention.values={values.name}",))
+        widths.clear()
+        logits = model(tokens) + model(tokens, documents=documents)
+        grads = torch.autograd.grad((logits * weights).sum(), list(model.parameters()))
+        found[values.name] = (logits, *grads)
+        in_halves = values is Values.split or (values is Values.auto and device is CUDA)
+        assert set(widths) == {8 if in_halves else 16}
+    for other in ("wide", "split"):
+        for mine, theirs in zip(found["auto"], found[other], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_the_plan_lays_values_out_as_a_gpu_does():
+    def planned(*words):
+        attention = ["attention=diff_v1", "model.head_dim=128", *words]
+        return as_on_gpu(load_config(["model=tiny", *attention])).model.attention.values
+
+    assert planned() is Values.split
+    assert planned("model.head_dim=64") is Values.wide
+    assert planned("model.attention.values=wide") is Values.wide
+    clamped = as_on_gpu(load_config(["model=tiny", "attention=diff_v1_clamped"]))
+    clamped.model.attention.validate(clamped.model)
+
+
+# Generation
+
+
+@pytest.fixture
+def enabled(monkeypatch):
+    """Whether cuDNN was enabled at each call of SDPA; x counts as on `device`."""
+
+    def watch(device):
+        real, entered = ops.sdpa_for_any_length, []
+
+        def enter(_):
+            entered.append(device)
+            return real(device)
+
+        monkeypatch.setattr("diffllm.model.transformer.sdpa_for_any_length", enter)
+        seen = []
+
+        def record(*args, **kwargs):
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+        functions = SimpleNamespace(scaled_dot_product_attention=record, pad=F.pad)
+        monkeypatch.setattr(ops, "F", functions)
+        return seen, entered
+
+    return watch
+
+
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_nothing_with_a_cache_goes_through_cudnn(enabled, variant, device):
+    """Neither prompts nor single tokens; training does as ever, and so does the CPU."""
+    seen, entered = enabled(device)
+    model = build_model(small_config(variant).model)
+    tokens = torch.randint(0, 64, (2, 12))
+    model(tokens, tokens).objective.backward()
+    assert seen
+    assert all(seen), "training"
+    assert entered == []
+    with torch.no_grad():
+        caches = model.new_caches(2, 32)
+        for part in (tokens, tokens[:, :1], tokens[:, :3]):
+            seen.clear()
+            model(part, caches=caches)
+            assert seen
+            assert not any(seen) if device is CUDA else all(seen)
+    assert len(entered) == 3, "once a forward pass, not once a layer"
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "put back"
+
+
+def test_a_failing_step_leaves_sdpa_as_it_was(enabled):
+    enabled(CUDA)
+    model = build_model(small_config("standard").model)
+    caches = model.new_caches(1, 4)
+    with pytest.raises(ValueError, match="cache of 4 positions is full"), torch.no_grad():
+        model(torch.zeros(1, 5, dtype=torch.int64), caches=caches)
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,240 @@
+"""The kernels themselves, on a GPU: against each other and against explicit maps in float32."""
+
+import pytest
+import torch
+from stand_ins import CUDA, END, relative, tokens_with_documents
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.profiler import ProfilerActivity, profile
+from variants import small_config
+
+from diffllm import build_model
+from diffllm.distributed.fsdp import fp32_parameters
+from diffllm.errors import ConfigError
+from diffllm.model.attention import kernels
+from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
+from diffllm.model.attention.masks import training_mask
+from diffllm.model.attention.ops import Backend, attend
+from diffllm.model.choice import Choice
+from diffllm.model.documents import Documents
+
+pytestmark = pytest.mark.gpu
+
+MAIN = ("standard", "gated", "diff_v1", "diff_v2")
+BACKENDS = ("sdpa", "flex", "flash")
+LAYOUTS = [f"model.attention.values={values}" for values in ("auto", "wide", "split")]
+
+
+def available(backend, width=64, documents=False):
+    """Skip where this machine lacks it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    try:
+        prepare_backend(Backend[backend], CUDA, width, torch.bfloat16, documents)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def bf16_model(variant, head_dim, *extra):
+    """As a training run computes with it."""
+    extra = ("model.dim=256", "model.init_std=0.05", "seq_len=256", *extra)
+    model = build_model(small_config(variant, 8, 4, head_dim, extra).model).to(CUDA)
+    for parameter in set(model.parameters()) - fp32_parameters(model):
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def through(backend, model, tokens, documents, weights):
+    """Logits and every gradient, float32."""
+    for layer in model.layers:
+        layer.attention.backend = Backend[backend]
+    model.zero_grad(set_to_none=True)
+    logits = model(tokens, documents=documents).float()
+    (logits * weights).sum().backward()
+    return logits.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def agrees_with_explicit_maps(backend, model, masked, compiled):
+    """Forward and every gradient."""
+    torch._dynamo.reset()
+    tokens = tokens_with_documents(2, 256)
+    documents = Documents.of(tokens, END).to(CUDA) if masked else None
+    arguments = tokens.to(CUDA), documents, torch.randn(2, 256, 64, device=CUDA)
+    expected, expected_grads = through("reference", model, *arguments)
+    if compiled:
+        for layer in model.layers:  # functions of flash-attn 2 may break the graph
+            layer.forward = torch.compile(layer.forward, fullgraph=backend != "flash")
+    logits, grads = through(backend, model, *arguments)
+    assert relative(logits, expected) < 0.03
+    lambdas = [name for name in grads if "lambda_q" in name or "lambda_k" in name]
+    for name in grads.keys() - set(lambdas):
+        assert relative(grads[name], expected_grads[name]) < 0.1, name
+    if lambdas:  # multiples of one small difference of large sums a layer
+        mine, other = (torch.cat([g[name] for name in lambdas]) for g in (grads, expected_grads))
+        assert relative(mine, other) < 0.3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("variant", MAIN)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compiled):
+    available(backend, documents=masked)
+    agrees_with_explicit_maps(backend, bf16_model(variant, 64), masked, compiled)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("variant", "extra"),
+    [("standard", ()), ("diff_v2", ()), *(("diff_v1", (layout,)) for layout in LAYOUTS)],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
+    """V1's values are 256 wide there, or lie in halves."""
+    available("sdpa")
+    model = bf16_model(variant, 128, *extra)
+    available(backend, model.layers[0].attention.kernel_width(CUDA), masked)
+    agrees_with_explicit_maps(backend, model, masked, compiled=False)
+
+
+@pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex])
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
+def test_either_kernel_for_documents_agrees_with_explicit_maps(monkeypatch, variant, kernel):
+    """Those that the default backend could choose where flash-attn-4 is missing."""
+    available("sdpa")
+    monkeypatch.setattr(kernels, "document_kernel", lambda *_: Choice(kernel, "tested"))
+    agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
+
+
+# Long rows
+
+
+def long_heads(wide):
+    """q (1, 4096, 4, 128), k (1, 4096, 2, 128), v (1, 4096, 2 / wide, 128 wide), bf16."""
+    made = torch.Generator(CUDA).manual_seed(0)
+
+    def draw(heads, width):
+        shape = (1, 4096, heads, width)
+        heads = torch.randn(shape, generator=made, device=CUDA).bfloat16()
+        return heads.requires_grad_()
+
+    return draw(4, 128), draw(2, 128), draw(2 // wide, 128 * wide)
+
+
+def long_documents():
+    """Of 100 to 1,100 tokens, the last one cut off."""
+    tokens = torch.ones(1, 4096, dtype=torch.int64)
+    tokens[0, torch.tensor([100, 700, 1800, 2300, 3300])] = END
+    return Documents.of(tokens, END).to(CUDA)
+
+
+def out_and_grads(parts, run):
+    out = run(*parts)
+    weights = torch.linspace(-1, 1, out.numel(), device=CUDA).view_as(out)
+    grads = torch.autograd.grad((out.float() * weights).sum(), parts)
+    return [result.detach().float() for result in (out, *grads)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("wide", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
+    """With heads of 128 and with V1's values of 256; in bf16 but for the explicit maps."""
+    width = 128 * wide
+    available(backend, width, masked)
+    parts = long_heads(wide)
+    documents = long_documents() if masked else None
+    tokens = torch.empty(1, 4096, device=CUDA)
+    mask = training_mask(documents, tokens, Backend[backend], torch.bfloat16, width)
+    found = out_and_grads(parts, lambda *qkv: attend(*qkv, mask, Backend[backend]))
+    exact = [part.detach().float().requires_grad_() for part in parts]
+    whole = documents.mask() if masked else None
+    expected = out_and_grads(exact, lambda *qkv: attend(*qkv, whole, Backend.reference))
+    for name, mine, other in zip(("out", "q", "k", "v"), found, expected, strict=True):
+        assert relative(mine, other) < (0.02 if name == "out" else 0.03), name
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernels_agree_with_each_other_at_4096_tokens(masked):
+    """However many of them this machine has."""
+    available("sdpa")
+    parts = long_heads(1)
+    documents = long_documents() if masked else None
+    tokens, results = torch.empty(1, 4096, device=CUDA), {}
+    for backend in BACKENDS:
+        try:
+            prepare_backend(Backend[backend], CUDA, 128, torch.bfloat16, masked)
+        except ConfigError:
+            continue
+        mask = training_mask(documents, tokens, Backend[backend], torch.bfloat16, 128)
+        results[backend] = out_and_grads(
+            parts, lambda *qkv, mask=mask, name=backend: attend(*qkv, mask, Backend[name])
+        )
+    first = results.pop("sdpa")
+    assert results
+    for name, others in results.items():
+        for mine, other in zip(others, first, strict=True):
+            assert relative(mine, other) < 0.03, name
+
+
+# Graphs and plans
+
+
+@pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
+def test_documents_of_any_number_share_one_graph(monkeypatch, kernel):
+    """Forward and backward, compiled for the GPU; None: the kernel that is chosen here."""
+    available("sdpa")
+    if kernel:
+        monkeypatch.setattr(kernels, "document_kernel", lambda *_: Choice(kernel, "tested"))
+    torch._dynamo.reset()
+    model = bf16_model("diff_v2", 128)
+    counter = CompileCounterWithBackend("inductor")
+    block = torch.compile(model.layers[0].forward, fullgraph=True, backend=counter)
+    for number in (3, 5, 9, 2):
+        tokens = torch.ones(2, 256, dtype=torch.int64)
+        tokens[0, torch.arange(number - 2) * 20 + 10] = END
+        documents = Documents.of(tokens, END).to(CUDA)
+        rope, mask = model.whole_sequences(tokens.to(CUDA), documents, torch.bfloat16)
+        x = torch.randn(2, 256, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        block(x, rope, mask)[0].float().square().sum().backward()
+        assert x.grad.isfinite().all()
+    assert counter.frame_count == 1
+
+
+def kernels_run(run):
+    """The names of all ops and kernels during `run`."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return {event.key for event in profiler.key_averages()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", MAIN)
+def test_generation_makes_no_plan_of_cudnn(variant):
+    """For a prompt and for single tokens, which get what a whole forward pass gives."""
+    available("sdpa")
+    model = bf16_model(variant, 128)
+    tokens = torch.randint(0, 64, (2, 80), device=CUDA)
+    logits = []
+
+    def decode():
+        caches = model.new_caches(2, 128, torch.bfloat16)
+        logits.append(model(tokens[:, :64], caches=caches))
+        logits.extend(model(tokens[:, i : i + 1], caches=caches) for i in range(64, 80))
+
+    names = kernels_run(decode)
+    assert any("scaled_dot_product" in name for name in names)
+    assert not any("cudnn" in name for name in names)
+    assert relative(torch.cat(logits, 1).float(), model(tokens).float()) < 0.03
+
+
+def test_the_kernel_of_documents_is_one_that_runs_here():
+    """What a headline says without asking for it."""
+    available("sdpa")
+    found = training_kernel(Backend.sdpa, CUDA, torch.bfloat16, 128, documents=True)
+    assert found.value in (Kernel.varlen, Kernel.varlen_4, Kernel.flex)
+    parts = long_heads(1)
+    tokens = torch.empty(1, 4096, device=CUDA)
+    mask = training_mask(long_documents(), tokens, Backend.sdpa, torch.bfloat16, 128)
+    names = kernels_run(lambda: out_and_grads(parts, lambda *qkv: attend(*qkv, mask)))
+    assert any("flex" in name or "flash" in name for name in names)

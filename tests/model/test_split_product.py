@@ -1,0 +1,180 @@
+"""The router's product on bf16 units against float64; CUDA's product has a stand-in here."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diffllm.model.ffn import MoEConfig, router, split_product
+from diffllm.model.ffn.router import FLOAT32, SPLIT, Router, router_logits, router_product
+from diffllm.model.ffn.split_product import SplitProduct, split
+
+TOKENS, DIM, EXPERTS, TOP_K = 4096, 512, 64, 8
+
+
+def stand_in(a, b):
+    """bf16 products are exact in float32."""
+    assert a.dtype == b.dtype == torch.bfloat16
+    return a.float() @ b.float()
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    monkeypatch.setattr(split_product, "float32_mm", stand_in)
+
+
+def tokens_and_weight():
+    return torch.randn(TOKENS, DIM).bfloat16(), torch.randn(EXPERTS, DIM) * 0.02
+
+
+def worst(found, exact):
+    return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+sizes = st.floats(2.0**-100, 2.0**100, width=32)
+values = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
+
+
+@given(st.lists(values, min_size=1, max_size=20))
+def test_three_bf16_numbers_hold_a_float32(numbers):
+    x = torch.tensor(numbers)
+    parts = split(x)
+    assert [part.dtype for part in parts] == [torch.bfloat16] * 3
+    assert torch.equal(sum(part.double() for part in parts), x.double())
+
+
+def test_logits_are_as_exact_as_float32_and_choose_the_same_experts(no_cuda):
+    """A weight rounded to bf16, the cheaper way, sends one token in a hundred elsewhere."""
+    x, weight = tokens_and_weight()
+    exact = x.double() @ weight.double().T
+    ways = {
+        "float32": x.float() @ weight.T,
+        "split": SplitProduct.apply(x, weight),
+        "rounded": x.float() @ weight.bfloat16().float().T,
+    }
+    errors = {name: worst(logits, exact) for name, logits in ways.items()}
+    chosen = {name: chosen_of(logits) for name, logits in ways.items()}
+    elsewhere = {name: (c != chosen_of(exact)).any(1).sum() for name, c in chosen.items()}
+    assert ways["split"].dtype == torch.float32
+    assert errors["split"] <= errors["float32"] < 1e-6
+    assert errors["rounded"] > 1000 * errors["float32"]
+    assert elsewhere["split"] <= elsewhere["float32"]
+    assert elsewhere["rounded"] > TOKENS / 200
+
+
+def chosen_of(logits):
+    return logits.topk(TOP_K).indices.sort().values
+
+
+def test_gradients(no_cuda):
+    """The weight's as float32 gives it; that of x as a product of bf16 numbers does."""
+    x, weight = tokens_and_weight()
+    x.requires_grad_()
+    weight.requires_grad_()
+    grad = torch.randn(TOKENS, EXPERTS) * 1e-6
+    logits = SplitProduct.apply(x, weight)
+    grad_x, grad_weight = torch.autograd.grad(logits, [x, weight], grad)
+    assert grad_x.dtype == torch.bfloat16
+    assert grad_weight.dtype == torch.float32
+    exact = grad.double().T @ x.double()
+    assert worst(grad_weight, exact) <= worst(grad.T @ x.detach().float(), exact) < 1e-6
+    assert worst(grad_x, grad.double() @ weight.double()) < 2**-7
+
+
+def test_a_compiler_leaves_the_parts_as_they_are(no_cuda):
+    """It drops a rounding to bf16 and back, which would make all parts but the first zero."""
+    torch._dynamo.reset()
+    x, weight = tokens_and_weight()
+    x, weight = x[:64].requires_grad_(), weight.requires_grad_()
+    logits = torch.compile(SplitProduct.apply, fullgraph=True)(x, weight)
+    grad = torch.randn_like(logits)
+    _, grad_weight = torch.autograd.grad(logits, [x, weight], grad)
+    assert worst(logits, x.double() @ weight.double().T) < 1e-6
+    assert worst(grad_weight, grad.double().T @ x.double()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "value"),
+    [
+        ("cuda", torch.bfloat16, SPLIT),
+        ("cuda", torch.float32, FLOAT32),
+        ("cuda", torch.float16, FLOAT32),
+        ("cpu", torch.bfloat16, FLOAT32),
+        ("mps", torch.bfloat16, FLOAT32),
+    ],
+)
+def test_the_device_and_the_dtype_decide(device, dtype, value):
+    assert router_product(torch.device(device), dtype).value == value
+
+
+def test_rocm_has_no_such_product(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert router_product(torch.device("cuda"), torch.bfloat16).value == FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch):
+    monkeypatch.setattr(split_product, "float32_mm", None)
+    x, weight = torch.randn(9, DIM).to(dtype), torch.randn(EXPERTS, DIM)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = torch.nn.functional.linear(x.to(wide), weight.to(wide))
+    assert torch.equal(router_logits(x, weight), expected)
+
+
+class Products(TorchDispatchMode):
+    """Records matrix products: their operation, and the dtypes of inputs and result."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.seen.append((func, {arg.dtype for arg in args[:2]}, out.dtype))
+        return out
+
+
+def test_what_a_gpu_runs(monkeypatch):
+    """Without a stand-in, on tensors without data: no product of float32 numbers."""
+    monkeypatch.setattr(router, "router_product", lambda *_: router.Choice(SPLIT, ""))
+    x = torch.empty(32, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(EXPERTS, DIM, device="meta", requires_grad=True)
+    with Products() as products:
+        logits = router_logits(x, weight)
+        torch.autograd.grad(logits, [x, weight], torch.empty_like(logits))
+    wide = (torch.ops.aten.mm.dtype, {torch.bfloat16}, torch.float32)
+    narrow = (torch.ops.aten.mm.default, {torch.bfloat16}, torch.bfloat16)
+    assert products.seen == [wide, narrow, wide]
+
+
+def test_a_router_trains_through_it(no_cuda, monkeypatch):
+    """Its routing and its gradients are those of the float32 product."""
+    cfg = MoEConfig(n_experts=EXPERTS, top_k=TOP_K, expert_dim=8, router_z_loss=1.0)
+    mine = Router(DIM, cfg)
+    x, weight = tokens_and_weight()
+    mine.weight.data.copy_(weight)
+    found = []
+    for value in (FLOAT32, SPLIT):
+        monkeypatch.setattr(router, "router_product", lambda *_, v=value: router.Choice(v, ""))
+        routing = mine(x)
+        loss = routing.weights.square().sum() + routing.logits.logsumexp(-1).sum()
+        found.append((routing, torch.autograd.grad(loss, mine.weight)[0]))
+    (plain, grad), (split_, other) = found
+    assert torch.equal(split_.experts.sort().values, plain.experts.sort().values)
+    torch.testing.assert_close(split_.logits, plain.logits, rtol=0, atol=2e-6)
+    torch.testing.assert_close(other, grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_logits_and_gradients_are_as_exact_as_float32():
+    x, weight = (value.cuda().requires_grad_() for value in tokens_and_weight())
+    logits = router_logits(x, weight)
+    grad = torch.randn_like(logits)
+    grad_x, grad_weight = torch.autograd.grad(logits, [x, weight], grad)
+    exact = x.double() @ weight.double().T
+    assert worst(logits, exact) < 2e-6
+    assert worst(grad_weight, grad.double().T @ x.double()) < 2e-6
+    assert worst(grad_x, grad.double() @ weight.double()) < 2**-7
+    assert ((chosen_of(logits) != chosen_of(exact)).any(1).sum()) <= 1

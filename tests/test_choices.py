@@ -1,0 +1,68 @@
+"""What is left to the device is decided in one place each, and said."""
+
+import json
+
+import pytest
+import torch
+from single_process import gloo_group
+
+from diffllm.choices import as_text, chosen_compile, chosen_precision
+from diffllm.config import Precision, load_config
+from diffllm.distributed.mesh import Reduce
+from diffllm.trainer import build
+
+FUSED = "torch's fused CPU kernel"
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_precision_follows_the_units_of_the_device(device, fast, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    chosen = chosen_precision(Precision.auto, device)
+    assert chosen.value is (torch.bfloat16 if fast else torch.float32)
+    assert ("has bf16 units" in chosen.reason) == fast
+    assert chosen_precision(Precision.fp32, device) == (torch.float32, "asked for")
+    assert chosen_precision(Precision.bf16, device) == (torch.bfloat16, "asked for")
+
+
+def test_blocks_are_compiled_on_gpus_and_where_asked_for():
+    assert chosen_compile(None, GPU).value is True
+    assert chosen_compile(None, CPU).value is False
+    assert chosen_compile(True, CPU) == (True, "asked for")
+    assert chosen_compile(False, GPU) == (False, "asked for")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["attention=standard", "model.head_dim=32"],
+            {"attention": f"{FUSED}, in float32"},
+        ),
+        (["attention=standard", "model.head_dim=64"], {"attention": FUSED}),
+        (["model.attention.backend=reference"], {"attention": "explicit maps"}),
+        (["attention=diff_v1"], {"values": "wide", "loss_chunk": 512}),
+        (["attention=diff_v1", "model.attention.values=split"], {"values": "split"}),
+        (["model.loss_chunk=100", "compile=true"], {"loss_chunk": 100, "compile": True}),
+        (["model=moe_tiny"], {"router_product": "float32", "expert_products": "grouped"}),
+    ],
+)
+def test_a_training_says_what_it_chose_as_json(words, expected):
+    with gloo_group():
+        t = build(load_config(["model=tiny", "precision=bf16", *words]), CPU)
+    said = json.loads(json.dumps(as_text(t.choices)))
+    assert said["precision"] == {"value": "bfloat16", "reason": "asked for"}
+    assert all(choice["reason"] for choice in said.values())
+    for name, value in expected.items():
+        assert said[name]["value"] == value
+    asked = [w for w in words if "values=" in w or "chunk=" in w or "compile=" in w]
+    for word in asked:
+        name = word.partition("=")[0].rpartition(".")[2]
+        assert said[name]["reason"] == "asked for"
+
+
+def test_reduction_is_typed():
+    assert load_config(["parallel.reduce=last"]).parallel.reduce is Reduce.last
