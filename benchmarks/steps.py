@@ -9,10 +9,10 @@ from measuring import Step, fastest, in_turns, markdown, ratios
 from plain_llama import PlainLlama
 from shapes import Flops, mfus
 
+from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.model import ModelConfig
-from diffllm.model.attention.ops import prepare_backend
-from diffllm.trainer import Training, build, compute_dtype, train_step
+from diffllm.trainer import Training, build, train_step
 
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights")
 TRIES = 3
@@ -41,8 +41,8 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
     Raises:
         ConfigError: the attention backend cannot run on the device.
     """
-    attention, dtype = cfg.model.attention, compute_dtype(cfg.precision, device)
-    prepare_backend(attention.backend, device, attention.kernel_width(cfg.model), dtype)
+    dtype = chosen_precision(cfg.precision, device).value
+    cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
     return step_of(build(cfg, device, DOCUMENT_END if document_length else None), document_length)
 
 

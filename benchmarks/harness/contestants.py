@@ -14,6 +14,9 @@ from steps import ours, plain, theirs
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.distributed.world import join
+from diffllm.model.attention import kernels
+from diffllm.model.attention.kernels import Kernel
+from diffllm.model.choice import Choice
 from harness.breakdown import breakdown
 
 State = dict[str, Any]
@@ -38,6 +41,7 @@ def build_step(
     precision: str = "bf16 autocast",
     compiled: bool = True,
     document_length: int | None = None,
+    document_kernel: str | None = None,
 ) -> None:
     """Build a model and its optimizer.
 
@@ -45,7 +49,10 @@ def build_step(
         words: overrides that make the config, for a peer its shape.
         kind: "ours", "plain", or a model of the transformers library.
         precision, compiled: of a peer; ours has its own in the config.
+        document_kernel: a `Kernel` for documents on Hopper in place of the one that is chosen.
     """
+    if document_kernel:
+        kernels.DOCUMENTS_ON_HOPPER = Choice(Kernel[document_kernel], "asked for")
     device = device_of(state)
     cfg = load_config(words)
     step: Step

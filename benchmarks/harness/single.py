@@ -21,9 +21,9 @@ from decoding import measured as measured_decoding
 from decoding import random_model
 from steps import DOCUMENT_END, with_documents
 
+from diffllm.choices import as_text
 from diffllm.config import load_config
 from diffllm.distributed.world import join
-from diffllm.model.attention.ops import prepare_backend
 from diffllm.model.documents import Documents
 from diffllm.trainer import build
 from harness.breakdown import kernel_times, part_of
@@ -70,11 +70,13 @@ def kernels(
 
 
 def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[str, Any]:
-    """Milliseconds of attention kernels by name: forward, backward, and a step of decoding."""
+    """What the config leaves to the device, and milliseconds of attention kernels by name:
+    forward, backward, and a step of decoding."""
     device = torch.device(name)
     cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
-    dtype, options = torch.bfloat16, cfg.model.attention
-    prepare_backend(options.backend, device, options.kernel_width(cfg.model), dtype)
+    dtype = torch.bfloat16
+    cfg.model.attention.prepare(cfg.model, device, dtype, masked)
+    chosen = cfg.model.attention.choices(cfg.model, device, dtype, masked)
     model = random_model(cfg.model, device, dtype)
     attention = model.layers[0].attention
     inputs = torch.randint(1, cfg.model.vocab_size, (2, tokens))
@@ -91,11 +93,12 @@ def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[s
     }
     if not masked:
         passes["decoding"] = decoding_kernels(attention, model, tokens, device)
-    return {
+    named = {
         key: {n: ms for n, ms in times.items() if part_of(n).startswith("attention")}
         or dict(list(times.items())[:3])
         for key, times in passes.items()
     }
+    return {"chosen": as_text(chosen), **named}
 
 
 @torch.no_grad()

@@ -104,13 +104,15 @@ def decoding_table(results: list[dict[str, Any]]) -> str:
 
 
 def kernel_table(result: dict[str, Any]) -> str:
-    """The longest kernel of every pass."""
+    """What was chosen, and the longest kernel of every pass."""
     rows = []
     for case, passes in result.items():
         if "error" in passes:
             rows.append([case, "", "", passes["error"]])
             continue
-        for what, times in passes.items():
+        chosen = (f"{key}: {choice['value']}" for key, choice in passes["chosen"].items())
+        rows.append([case, "chosen", "", "; ".join(chosen)])
+        for what, times in list(passes.items())[1:]:
             for name, ms in list(times.items())[:1]:
                 rows.append([case, what, f"{ms:.3f}", f"`{name[:90]}`"])
     return markdown(("", "pass", "ms", "kernel"), rows)
