@@ -1,6 +1,7 @@
 # make train   set up, then the quickstart under a fresh run name
 # make test    set up, then lint, format check, types and tests
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
+# make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
   resume.py missing_ranks.py masked_runs.py moe_runs.py skipped_runs.py)
 
-.PHONY: train test test-slow test-torch test-cluster lint clean
+.PHONY: train test test-slow test-torch test-cluster gpu-wheels gpu-data lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -32,6 +33,22 @@ test-torch: .venv-torch-$(TORCH)/.ready
 # Needs root, iproute2, and Debian's slurm-wlm and munge; tests that lack theirs say so and are skipped.
 test-cluster: $(READY)
 	$(BIN)/python -m pytest tests/cluster -m cluster -v -rs
+
+# For Python 3.12 on x86-64 Linux with torch, transformers and pytest: what is missing beside them.
+GPU_PACKAGES := hydra-core omegaconf torchdata zstandard pytest-timeout pytest-xdist execnet
+PLATFORMS := $(foreach n,28 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64
+
+gpu-wheels:
+	rm -rf wheels
+	$(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: -d wheels \
+		--python-version 3.12 --implementation cp $(PLATFORMS) \
+		$(foreach package,$(GPU_PACKAGES),$(shell grep '^$(package)==' constraints.txt))
+	$(PYTHON) -m pip wheel -q --disable-pip-version-check --no-deps -w wheels \
+		$(shell grep '^antlr4-python3-runtime==' constraints.txt)
+	du -ch wheels/*
+
+gpu-data: $(READY)
+	$(BIN)/python benchmarks/harness/corpus.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

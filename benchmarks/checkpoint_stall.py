@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from measuring import meta
 
 from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, verify
 from diffllm.config import load_config
@@ -142,10 +143,7 @@ def report(
     if file:
         written = json.loads(file.read_text()) if file.exists() else {}
         written[choices["model"]] = {
-            "device": torch.cuda.get_device_name() if t.device.type == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "date": time.strftime("%Y-%m-%d"),
+            **meta(t.device),
             "attention": choices["attention"],
             "tokens": tokens,
             "bytes": size,

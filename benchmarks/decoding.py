@@ -1,107 +1,194 @@
-"""Time of a decoding step by context length: each variant against standard attention.
+"""Decoding over a growing context, each variant against standard attention.
 
-    python benchmarks/decoding.py [--rounds 40] [--json benchmarks/results/NAME.json]
+    python benchmarks/decoding.py [shape] [--lengths 512 ... 8192] [--tokens 32] [--json FILE]
 
-The decoder is `model=mini` (or --model) with random weights, batch 1; its caches hold random keys
-and values up to the context length. The variants alternate in one process; a ratio is the median
-over rounds of a variant's time over standard's in the same round.
+Tokens are made one after another, as generation does, each with one key more than the one before:
+no length comes twice, so what a kernel has to plan or compile for a new length is in the times. The
+context of each range begins with random keys and values. Variants alternate after every few tokens
+in one process, and every token is read by the host. A ratio is the median over these turns.
+
+Beside the time stand the bytes that a token has to read (weights and the cache) and its FLOPs, and
+how many FLOPs there are to a byte. Time over standard's below the ratio of FLOPs, near that of
+bytes, is what decoding that memory bounds looks like. `--batch` decodes several sequences at once.
+Weights are random; without flags the model is `mini`.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py
 
 import torch
+from measuring import markdown, ratios, seconds, with_quartiles, write
+from shapes import add_shape, described, flops_per_token, shape_words
 
 from diffllm.config import load_config
-from diffllm.model import Transformer, build_model
+from diffllm.distributed.fsdp import fp32_parameters
+from diffllm.model import ModelConfig, Transformer
 from diffllm.model.attention.base import KVCache
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-LENGTHS = (512, 1024, 2048, 4096, 8192)
+TURN = 8
+"""Tokens that a variant makes before the next one's turn."""
+WARMUP = 4
+"""Tokens before a range, which do not count."""
+COLUMNS = (
+    "context", "attention", "ms a token", "time (quartiles)", "MB read", "bytes", "MFLOPs",
+    "FLOPs", "FLOPs a byte",
+)  # fmt: skip
 
 
-def filled_caches(model: Transformer, length: int, dtype: torch.dtype) -> list[KVCache]:
-    """Caches that hold `length` positions, with room for one more."""
-    caches = model.new_caches(1, length + 1, dtype)
+class Cost(NamedTuple):
+    """What one decoding step takes at least."""
+
+    bytes: int
+    """Weights and keys and values that are read."""
+    flops: float
+
+
+def cost(model: Transformer, context: int, batch: int, dtype: torch.dtype) -> Cost:
+    """Of a step of `batch` sequences with `context` positions each.
+
+    Of the embedding a row a sequence is read, which does not count.
+    """
+    cfg, size = model.cfg, dtype.itemsize
+    assert batch == 1 or not cfg.moe.n_experts, "which experts several tokens share is not known"
+    weights = model.active_parameters()
+    weights -= 0 if cfg.tie_embeddings else model.tok_embeddings.weight.numel()
+    cache = sum(layer.attention.kv_cache_bytes_per_token(size) for layer in model.layers)
+    # Training is three times the forward pass; full attention there is every key, as here.
+    flops = flops_of(cfg, context) / 3
+    return Cost(weights * size + batch * context * cache, batch * flops)
+
+
+def flops_of(cfg: ModelConfig, context: int) -> float:
+    """Training FLOPs a token with attention over `context` keys."""
+    return flops_per_token(replace(cfg, seq_len=context)).full
+
+
+def random_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A model of random weights, drawn on the device, in the dtypes that training computes in.
+
+    `build_model` draws values that are the same on all devices, which takes a large model long.
+    """
+    with torch.device("meta"):
+        model = Transformer(cfg)
+    kept = fp32_parameters(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, cfg.init_std)
+        for buffer in model.buffers():
+            buffer.zero_()
+    model.rope.reset_parameters()
+    return model
+
+
+def filled_caches(
+    model: Transformer, context: int, room: int, batch: int, dtype: torch.dtype
+) -> list[KVCache]:
+    """Caches that hold `context` random positions, with room for `room` more."""
+    caches = model.new_caches(batch, context + room, dtype)
     for cache in caches:
         cache.k.normal_()
         cache.v.normal_()
-        cache.length = length
+        cache.length = context
     return caches
 
 
 @torch.no_grad()
-def step_ms(model: Transformer, caches: list[KVCache], token: torch.Tensor) -> float:
-    """Milliseconds of one token; the caches are put back."""
-    length = caches[0].length
-    if token.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    model(token, caches=caches)
-    if token.is_cuda:
-        torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    for cache in caches:
-        cache.length = length
-    return 1e3 * elapsed
+def growing(
+    models: dict[str, Transformer], context: int, tokens: int, batch: int, dtype: torch.dtype
+) -> dict[str, list[float]]:
+    """Seconds a token in each turn, by variant, from `context` positions on."""
+    device = next(iter(models.values())).tok_embeddings.weight.device
+    first = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    caches = {
+        name: filled_caches(model, context - WARMUP, tokens + WARMUP, batch, dtype)
+        for name, model in models.items()
+    }
+
+    def step(name: str) -> None:
+        models[name](first, caches=caches[name])[:, -1].argmax(-1).tolist()  # read by the host
+
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for name in models:
+        for _ in range(WARMUP):
+            step(name)
+    for start in range(0, tokens, TURN):
+        for name in models:
+            count = min(TURN, tokens - start)
+            times[name].append(seconds(lambda name=name: step(name), device, count))
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--model", default="mini")
+    add_shape(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--tokens", type=int, default=64, help="made from each length on")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.model = args.model or "mini"
+    args.batch = args.batch or 1
+    args.seq = max(args.lengths) + args.tokens
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results, rows = measured(shape_words(args), args.lengths, args.tokens, args.batch, device)
+    print(markdown(COLUMNS, rows))
+    if args.json:
+        shape = described(load_config(shape_words(args)))
+        write(args.json, device, results, shape=shape, batch=args.batch, tokens=args.tokens)
+
+
+def measured(
+    words: list[str], lengths: list[int], tokens: int, batch: int, device: torch.device
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Every variant at every length: results, and rows of a table."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.set_default_device(device)
     models = {}
     for variant in VARIANTS:
-        cfg = load_config([f"model={args.model}", f"attention={variant}", "seq_len=8193"])
-        models[variant] = build_model(cfg.model).to(dtype).eval()
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    results: dict[int, dict[str, dict[str, float]]] = {}
-    print(f"{'context':>8}" + "".join(f"{name:>22}" for name in VARIANTS))
-    for length in LENGTHS:
-        caches = {name: filled_caches(model, length, dtype) for name, model in models.items()}
-        times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-        for round_ in range(args.rounds + 5):
-            for name, model in models.items():
-                ms = step_ms(model, caches[name], token)
-                if round_ >= 5:
-                    times[name].append(ms)
-        results[length] = {}
-        for name in VARIANTS:
-            ratios = sorted(a / b for a, b in zip(times[name], times["standard"], strict=True))
-            results[length][name] = {
-                "ms": statistics.median(times[name]),
-                "ratio": statistics.median(ratios),
-                "ratio_low": ratios[len(ratios) // 4],
-                "ratio_high": ratios[3 * len(ratios) // 4],
-            }
-        cells = (f"{r['ms']:.2f} ms x{r['ratio']:.2f}" for r in results[length].values())
-        print(f"{length:>8}" + "".join(f"{cell:>22}" for cell in cells))
-    if args.json:
-        cuda = device.type == "cuda"
-        meta = {
-            "device": torch.cuda.get_device_name()
-            if cuda
-            else f"{torch.get_num_threads()} CPU cores",
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "date": time.strftime("%Y-%m-%d"),
-            "model": args.model,
-            "dtype": str(dtype).removeprefix("torch."),
-            "rounds": args.rounds,
-        }
-        args.json.write_text(json.dumps({**meta, "results": results}, indent=2) + "\n")
+        cfg = load_config([f"attention={variant}", *words])
+        models[variant] = random_model(cfg.model, device, dtype).eval()
+    results, rows = [], []
+    for length in lengths:
+        times = growing(models, length, tokens, batch, dtype)
+        middle = length + tokens // 2
+        base = cost(models["standard"], middle, batch, dtype)
+        for name, model in models.items():
+            ms = 1e3 * statistics.median(times[name])
+            ratio, own = ratios(times[name], times["standard"]), cost(model, middle, batch, dtype)
+            results.append(
+                {
+                    "context": length,
+                    "attention": name,
+                    "ms": ms,
+                    "ratio": ratio,
+                    "slowest_ms": 1e3 * max(times[name]),
+                    **own._asdict(),
+                    "flops_per_byte": own.flops / own.bytes,
+                }
+            )
+            rows.append(
+                [
+                    f"{length:,}",
+                    f"`{name}`",
+                    f"{ms:.2f}",
+                    with_quartiles(ratio),
+                    f"{own.bytes / 1e6:,.1f}",
+                    f"{own.bytes / base.bytes:.2f}",
+                    f"{own.flops / 1e6:,.0f}",
+                    f"{own.flops / base.flops:.2f}",
+                    f"{own.flops / own.bytes:.2f}",
+                ]
+            )
+            print(f"| {' | '.join(rows[-1])} |", flush=True)
+    return results, rows
 
 
 if __name__ == "__main__":

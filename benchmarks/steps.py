@@ -1,90 +1,153 @@
-"""Training steps of ours and of the transformers library's, timed in turns."""
+"""Training steps of ours and of peers, which are timed in turns."""
 
-import json
-import platform
 import statistics
-import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
+from measuring import Step, fastest, in_turns, markdown, ratios
+from plain_llama import PlainLlama
+from shapes import Flops, mfus
 
-from diffllm.config import load_config
-from diffllm.distributed.world import join
-from diffllm.trainer import build, train_step
+from diffllm.choices import chosen_precision
+from diffllm.config import TrainConfig
+from diffllm.model import ModelConfig
+from diffllm.trainer import Training, build, train_step
 
-LAYERS, DIM, HEADS, KV_HEADS, SEQ, BATCH, VOCAB = 6, 256, 8, 4, 512, 8, 8192
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights")
-WARMUP = 3
-Step = Callable[[], None]
-Times = dict[str, list[float]]
+TRIES = 3
+DOCUMENT_END = 0
+"""The token that ends a document in steps that mask documents."""
 
 
-def batch(device: torch.device) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (BATCH, SEQ + 1), device=device)
+def random_tokens(cfg: TrainConfig, device: torch.device) -> torch.Tensor:
+    """The tokens of one micro-batch, (b, T + 1) int64."""
+    shape = (cfg.micro_batches(1)[0], cfg.seq_len + 1)
+    return torch.randint(1, cfg.model.vocab_size, shape, device=device)
 
 
-def ours(device: torch.device, *overrides: str) -> Step:
-    """A step of the trainer: FSDP2 over one process, float32 master weights, float32 loss."""
-    cfg = load_config(
-        [
-            f"model.n_layers={LAYERS}",
-            f"model.dim={DIM}",
-            f"model.n_heads={HEADS}",
-            f"model.n_kv_heads={KV_HEADS}",
-            f"model.head_dim={DIM // HEADS}",
-            f"model.vocab_size={VOCAB}",
-            f"seq_len={SEQ}",
-            f"global_batch_size={BATCH}",
-            *overrides,
-        ]
-    )
-    training = build(cfg, device)
+def with_documents(tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """Tokens among which documents end, after `length` tokens on average."""
+    ends = torch.rand(tokens.shape, device=tokens.device) < 1 / length
+    return tokens.masked_fill(ends, DOCUMENT_END)
+
+
+def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = None) -> Step:
+    """A step of the trainer: float32 master weights and loss, clipping, the guard, fused AdamW.
+
+    Args:
+        document_length: of the documents on average, which are masked; None masks nothing.
+
+    Raises:
+        ConfigError: the attention backend cannot run on the device.
+    """
+    dtype = chosen_precision(cfg.precision, device).value
+    cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
+    return step_of(build(cfg, device, DOCUMENT_END if document_length else None), document_length)
+
+
+def step_of(t: Training, document_length: int | None = None) -> Step:
+    """A step of what the trainer has built."""
+    cfg = t.cfg
+    # Where documents begin is found out on the host.
+    where = torch.device("cpu") if document_length else t.device
 
     def step() -> None:
-        tokens = batch(device)
-        train_step(training, iter([(tokens[:, :-1], tokens[:, 1:])]), 0)
+        batches = []
+        for _ in range(cfg.micro_batches(1)[1]):
+            tokens = random_tokens(cfg, where)
+            tokens = with_documents(tokens, document_length) if document_length else tokens
+            batches.append((tokens[:, :-1], tokens[:, 1:]))
+        train_step(t, iter(batches), 0)
 
     return step
 
 
 def theirs(
-    name: str, precision: str, device: torch.device, compile: bool = False, **shape: Any
+    name: str, cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False
 ) -> Step:
-    """A step of a transformers model, written as its users write it.
+    """A step of a transformers model of `cfg`'s shape, written as its users write it.
 
     Args:
         name: e.g. "Llama".
         precision: one of PRECISIONS.
-        shape: what its config has besides the sizes of this file.
     """
+    import transformers  # takes seconds, and ours alone does without
+
+    m = cfg.model
     config = getattr(transformers, f"{name}Config")(
-        num_hidden_layers=LAYERS,
-        hidden_size=DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=DIM // HEADS,
-        vocab_size=VOCAB,
-        max_position_embeddings=SEQ,
-        tie_word_embeddings=False,
+        num_hidden_layers=m.n_layers,
+        hidden_size=m.dim,
+        intermediate_size=m.ffn_dim,
+        num_attention_heads=m.n_heads,
+        num_key_value_heads=m.n_kv_heads,
+        head_dim=m.head_dim,
+        vocab_size=m.vocab_size,
+        max_position_embeddings=cfg.seq_len,
+        rms_norm_eps=m.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": m.rope.theta},
+        tie_word_embeddings=m.tie_embeddings,
         use_cache=False,
         attn_implementation="sdpa",
-        **shape,
+        **their_experts(m),
     )
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(device)
+    with device:
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+
+    def loss(forward: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return forward(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+
+    return peer_step(model, loss, cfg, precision, device, compiled)
+
+
+def their_experts(m: ModelConfig) -> dict[str, Any]:
+    """What Qwen3Moe's config has besides Llama's; nothing for a dense model."""
+    if not m.moe.n_experts:
+        return {}
+    assert not m.moe.n_shared, "Qwen3Moe has no shared experts"
+    return {
+        "num_experts": m.moe.n_experts,
+        "num_experts_per_tok": m.moe.top_k,
+        "moe_intermediate_size": m.moe.expert_dim,
+        "norm_topk_prob": m.moe.renormalise,
+        "mlp_only_layers": list(range(m.moe.n_dense_layers)),
+        "output_router_logits": False,
+    }
+
+
+def plain(cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False) -> Step:
+    """A step of `plain_llama.PlainLlama`: about what torch gives without a framework."""
+    with device:
+        model = PlainLlama(cfg.model)
+
+    def loss(forward: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return forward(tokens[:, :-1], tokens[:, 1:])
+
+    return peer_step(model, loss, cfg, precision, device, compiled)
+
+
+def peer_step(
+    model: Any,
+    loss: Any,
+    cfg: TrainConfig,
+    precision: str,
+    device: torch.device,
+    compiled: bool,
+) -> Step:
+    """Forward, backward, clipping and fused AdamW, with the sequences and batches of `cfg`."""
     if precision == "bf16 weights":
         model = model.to(torch.bfloat16)
-    forward = torch.compile(model) if compile else model
+    forward = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16 autocast")
+    count = cfg.micro_batches(1)[1]
 
     def step() -> None:
-        tokens = batch(device)[:, :-1]
-        with autocast:
-            loss = forward(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for _ in range(count):
+            tokens = random_tokens(cfg, device)
+            with autocast:
+                value = loss(forward, tokens)
+            (value / count).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -92,77 +155,45 @@ def theirs(
     return step
 
 
-def in_turns(steps: dict[str, Step], rounds: int, device: torch.device) -> Times:
-    """Seconds of every step in every round, after a few that do not count."""
-    times: Times = {name: [] for name in steps}
-    for round_ in range(rounds + WARMUP):
-        for name, step in steps.items():
-            elapsed = seconds(step, device)
-            if round_ >= WARMUP:
-                times[name].append(elapsed)
-    return times
+def best_precision(
+    name: str, cfg: TrainConfig, device: torch.device, precisions: Sequence[str] = PRECISIONS
+) -> str:
+    """The precision in which a peer is fastest as it comes; printed with the others' times."""
+    if len(precisions) == 1:
+        return precisions[0]
+    tried = in_turns({p: theirs(name, cfg, p, device) for p in precisions}, TRIES, device)
+    text = ", ".join(f"{p} {1e3 * statistics.median(times):.0f} ms" for p, times in tried.items())
+    print(f"\n{name} as it comes: {text}", flush=True)
+    return fastest(tried, precisions)
 
 
-def seconds(step: Step, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+def against(
+    best: str,
+    times: dict[str, list[float]],
+    tokens: int,
+    flops: Flops,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """Every step's speed over that of `best`, paired by round; printed as a Markdown table.
 
-
-def fastest(times: Times, names: Iterable[str]) -> str:
-    """By median."""
-    return min(names, key=lambda name: statistics.median(times[name]))
-
-
-def against(best: str, times: Times) -> dict[str, dict[str, float]]:
-    """Every step's speed over that of `best`, paired by round; printed."""
-    print(f"\n{'':36}ms/step   tokens/s   against {best} (pairwise median, min, max)", flush=True)
-    results = {}
+    Args:
+        tokens: of a step.
+        flops: of one token, the same for all: peers have the shape of ours.
+    """
+    results, rows = {}, []
     for name, values in times.items():
-        ratios = sorted(b / own for b, own in zip(times[best], values, strict=True))
-        median = statistics.median(values)
-        results[name] = {
-            "ms": 1e3 * median,
-            "tokens_per_s": BATCH * SEQ / median,
-            "ratio": statistics.median(ratios),
-            "ratio_min": ratios[0],
-            "ratio_max": ratios[-1],
+        median, ratio = statistics.median(values), ratios(times[best], values)
+        result = {"ms": 1e3 * median, "tokens_per_s": tokens / median}
+        result |= mfus(flops, tokens / median, device)
+        results[name] = result | {
+            "ratio": ratio["median"],
+            "ratio_min": ratio["min"],
+            "ratio_max": ratio["max"],
         }
-        print(
-            f"{name:34}{1e3 * median:9.0f}{BATCH * SEQ / median:11,.0f}   "
-            f"{statistics.median(ratios):.2f}  {ratios[0]:.2f}  {ratios[-1]:.2f}",
-            flush=True,
-        )
+        shares = [f"{100 * result[key]:.1f}%" for key in result if key.startswith("mfu")]
+        paired = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        rows.append([name, f"{1e3 * median:,.0f}", f"{tokens / median:,.0f}", *shares, paired])
+    known = ["MFU, causal", "MFU, full attention"] if mfus(flops, 1, device) else []
+    columns = ["", "ms a step", "tokens a second", *known, f"speed against {best} (min to max)"]
+    print(f"\n{markdown(columns, rows)}", flush=True)
     return results
-
-
-def write(path: Path, device: torch.device, rounds: int, results: dict[str, Any]) -> None:
-    """Results, and on what they were measured."""
-    threads = torch.get_num_threads()
-    gpu = device.type == "cuda"
-    meta = {
-        "device": torch.cuda.get_device_name() if gpu else f"{threads} CPU cores",
-        "threads": threads,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-        "rounds": rounds,
-    }
-    path.write_text(json.dumps({**meta, "results": results}, indent=2) + "\n")
-
-
-def run_alone(main: Callable[[torch.device], None]) -> None:
-    """`main` on this machine's device, in a process group of one."""
-    settings = load_config([]).distributed
-    world = join(settings)
-    device = world.device()
-    world.init_process_group(device, settings)
-    try:
-        main(device)
-    finally:
-        torch.distributed.destroy_process_group()

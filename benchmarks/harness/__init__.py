@@ -1,0 +1,1 @@
+"""Measurements on one machine, each contestant in a process of its own; see ../gpu.py."""

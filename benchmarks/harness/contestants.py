@@ -1,0 +1,114 @@
+"""A contestant in a worker: its step is built, warmed up, and then made in turns with others.
+
+Functions take the worker's `state` and the arguments of a call, and return what goes into JSON.
+"""
+
+import gc
+import time
+from typing import Any
+
+import torch
+from measuring import Step, seconds, synchronize
+from shapes import described, flops_per_token, mfus
+from steps import ours, plain, theirs
+
+from diffllm.config import TrainConfig, load_config
+from diffllm.distributed.world import join
+from diffllm.model.attention import kernels
+from diffllm.model.attention.kernels import Kernel
+from diffllm.model.choice import Choice
+from harness.breakdown import breakdown
+
+State = dict[str, Any]
+WARM = 3
+"""Steps before the first turn."""
+
+
+def device_of(state: State) -> torch.device:
+    """The worker's device, in a process group of one."""
+    if "joined" not in state:
+        settings = load_config([]).distributed
+        world = join(settings)
+        state["joined"] = world.device() if state["device"] == "cuda" else torch.device("cpu")
+        world.init_process_group(state["joined"], settings)
+    return state["joined"]
+
+
+def build_step(
+    state: State,
+    words: list[str],
+    kind: str = "ours",
+    precision: str = "bf16 autocast",
+    compiled: bool = True,
+    document_length: int | None = None,
+    document_kernel: str | None = None,
+) -> None:
+    """Build a model and its optimizer.
+
+    Args:
+        words: overrides that make the config, for a peer its shape.
+        kind: "ours", "plain", or a model of the transformers library.
+        precision, compiled: of a peer; ours has its own in the config.
+        document_kernel: a `Kernel` for documents on Hopper in place of the one that is chosen.
+    """
+    if document_kernel:
+        kernels.DOCUMENTS_ON_HOPPER = Choice(Kernel[document_kernel], "asked for")
+    device = device_of(state)
+    cfg = load_config(words)
+    step: Step
+    if kind == "ours":
+        step = ours(cfg, device, document_length)
+    elif kind == "plain":
+        step = plain(cfg, precision, device, compiled)
+    else:
+        step = theirs(kind, cfg, precision, device, compiled)
+    state["cfg"], state["step"] = cfg, step
+
+
+def warm(state: State) -> dict[str, Any]:
+    """The first steps, which compile; facts about a step."""
+    cfg: TrainConfig = state["cfg"]
+    device = device_of(state)
+    start = time.perf_counter()
+    for _ in range(WARM):
+        state["step"]()
+    synchronize(device)
+    release(device)
+    tokens = cfg.global_batch_size * cfg.seq_len
+    return {
+        "seconds": time.perf_counter() - start,
+        "tokens": tokens,
+        "shape": described(cfg),
+        "mfu_of_a_second": mfus(flops_per_token(cfg.model), tokens, device),
+    }
+
+
+def turn(state: State, repeats: int) -> dict[str, Any]:
+    """Seconds a step, and the most bytes that tensors held; None on a CPU, which cannot tell.
+
+    The first step takes memory from the device again, which `release` gave back, and is not timed.
+    """
+    device = device_of(state)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    state["step"]()
+    taken = seconds(state["step"], device, repeats)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    release(device)
+    return {"seconds": taken, "peak": peak}
+
+
+def profile(state: State) -> dict[str, float]:
+    """Milliseconds of a step by what they are spent on."""
+    device = device_of(state)
+    state["step"]()
+    result = breakdown(state["step"], device)
+    release(device)
+    return result
+
+
+def release(device: torch.device) -> None:
+    """Leave the memory that is free to the others of a group."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

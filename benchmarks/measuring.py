@@ -1,0 +1,111 @@
+"""Time, spread, and on what was measured: shared by all benchmarks."""
+
+import importlib.util
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffllm.config import load_config
+from diffllm.distributed.world import join
+
+Step = Callable[[], None]
+
+
+def meta(device: torch.device) -> dict[str, Any]:
+    """On what and when something was measured."""
+    threads = torch.get_num_threads()
+    gpu = device.type == "cuda"
+    has_peers = importlib.util.find_spec("transformers") is not None
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else f"{threads} CPU cores",
+        "threads": threads,
+        "torch": torch.__version__,
+        "transformers": version("transformers") if has_peers else None,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write(path: Path, device: torch.device, results: Any, **more: Any) -> None:
+    """Results as JSON, with on what they were measured."""
+    text = json.dumps({**meta(device), **more, "results": results}, indent=2)
+    path.write_text(text + "\n")
+
+
+def run_alone(main: Callable[[torch.device], None]) -> None:
+    """`main` on this machine's device, in a process group of one."""
+    settings = load_config([]).distributed
+    world = join(settings)
+    device = world.device()
+    world.init_process_group(device, settings)
+    try:
+        main(device)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
+    """Seconds a step, of `repeats` one after another without a wait between them."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def in_turns(
+    steps: dict[str, Step], rounds: int, device: torch.device, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of every step in every round, after `warmup` rounds that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(rounds + warmup):
+        for name, step in steps.items():
+            elapsed = seconds(step, device)
+            if round_ >= warmup:
+                times[name].append(elapsed)
+    return times
+
+
+def fastest(times: dict[str, list[float]], names: Iterable[str]) -> str:
+    """The name with the smallest median."""
+    return min(names, key=lambda name: statistics.median(times[name]))
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and ends of quotients that are paired by round."""
+    values = sorted(a / b for a, b in zip(over, under, strict=True))
+    low, median, high = quartiles(values)
+    return {"median": median, "low": low, "high": high, "min": values[0], "max": values[-1]}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile, interpolated."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def with_quartiles(ratio: dict[str, float]) -> str:
+    """1.06 (1.04 to 1.09)."""
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that can be pasted."""
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
