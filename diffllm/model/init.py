@@ -51,7 +51,7 @@ class Initializer:
             values = torch.empty((stop - start, row_size), dtype=torch.float32, device="cpu")
             generator = torch.Generator().manual_seed(self._seed(self.names[param], block))
             values.normal_(0.0, std, generator=generator)
-            # As nn.init.trunc_normal_ draws since torch 2.12 or 2.13, but in 2.11 too.
+            # As nn.init.trunc_normal_ of torch 2.13 draws, which in 2.11 is another function.
             while truncate and (beyond := values.abs() > truncate * std).any():
                 others = torch.empty_like(values).normal_(0.0, std, generator=generator)
                 values = torch.where(beyond, others, values)
