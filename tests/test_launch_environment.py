@@ -1,6 +1,8 @@
 """Who a process is, by the variables of torchrun, of SLURM, or of nobody."""
 
+import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -8,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from diffllm.distributed.launcher import environment, first_host, meeting_point
-from diffllm.distributed.world import DistributedConfig, join, meet
-from diffllm.errors import LaunchError
+from diffllm.distributed.stop import StoppedEarly
+from diffllm.distributed.world import DistributedConfig, World, join, meet
+from diffllm.errors import AgreedError, ConfigError, LaunchError
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
@@ -137,6 +140,32 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
             assert len(met) == 1
             names += met
     assert len(set(names)) == 4
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(StoppedEarly(signal.SIGTERM), StoppedEarly), (ConfigError("no such corpus"), AgreedError)],
+)
+def test_rank_0_does_not_end_before_the_others_know_why(
+    end: Exception, told: type[Exception]
+) -> None:
+    """For the store ends with it."""
+    store = dist.HashStore()
+
+    def choose() -> None:
+        raise end
+
+    def late() -> None:
+        time.sleep(0.3)
+        World(1, 2, 1, store).decide("what", choose)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(late)
+        with pytest.raises(type(end)):
+            World(0, 2, 0, store).decide("what", choose)
+        assert store.check(["what/read/1"])
+        with pytest.raises(told):
+            other.result()
 
 
 def test_rank_0_names_the_ranks_that_have_not_come() -> None:

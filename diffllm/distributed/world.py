@@ -26,6 +26,8 @@ T = TypeVar("T")
 SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
+STOP_READ_S = 2
+"""The same for a stop, of which ranks may know already, and which a scheduler gives little time."""
 
 
 @dataclass
@@ -67,22 +69,28 @@ class World:
                 self.store.set(key, json.dumps({"result": result}))
                 return result
             except StoppedEarly as early:
-                self.store.set(key, json.dumps({"stopped": early.args[0]}))
+                self._end(key, {"stopped": early.args[0]}, STOP_READ_S)
                 raise
             except UserError as error:
-                self.store.set(key, json.dumps({"error": str(error)}))
-                # The store ends with this process, unless torchrun has it: the others read first.
-                with contextlib.suppress(DistError):
-                    read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
-                    self.store.wait(read, timedelta(seconds=READ_S))
+                self._end(key, {"error": str(error)}, READ_S)
                 raise
         decision = json.loads(self._wait_for(key))
+        if "result" in decision:
+            return decision["result"]
+        self.store.set(f"{key}/read/{self.rank}", "")
         if "stopped" in decision:
             raise StoppedEarly(signal.Signals(decision["stopped"]))
-        if "error" in decision:
-            self.store.set(f"{key}/read/{self.rank}", "")
-            raise AgreedError(decision["error"])
-        return decision["result"]
+        raise AgreedError(decision["error"])
+
+    def _end(self, key: str, decision: dict[str, object], seconds: float) -> None:
+        """Tell the other ranks why this process is about to end, and wait until they have read it.
+
+        The store ends with this process, unless torchrun has it.
+        """
+        self.store.set(key, json.dumps(decision))
+        read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
+        with contextlib.suppress(DistError):
+            self.store.wait(read, timedelta(seconds=seconds))
 
     def _wait_for(self, key: str) -> bytes:
         """What rank 0 writes; in slices, for no signal is handled while the store waits."""
