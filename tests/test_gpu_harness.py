@@ -109,6 +109,9 @@ def test_a_group_is_made_again_until_all_of_it_has_succeeded(tmp_path):
     runner(tmp_path).run([whole])
     assert list(outcomes(tmp_path)) == ["steps: fast", "steps, one step of fast"]
     assert not list(runner(tmp_path, resume=True).missing([whole]))
+    (tmp_path / "B.jsonl").unlink()
+    runner(tmp_path).run([replace(whole, profiled=())])
+    assert list(runner(tmp_path, resume=True).missing([whole])) == [whole]
     assert list(runner(tmp_path, resume=True).missing([broken])) == [broken]
 
 
