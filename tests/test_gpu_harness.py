@@ -109,6 +109,9 @@ def test_a_group_is_made_again_until_all_of_it_has_succeeded(tmp_path):
     runner(tmp_path).run([whole])
     assert list(outcomes(tmp_path)) == ["steps: fast", "steps, one step of fast"]
     assert not list(runner(tmp_path, resume=True).missing([whole]))
+    (tmp_path / "B.jsonl").unlink()
+    runner(tmp_path).run([replace(whole, profiled=())])
+    assert list(runner(tmp_path, resume=True).missing([whole])) == [whole]
     assert list(runner(tmp_path, resume=True).missing([broken])) == [broken]
 
 
@@ -208,7 +211,7 @@ def test_a_kernel_belongs_to_a_part_of_a_step(kernel, part):
 
 
 def test_what_overlaps_is_busy_once():
-    assert span_and_busy([(5, 6), (0, 2), (1, 3), (1, 2)]) == (6, 4)
+    assert span_and_busy([(5, 6), (0, 3), (1, 2), (2, 4)]) == (6, 5)
     assert span_and_busy([]) == (0, 0)
 
 

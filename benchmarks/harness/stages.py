@@ -227,6 +227,7 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement | Group]:
                 f"memory of {arm}{', checkpointing' * checkpointing}",
                 "harness.single.memory",
                 {"attention": arm, "checkpointing": checkpointing, "words": s.remembered},
+                200,
             )
             for arm, checkpointing in (("standard", False), ("diff_v2", False), ("diff_v2", True))
         ),
