@@ -211,7 +211,7 @@ def test_a_kernel_belongs_to_a_part_of_a_step(kernel, part):
 
 
 def test_what_overlaps_is_busy_once():
-    assert span_and_busy([(5, 6), (0, 3), (1, 2), (2, 4)]) == (6, 5)
+    assert span_and_busy([(5, 6), (0, 3), (1, 2), (2.5, 4)]) == (6, 5)
     assert span_and_busy([]) == (0, 0)
 
 
