@@ -21,3 +21,8 @@ import torch
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # tiny models, and cores shared with the processes that tests start
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
