@@ -8,13 +8,15 @@ dimensions runs along. Blocks are drawn on the CPU, by as many threads as torch 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
-UNSHARED = 1 << 15  # values that torch does not share out among threads of its own
 
+T = TypeVar("T")
 Shard = Callable[[Tensor], tuple[Tensor, tuple[int, ...], torch.Size]]
 
 
@@ -48,15 +50,18 @@ class Initializer:
         column, width = (first[-1], local.shape[-1]) if len(shape) > 1 else (0, 1)
         held = rows_held(local.shape, first, leading)
         target = local.detach().view(len(held), width)
+        starts = (held // rows).unique() * rows
+        stops = (starts + rows).clamp_max(leading.numel())
+        parts = torch.stack(
+            (starts, stops, *torch.searchsorted(held, torch.stack((starts, stops))))
+        )
         in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
 
-        def fill(block: int) -> None:
-            start, stop = block * rows, min((block + 1) * rows, leading.numel())
-            ends = torch.tensor([start, stop], device="cpu")
-            low, high = torch.searchsorted(held, ends).tolist()
+        def fill(part: list[int]) -> None:
+            start, stop, low, high = part
             complete = (high - low, width) == (stop - start, row_size)
             generator = torch.Generator(device="cpu")
-            generator.manual_seed(self._seed(self.names[param], block))
+            generator.manual_seed(self._seed(self.names[param], start // rows))
             if complete and in_place:
                 draw(target[low:high].view(-1), std, truncate, generator)
                 return
@@ -66,7 +71,7 @@ class Initializer:
                 values = values[held[low:high] - start, column : column + width]
             target[low:high].copy_(values)
 
-        in_threads(fill, (held // rows).unique().tolist())
+        in_threads(fill, parts.T.tolist())
 
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()
@@ -97,21 +102,17 @@ def draw(values: Tensor, std: float, truncate: float | None, generator: torch.Ge
     values.normal_(0.0, std, generator=generator)
     if truncate is None:
         return
-    bound = truncate * std
-    missing = beyond(values, bound)
+    # NumPy's operations are short to call, so threads rarely wait for the interpreter, and start
+    # no threads of their own, as torch's would.
+    here, bound = values.numpy(), np.float32(truncate * std)
+    missing = np.flatnonzero(np.abs(here) > bound)
     while len(missing):
-        further = torch.empty_like(values).normal_(0.0, std, generator=generator)[missing]
-        values[missing] = further
-        missing = missing[beyond(further, bound)]
+        others = torch.empty_like(values).normal_(0.0, std, generator=generator).numpy()
+        here[missing] = others[missing]
+        missing = missing[np.abs(here[missing]) > bound]
 
 
-def beyond(values: Tensor, bound: float) -> Tensor:
-    """The indices, rising, of those of values (n,) whose magnitude is larger than `bound`."""
-    parts = enumerate(values.split(UNSHARED))
-    return torch.cat([(v.abs() > bound).nonzero().squeeze(1) + UNSHARED * i for i, v in parts])
-
-
-def in_threads(work: Callable[[int], None], items: list[int]) -> None:
+def in_threads(work: Callable[[T], None], items: list[T]) -> None:
     """Do `work` for every item, in `torch.get_num_threads()` threads; raises what it raises."""
     workers = min(torch.get_num_threads(), len(items))
     if workers < 2:
