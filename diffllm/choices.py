@@ -1,5 +1,6 @@
 """What a config leaves to the device, decided before anything is built."""
 
+from enum import Enum
 from typing import Any
 
 import torch
@@ -45,4 +46,6 @@ def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
 
 def plain(value: Any) -> Any:
     """A choice's value as JSON writes it, by name where JSON has none."""
+    if isinstance(value, Enum):
+        return value.value
     return value if isinstance(value, (bool, int)) else str(value).removeprefix("torch.")

@@ -134,7 +134,7 @@ def allocated(
     optimizer = build_optimizer(weights.params, cfg.optim)
     guard = Guard(cfg.train.skip_step, device)
     documents = document_end is not None
-    choices = {"precision": precision, "compile": compile}
+    choices = {"precision": precision, "compile": compile, **weights.choices}
     choices |= model.choices(device, precision.value, documents)
     return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)
 

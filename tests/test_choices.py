@@ -8,8 +8,11 @@ from single_process import gloo_group
 
 from diffllm.choices import as_text, chosen_compile, chosen_precision
 from diffllm.config import Precision, load_config
+from diffllm.distributed import weights
 from diffllm.distributed.mesh import Reduce
-from diffllm.trainer import build
+from diffllm.distributed.weights import chosen_reduce, gathered_numel
+from diffllm.plan.simulate import fake_world
+from diffllm.trainer import build, sharded_model
 
 FUSED = "torch's fused CPU kernel"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -64,5 +67,25 @@ def test_a_training_says_what_it_chose_as_json(words, expected):
         assert said[name]["reason"] == "asked for"
 
 
-def test_reduction_is_typed():
-    assert load_config(["parallel.reduce=last"]).parallel.reduce is Reduce.last
+def test_small_gradients_wait_for_the_last_micro_batch(monkeypatch):
+    params = [torch.empty(3, 1000), torch.empty(96)]
+    chosen = chosen_reduce(None, params)
+    assert chosen.value is Reduce.last
+    assert "1.2e-05 GiB" in chosen.reason
+    monkeypatch.setattr(weights, "LAST_UP_TO", 4 * 3096)
+    assert chosen_reduce(None, params).value is Reduce.last
+    monkeypatch.setattr(weights, "LAST_UP_TO", 4 * 3096 - 1)
+    assert chosen_reduce(None, params).value is Reduce.every
+    assert chosen_reduce(Reduce.last, params) == (Reduce.last, "asked for")
+    assert load_config([]).parallel.reduce is None
+    assert load_config(["parallel.reduce=every"]).parallel.reduce is Reduce.every
+
+
+@pytest.mark.parametrize(("words", "share"), [([], 1), (["parallel.expert=2"], 2)])
+def test_of_experts_that_ranks_share_out_only_the_own_count(words, share):
+    cfg = load_config(["model=moe_tiny", "precision=fp32", *words])
+    with fake_world(0, 2):
+        model, _ = sharded_model(cfg, CPU)
+        for name, param in model.named_parameters():
+            own = param.numel() // (share if ".experts." in name else 1)
+            assert gathered_numel(param) == own, name

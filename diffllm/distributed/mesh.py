@@ -30,7 +30,8 @@ class ParallelConfig:
     """Ranks that a copy is sharded over (FSDP), beside those of `expert`."""
     expert: int = 1
     """Neighbouring ranks that share out the experts of every layer, and send each other tokens."""
-    reduce: Reduce = Reduce.every
+    reduce: Reduce | None = None
+    """null: last where the gradient of all parameters is small, else every."""
 
     def validate(self, n_experts: int) -> None:
         """Raise ConfigError for sizes that no world can have.

@@ -4,20 +4,30 @@ On several ranks FSDP2 shards them. One rank has nothing to gather or reduce, an
 only cast and copy every parameter in both passes of every micro-batch; it keeps copies instead.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from diffllm.distributed.fsdp import fp32_parameters, local_block
 from diffllm.distributed.mesh import Reduce
+from diffllm.model.choice import Choice
 
 Block = tuple[Tensor, tuple[int, ...], torch.Size]
 
 
+LAST_UP_TO = 8 * 2**30
+"""Bytes of a whole float32 gradient up to which gradients wait for the last micro-batch."""
+
+
 class Weights(Protocol):
     """The parameters of one rank."""
+
+    choices: dict[str, Choice]
+    """What was left to the size of the model."""
 
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
@@ -44,6 +54,7 @@ class OneRank:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         """Give `model` copies in `dtype` as its parameters, all but its `fp32_parameters`."""
+        self.choices: dict[str, Choice] = {}
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.origins: dict[Tensor, Tensor] = {}
         """Each copy's parameter."""
@@ -103,9 +114,11 @@ def hand_over(param: Tensor, copy: Tensor) -> None:
 class Sharded:
     """Parameters that FSDP2 shards, casts and gathers."""
 
-    def __init__(self, model: Any, reduce: Reduce):
-        self.model, self.reduce = model, reduce
+    def __init__(self, model: Any, reduce: Reduce | None):
+        self.model = model
         self.params: dict[str, Tensor] = dict(model.named_parameters())
+        self.choices = {"reduce": chosen_reduce(reduce, self.params.values())}
+        self.reduce: Reduce = self.choices["reduce"].value
 
     def block(self, param: Tensor) -> Block:
         return local_block(param)
@@ -119,3 +132,19 @@ class Sharded:
 
     def rest(self) -> None:
         self.model.reshard()
+
+
+def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> Choice:
+    """When gradients of micro-batches are reduced: once a step, where a whole gradient is small."""
+    if asked is not None:
+        return Choice(asked, "asked for")
+    size = 4 * sum(map(gathered_numel, params))
+    reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
+    return Choice(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)
+
+
+def gathered_numel(param: Tensor) -> int:
+    """Values of a parameter that a rank computes with: of experts, those that it has."""
+    if isinstance(param, DTensor) and "expert" in (param.device_mesh.mesh_dim_names or ()):
+        return param.numel() // param.device_mesh["expert"].size()
+    return param.numel()

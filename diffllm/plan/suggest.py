@@ -4,6 +4,7 @@ from enum import Enum, auto
 from itertools import combinations, product
 from typing import NamedTuple
 
+from diffllm.distributed.mesh import Reduce
 from diffllm.errors import ConfigError
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import Plan, planned_config
@@ -34,8 +35,9 @@ class Miss(Enum):
 def nearest_change(plan: Plan) -> Change | None:
     """The fewest changes with which `plan` fits; None if none that is tried does.
 
-    Of as many changes, smaller micro-batches come before checkpointing, before more shards out of
-    replicas, before more GPUs; of one, what changes least. All are simulated, none is guessed.
+    Of as many changes, smaller micro-batches come before gradients that are reduced after each of
+    them, before checkpointing, before more shards out of replicas, before more GPUs; of one, what
+    changes least. All are simulated, none is guessed.
     """
     search = Search(plan)
     kinds = options(plan)
@@ -55,11 +57,13 @@ def nearest_change(plan: Plan) -> Change | None:
 def options(plan: Plan) -> list[list[Words]]:
     """The kinds of changes there are, each with its values from near to far."""
     cfg, gpus = plan.cfg, plan.cluster.gpus
-    micro = cfg.micro_batches(gpus)[0]
+    micro, count = cfg.micro_batches(gpus)
+    waits = count > 1 and cfg.parallel.reduce is not Reduce.every
     batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
     same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
     kinds: list[list[Words]] = [
         [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
+        [("parallel.reduce=every",)] if waits else [],
         [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
         [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
         [more_gpus(plan, times) for times in MORE_GPUS],
