@@ -7,7 +7,6 @@ machine. The ratio is that of `parallel.reduce=last` over `every` in the same ro
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import write
 
 from diffllm.config import load_config
 from diffllm.distributed.mesh import Reduce
@@ -80,10 +80,8 @@ def main() -> None:
         f"every {1e3 * medians['every']:.0f} ms"
     )
     if args.json:
-        meta = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        args.json.write_text(
-            json.dumps({**meta, **vars(args), "json": None, "seconds": seconds}, indent=2) + "\n"
-        )
+        facts = {"overrides": args.overrides, "ranks": args.ranks, "rounds": args.rounds}
+        write(args.json, torch.device("cpu"), {"seconds": seconds}, **facts)
 
 
 if __name__ == "__main__":
