@@ -151,19 +151,19 @@ def test_a_standard_model_of_2h_heads_computes_diff_v2_at_constant_lambda():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_later_tokens_never_change_earlier_logits(variant):
-    model = build_model(small_config(variant).model)
+    model = build_model(small_config(variant).model).double()
     tokens = torch.randint(0, 64, (2, 12))
-    torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_decoding_equals_the_full_forward_pass(variant):
-    model = build_model(small_config(variant).model)
+    model = build_model(small_config(variant).model).double()
     tokens = torch.randint(0, 64, (3, 12))
     caches = model.new_caches(3, 12)
     steps = [model(tokens[:, :5], caches=caches), model(tokens[:, 5:8], caches=caches)]
     steps += [model(tokens[:, i : i + 1], caches=caches) for i in range(8, 12)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
