@@ -54,6 +54,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="measurements whose name holds this")
     parser.add_argument("--limit", type=float, default=450, help="seconds a stage, about")
     args = parser.parse_args()
+    sizes = SMALL if args.small else GPU
+    if args.device == "cpu" and not args.small:
+        parser.error("--device cpu goes with --small: the other shapes are a GPU's")
+    names = [item.name for name in args.stage for item in stage(name, sizes, args.out)]
+    if not any(args.only in name for name in names):
+        parser.error(
+            f"--only {args.only}: no measurement is called so; there are {', '.join(names)}"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py
     # Several processes compile at once.
@@ -61,7 +69,7 @@ def main() -> int:
     stamp = stamped(args.device, args.out)
     left = []
     for name in args.stage:
-        left += run_stage(name, SMALL if args.small else GPU, args, stamp)
+        left += run_stage(name, sizes, args, stamp)
     text = table(args.out)
     (args.out / "table.md").write_text(text)
     print(f"\n{text}")
@@ -91,7 +99,9 @@ def stamped(device: str, out: Path) -> dict[str, str]:
     reply = worker.ask("harness.machine.facts", {}, 180)
     worker.close()
     if not reply.ok:
-        raise SystemExit(f"no {device} device: {reply.result}")
+        raise SystemExit(
+            f"no {device} device ({reply.result}); --device cpu --small runs the same functions"
+        )
     return {
         "code": code_hash(),
         "torch": reply.result["torch"],

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py: who fails is recorded and the rest goes on, and nothing is measured twice."""
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -310,3 +311,19 @@ def test_a_decoding_step_reads_weights_and_the_cache():
     cached = sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
     weights = sum(p.nbytes for name, p in model.named_parameters() if "tok_emb" not in name)
     assert taken.bytes == weights + cached
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cpu"], "--device cpu goes with --small"),
+        (["--device", "cpu", "--small", "--stage", "A", "--only", "stepp"], "there are facts, "),
+        (["--stage", "D"], "choose from"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(words, said, tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", *words, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
