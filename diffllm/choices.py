@@ -6,9 +6,7 @@ from typing import Any
 import torch
 
 from diffllm.config import Precision
-from diffllm.model.choice import Choice
-
-ASKED = "asked for"
+from diffllm.model.choice import ASKED, Choice
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
@@ -16,15 +14,11 @@ def chosen_precision(precision: Precision, device: torch.device) -> Choice:
     if precision is not Precision.auto:
         return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return dtype_of(fast, "this GPU")
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return dtype_of(fast, "this CPU")
-
-
-def dtype_of(fast: bool, name: str) -> Choice:
-    """Bfloat16 where it is fast."""
-    if fast:
+        name, has_units = "this GPU", torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        name = "this CPU"
+        has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if has_units:
         return Choice(torch.bfloat16, f"{name} has bf16 units")
     return Choice(torch.float32, f"{name} has no bf16 units")
 

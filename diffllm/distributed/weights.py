@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from diffllm.distributed.fsdp import fp32_parameters, local_block
 from diffllm.distributed.mesh import Reduce
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
 
 Block = tuple[Tensor, tuple[int, ...], torch.Size]
 
@@ -137,7 +137,7 @@ class Sharded:
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> Choice:
     """When gradients of micro-batches are reduced: once a step, where a whole gradient is small."""
     if asked is not None:
-        return Choice(asked, "asked for")
+        return Choice(asked, ASKED)
     size = 4 * sum(map(gathered_numel, params))
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
     return Choice(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
 
 FP32 = torch.float32
 GPU_CHUNK, CPU_CHUNK = 4096, 512
@@ -17,7 +17,7 @@ GPU_CHUNK, CPU_CHUNK = 4096, 512
 def loss_chunk(asked: int | None, device: torch.device) -> Choice:
     """How many tokens have logits at once; `asked` is `model.loss_chunk`, None for the device's."""
     if asked is not None:
-        return Choice(asked, "asked for")
+        return Choice(asked, ASKED)
     if device.type == "cuda":
         return Choice(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
     return Choice(CPU_CHUNK, "logits of more tokens leave the cache")

@@ -15,7 +15,7 @@ from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import Backend, Mask, attention_weights, repeated, weighted
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
@@ -42,7 +42,7 @@ class Values(Enum):
 def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice:
     """`Values.wide` or `Values.split`, for tensors on `device`."""
     if values is not Values.auto:
-        return Choice(values, "asked for")
+        return Choice(values, ASKED)
     if device.type == "cuda" and 2 * head_dim > FAST:
         return Choice(Values.split, f"not measured: few kernels are fast at width {2 * head_dim}")
     return Choice(Values.wide, f"2 x {head_dim} on the {device.type}")

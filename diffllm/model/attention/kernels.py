@@ -22,7 +22,7 @@ from diffllm.model.attention.ops import (
     in_float32,
     sdpa_is_flash_4,
 )
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
 from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 
@@ -70,9 +70,9 @@ def training_kernel(
         explicit: the variant masks documents by a boolean tensor, because no kernel knows its map.
     """
     if backend is Backend.reference:
-        return Choice(Kernel.explicit, "asked for")
+        return Choice(Kernel.explicit, ASKED)
     if backend is Backend.flex:
-        return Choice(Kernel.flex, "asked for")
+        return Choice(Kernel.flex, ASKED)
     if documents and explicit:
         return Choice(Kernel.masked, "documents of a map that no other kernel knows")
     if device.type == "cuda" and not flash_takes(dtype, width):
@@ -94,8 +94,8 @@ def training_kernel(
 def asked_flash(documents: bool) -> Choice:
     """The kernel of `backend=flash`, which `prepare_backend` has made ready."""
     if sdpa_is_flash_4():
-        return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, "asked for")
-    return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, "asked for")
+        return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, ASKED)
+    return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, ASKED)
 
 
 def document_kernel(device: torch.device, width: int) -> Choice:
