@@ -7,6 +7,7 @@ import torch
 
 from diffllm.config import Precision
 from diffllm.model.choice import ASKED, Choice
+from diffllm.model.dtypes import dtype_name
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
@@ -42,4 +43,6 @@ def plain(value: Any) -> Any:
     """A choice's value as JSON writes it, by name where JSON has none."""
     if isinstance(value, Enum):
         return value.value
-    return value if isinstance(value, (bool, int)) else str(value).removeprefix("torch.")
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return value if isinstance(value, (bool, int)) else str(value)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diffllm.model.choice import ASKED, Choice
+from diffllm.model.dtypes import at_least_float32
 
-FP32 = torch.float32
 GPU_CHUNK, CPU_CHUNK = 4096, 512
 
 
@@ -41,7 +41,7 @@ def chunk_loss(
     empty unless asked for.
     """
     logits = hidden @ weight.T
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, FP32))
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
     valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
     picked = log_probs.gather(1, index)
@@ -73,15 +73,15 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
     `total` is overwritten. Without one, the result is the product, which may have the inputs'
     dtype: of a sum with one term there is nothing to round.
     """
-    low = hidden.dtype != torch.promote_types(hidden.dtype, FP32)
+    low = hidden.dtype != at_least_float32(hidden.dtype)
     if hidden.is_cuda and low:  # cuBLAS has a float32 result already, and adds it by itself
         if total is None:
-            return torch.mm(grad_logits.T, hidden, out_dtype=FP32)
-        return torch.addmm(total, grad_logits.T, hidden, out_dtype=FP32, out=total)
+            return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
+        return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
     if total is None:
         return grad_logits.T @ hidden
     if low:
-        return total.to(FP32).add_(grad_logits.T @ hidden)
+        return total.to(torch.float32).add_(grad_logits.T @ hidden)
     return total.addmm_(grad_logits.T, hidden)
 
 

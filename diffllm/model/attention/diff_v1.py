@@ -17,6 +17,7 @@ from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import Backend, Mask, attention_weights, repeated, weighted
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
+from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope
@@ -185,7 +186,7 @@ class DiffV1Attention(Attention):
 
     def lambda_value(self) -> Tensor:
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""
-        dtype = torch.promote_types(self.lambda_q1.dtype, torch.float32)
+        dtype = at_least_float32(self.lambda_q1.dtype)
         q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 

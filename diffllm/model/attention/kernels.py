@@ -23,6 +23,7 @@ from diffllm.model.attention.ops import (
     sdpa_is_flash_4,
 )
 from diffllm.model.choice import ASKED, Choice
+from diffllm.model.dtypes import dtype_name
 from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 
@@ -76,7 +77,7 @@ def training_kernel(
     if documents and explicit:
         return Choice(Kernel.masked, "documents of a map that no other kernel knows")
     if device.type == "cuda" and not flash_takes(dtype, width):
-        why = f"heads {width} wide" if dtype in HALF else f"in {str(dtype).removeprefix('torch.')}"
+        why = f"heads {width} wide" if dtype in HALF else f"in {dtype_name(dtype)}"
         return Choice(Kernel.masked if documents else Kernel.efficient, why)
     if device.type != "cuda" and documents:
         return Choice(Kernel.masked, f"documents on the {device.type}")

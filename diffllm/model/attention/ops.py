@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from diffllm.model.dtypes import at_least_float32
 from diffllm.torch_versions import VARLEN_GQA
 
 NARROW = 32
@@ -251,7 +252,7 @@ def attention_weights(
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = at_least_float32(q.dtype)
     q = q.unflatten(2, (k.shape[2], -1))
     return torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype)).flatten(1, 2) * scale
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
+from diffllm.model.dtypes import dtype_name
 from diffllm.model.init import Initializer
 from diffllm.torch_versions import IS_ROCM
 
@@ -92,7 +93,7 @@ def grouped_product(
     if device.type not in ("cpu", "cuda"):
         return Choice(LOOPED, f"torch groups none on {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return Choice(LOOPED, f"torch groups none in {str(dtype).removeprefix('torch.')}")
+        return Choice(LOOPED, f"torch groups none in {dtype_name(dtype)}")
     if n_experts >= MOST_GROUPS:
         return Choice(LOOPED, f"torch groups fewer than {MOST_GROUPS}")
     if any(width * dtype.itemsize % ALIGNMENT for width in widths):
