@@ -23,16 +23,16 @@ from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope
 from diffllm.registry import schema
 
-FAST = 128
-"""Width of heads up to which kernels of GPUs are at their best."""
+FAST_WIDTH = 128
+"""The width of heads up to which kernels of GPUs are at their best."""
 
 
 class Values(Enum):
-    """How a pair's values, 2d wide, reach the kernel; one kernel call either way.
+    """How the values of a pair, 2d wide, reach the kernel; one kernel call either way.
 
-    auto: as the device's kernels are faster, see `values_layout`.
-    wide: as they are.
-    split: in two halves of d, which repeats queries and keys.
+    auto: the faster of the two on the device, see `values_layout`.
+    wide: unchanged.
+    split: in two halves of width d, which repeats queries and keys.
     """
 
     auto = "auto"
@@ -44,7 +44,7 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice
     """`Values.wide` or `Values.split`, for tensors on `device`."""
     if values is not Values.auto:
         return Choice(values, ASKED)
-    if device.type == "cuda" and 2 * head_dim > FAST:
+    if device.type == "cuda" and 2 * head_dim > FAST_WIDTH:
         return Choice(Values.split, f"not measured: few kernels are fast at width {2 * head_dim}")
     return Choice(Values.wide, f"2 x {head_dim} on the {device.type}")
 
