@@ -1,4 +1,4 @@
-"""What a config leaves to the device, decided before anything is built."""
+"""The settings that a config leaves to the device, decided before anything is built."""
 
 from enum import Enum
 from typing import Any
@@ -11,7 +11,7 @@ from diffllm.model.dtypes import dtype_name
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
-    """The dtype of the computation: bfloat16 where the device has units for it."""
+    """The dtype of the computation; left open, it is bfloat16 on devices with units for it."""
     if precision is not Precision.auto:
         return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
@@ -25,7 +25,7 @@ def chosen_precision(precision: Precision, device: torch.device) -> Choice:
 
 
 def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
-    """Whether blocks and loss are compiled: on GPUs, unless the config says otherwise."""
+    """Whether blocks and loss are compiled; left open, they are on GPUs."""
     if compile is not None:
         return Choice(compile, ASKED)
     gpu = device.type == "cuda"
@@ -33,14 +33,14 @@ def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
 
 
 def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
-    """Choices as run.json holds them: {"value": ..., "reason": ...} by name."""
+    """The form of choices in run.json: {"value": ..., "reason": ...} by name."""
     return {
         name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
     }
 
 
 def plain(value: Any) -> Any:
-    """A choice's value as JSON writes it, by name where JSON has none."""
+    """The value of a choice in a type that JSON has; dtypes and enum members become text."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, torch.dtype):

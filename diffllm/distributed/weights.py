@@ -1,4 +1,4 @@
-"""The parameters behind a model in training: what the optimizer updates, and what computes.
+"""The float32 parameters that the optimizer updates, and how a model computes with them.
 
 On several ranks FSDP2 shards them. One rank has nothing to gather or reduce, and there FSDP2 would
 only cast and copy every parameter in both passes of every micro-batch; it keeps copies instead.
@@ -18,7 +18,7 @@ from diffllm.model.choice import ASKED, Choice
 from diffllm.model.init import LocalBlock, whole
 
 LAST_UP_TO = 8 * 2**30
-"""Bytes of a whole float32 gradient up to which gradients wait for the last micro-batch."""
+"""The largest float32 gradient of all parameters, in bytes, that waits for the last micro-batch."""
 
 
 class Weights(Protocol):

@@ -15,7 +15,11 @@ GPU_CHUNK, CPU_CHUNK = 4096, 512
 
 
 def loss_chunk(asked: int | None, device: torch.device) -> Choice:
-    """How many tokens have logits at once; `asked` is `model.loss_chunk`, None for the device's."""
+    """The number of tokens that have logits at once.
+
+    Args:
+        asked: `model.loss_chunk`; None leaves it to the device.
+    """
     if asked is not None:
         return Choice(asked, ASKED)
     if device.type == "cuda":
@@ -55,7 +59,7 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """probs (n, V) less valid (n,) at index (n, 1); may overwrite `probs`.
+    """Subtract valid (n,) from probs (n, V) at index (n, 1), and may overwrite `probs`.
 
     A compiler fuses a comparison with what is before and after it, where a scatter would make it
     write float32 probabilities out and read them again. Uncompiled, the comparison is several
@@ -68,13 +72,13 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
+    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
 
-    `total` is overwritten. Without one, the result is the product, which may have the inputs'
-    dtype: of a sum with one term there is nothing to round.
+    `total` is overwritten. Without one the product itself is returned, which may have the dtype of
+    the inputs: a sum of one term has nothing to round.
     """
     low = hidden.dtype != at_least_float32(hidden.dtype)
-    if hidden.is_cuda and low:  # cuBLAS has a float32 result already, and adds it by itself
+    if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself
         if total is None:
             return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
         return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
@@ -86,7 +90,10 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
 
 def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad times a scalar, multiplied in the wider of their dtypes and written as `dtype`."""
+    """Multiply grad by a scalar in the wider of their dtypes; the result is in `dtype`.
+
+    Written at once: the product in the wider dtype would be as large a tensor again.
+    """
     return torch.mul(grad, scale.view(1), out=torch.empty_like(grad, dtype=dtype))
 
 

@@ -90,7 +90,7 @@ class Router(nn.Module):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x (N, D) times the transpose of weight (E, D): (N, E), float32 at least."""
+    """The product of x (N, D) and the transpose of weight (E, D): (N, E), float32 at least."""
     dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
@@ -98,7 +98,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def router_product(device: torch.device, dtype: torch.dtype) -> Choice:
-    """How x of `dtype` meets the router's weight: `FLOAT32` or `SPLIT`, as exact in its sums."""
+    """The product of tokens of `dtype` and the router's weight: `FLOAT32` or `SPLIT`."""
     if dtype != torch.bfloat16:
         return Choice(FLOAT32, f"tokens are {dtype_name(dtype)}")
     if device.type != "cuda" or IS_ROCM:
