@@ -1,4 +1,4 @@
-"""What a config leaves to the device, decided before anything is built."""
+"""The settings that a config leaves to the device, decided before anything is built."""
 
 from enum import Enum
 from typing import Any
@@ -6,31 +6,26 @@ from typing import Any
 import torch
 
 from diffllm.config import Precision
-from diffllm.model.choice import Choice
-
-ASKED = "asked for"
+from diffllm.model.choice import ASKED, Choice
+from diffllm.model.dtypes import dtype_name
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
-    """The dtype of the computation: bfloat16 where the device has units for it."""
+    """The dtype of the computation; left open, it is bfloat16 on devices with units for it."""
     if precision is not Precision.auto:
         return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return dtype_of(fast, "this GPU")
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return dtype_of(fast, "this CPU")
-
-
-def dtype_of(fast: bool, name: str) -> Choice:
-    """Bfloat16 where it is fast."""
-    if fast:
+        name, has_units = "this GPU", torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        name = "this CPU"
+        has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if has_units:
         return Choice(torch.bfloat16, f"{name} has bf16 units")
     return Choice(torch.float32, f"{name} has no bf16 units")
 
 
 def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
-    """Whether blocks and loss are compiled: on GPUs, unless the config says otherwise."""
+    """Whether blocks and loss are compiled; left open, they are on GPUs."""
     if compile is not None:
         return Choice(compile, ASKED)
     gpu = device.type == "cuda"
@@ -38,14 +33,16 @@ def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
 
 
 def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
-    """Choices as run.json holds them: {"value": ..., "reason": ...} by name."""
+    """The form of choices in run.json: {"value": ..., "reason": ...} by name."""
     return {
         name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
     }
 
 
 def plain(value: Any) -> Any:
-    """A choice's value as JSON writes it, by name where JSON has none."""
+    """The value of a choice in a type that JSON has; dtypes and enum members become text."""
     if isinstance(value, Enum):
         return value.value
-    return value if isinstance(value, (bool, int)) else str(value).removeprefix("torch.")
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return value if isinstance(value, (bool, int)) else str(value)

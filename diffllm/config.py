@@ -255,7 +255,7 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 
 def check_allowed(cfg: TrainConfig) -> None:
-    """Raise ConfigError for a name in run.allow_changes that nothing in a run has."""
+    """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has."""
     keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer"]
     for name in cfg.run.allow_changes:
         if not any(is_allowed(key, [name]) for key in keys):

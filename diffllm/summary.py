@@ -12,6 +12,7 @@ from diffllm.choices import as_text
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData
 from diffllm.display import duration
+from diffllm.model.dtypes import dtype_name
 from diffllm.recorder import Recorder
 from diffllm.trainer import LoopState, Training
 
@@ -51,7 +52,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "device": torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
-        "compute_dtype": str(t.compute_dtype).removeprefix("torch."),
+        "compute_dtype": dtype_name(t.compute_dtype),
         "torch": torch.__version__,
         "choices": as_text(t.choices),
     }

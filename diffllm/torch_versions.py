@@ -1,6 +1,6 @@
-"""What differs between the versions and builds of torch that we run on, 2.11 and newer.
+"""The differences between the versions and builds of torch that we run on, 2.11 and newer.
 
-Everything else is written once, for all of them: no other module asks which torch it runs on.
+No other module asks which torch it runs on.
 """
 
 import inspect
@@ -13,26 +13,26 @@ from torch.nn.attention.varlen import varlen_attn
 
 HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
-"""Arguments by which `varlen_attn` takes fewer kv heads than query heads: it must be told since
-2.12, and could not be told in 2.11, where the kernel took heads as they came."""
+"""Arguments with which `varlen_attn` takes fewer kv heads than query heads. It must be told since
+2.12; 2.11 had no such argument, and its kernel took heads as they came."""
 
 VARLEN_TAKES_FLASH_4 = HAS_GQA
-"""Whether flash-attn-4 masks documents: 2.11 gave it a window of -1 as one, and refused any window
-in the backward pass."""
+"""Whether `varlen_attn` can run flash-attn-4, and with it mask documents. In 2.11 it passed -1, for
+no window, on as if it were one, and its backward pass refused any."""
 NEEDS_TORCH = f"flash-attn-4 masks documents from torch 2.12 on, this is {torch.__version__}"
 
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 FLIGHT_RECORDERS = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
-"""Functions that dump the last collectives as JSON: gloo's, and NCCL's in builds that have it."""
+"""The functions that dump the last collectives as JSON, of gloo and, in builds with it, of NCCL."""
 
 IS_ROCM = bool(torch.version.hip)
-"""Whether "cuda" means AMD's GPUs, whose kernels differ from CUDA's in what they promise."""
+"""Whether "cuda" means AMD's GPUs, whose kernels do not promise all that those of CUDA do."""
 
 
 class Stager(DefaultStager):
-    """DCP's stager, whose copies go to the same memory each time.
+    """DCP's stager, which copies to the same memory each time.
 
-    torch 2.11 closes what copies behind every copy, and the next one fails.
+    torch 2.11 closes the inner stager after every copy, so that the next copy fails.
     """
 
     def __init__(self, options: StagingOptions):

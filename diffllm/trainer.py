@@ -58,11 +58,11 @@ class Training:
     """The token that ends a document, where documents are masked."""
     guard: Guard
     choices: dict[str, Choice]
-    """What was left to the device, by what it is about."""
+    """Settings that were left to the device or to the size of the model, by name."""
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Sharded, replicated or whole parameters by name, float32."""
+        """The float32 parameters by name: sharded, replicated or whole."""
         return self.weights.params
 
     @property
@@ -125,17 +125,17 @@ def allocated(
 ) -> Training:
     """A model on `device`, its parameters still without values, and its optimizer."""
     model.to_empty(device=device)
-    precision, compile = (
-        chosen_precision(cfg.precision, device),
-        chosen_compile(cfg.compile, device),
-    )
-    one_rank = meshes.dense.size() == 1
-    weights = OneRank(model, precision.value) if one_rank else Sharded(model, cfg.parallel.reduce)
+    precision = chosen_precision(cfg.precision, device)
+    compile = chosen_compile(cfg.compile, device)
+    weights: Weights
+    if meshes.one_rank:
+        weights = OneRank(model, precision.value)
+    else:
+        weights = Sharded(model, cfg.parallel.reduce)
     optimizer = build_optimizer(weights.params, cfg.optim)
     guard = Guard(cfg.train.skip_step, device)
-    documents = document_end is not None
     choices = {"precision": precision, "compile": compile, **weights.choices}
-    choices |= model.choices(device, precision.value, documents)
+    choices |= model.choices(device, precision.value, documents=document_end is not None)
     return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)
 
 
@@ -155,9 +155,8 @@ def train_step(
     counts = torch.zeros((), dtype=torch.int64, device=t.device)
     stats: Stats = {}
     probe = None
-    if due.probes or (
-        due.diagnose and t.choices["compile"].value
-    ):  # one compiled graph measures all there is
+    compiled: bool = t.choices["compile"].value
+    if due.probes or (due.diagnose and compiled):  # one compiled graph measures all there is
         probe = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, step)
         probe = None if probe is None else moved(probe, t.device)
     for i in range(count):

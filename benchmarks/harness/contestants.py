@@ -16,7 +16,7 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.distributed.world import join
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
 from harness.breakdown import breakdown
 
 State = dict[str, Any]
@@ -52,7 +52,7 @@ def build_step(
         document_kernel: a `Kernel` for documents on Hopper in place of the one that is chosen.
     """
     if document_kernel:
-        kernels.DOCUMENTS_ON_HOPPER = Choice(Kernel[document_kernel], "asked for")
+        kernels.DOCUMENTS_ON_HOPPER = Choice(Kernel[document_kernel], ASKED)
     device = device_of(state)
     cfg = load_config(words)
     step: Step

@@ -64,7 +64,7 @@ class TensorReader(FileSystemReader):
     """DCP's reader of a directory that holds tensors and nothing else."""
 
     refused: Exception | None = None
-    """Why the index could not be read, which `dcp.load` leaves out (torch 2.11) or wraps."""
+    """The error of reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index.

@@ -37,7 +37,7 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 
 def sync(path: Path) -> None:
-    """What is in a file, or the names in a directory, outlive a power cut from here on."""
+    """Have a file's content, or the names in a directory, outlive a power cut from here on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

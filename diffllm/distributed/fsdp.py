@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffllm.distributed.experts import Splits, exchanged_splits, share_out
 from diffllm.distributed.mesh import Meshes
+from diffllm.model.init import LocalBlock, whole
 
 
 def parallelize(
@@ -45,9 +46,9 @@ def parallelize(
     if compile:
         loss: Any = model.chunk_loss
         model.chunk_loss = torch.compile(loss, fullgraph=True)  # type: ignore[assignment]
-    if meshes.dense.size() == 1:
+    if meshes.one_rank:
         for layer in layers:
-            wrap_forward(layer, compile, activation_checkpointing, whole=True)
+            wrap_forward(layer, compile, activation_checkpointing, one_graph=True)
         return
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -69,7 +70,7 @@ def parallelize(
                 shard_placement_fn=partial(placement, meshes.experts["shard"].size()),
                 reshard_after_forward=True,
             )
-        wrap_forward(layer, compile, activation_checkpointing, whole=experts is None)
+        wrap_forward(layer, compile, activation_checkpointing, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
     if meshes.experts:
         prefetch(layers)
@@ -85,7 +86,6 @@ def placement(ranks: int, param: nn.Parameter) -> Shard | None:
     """The dimension of experts (E, out, in) that FSDP shards; None for the default, dimension 0.
 
     The first that `ranks` divides: there can be more ranks than experts.
-
     """
     if param.ndim != 3:
         return None
@@ -109,20 +109,20 @@ def prefetch(layers: Any) -> None:
 
 
 def wrap_forward(
-    layer: nn.Module, compile: bool, activation_checkpointing: bool, whole: bool
+    layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
 ) -> None:
-    """Checkpointing and compilation of a layer; `whole` if it is one graph.
+    """Checkpointing and compilation of a layer; `one_graph` if it is one graph.
 
     Checkpointing inside a graph leaves it to the compiler what to keep. A layer that exchanges rows
     is several graphs, which only checkpointing outside of them can hold together.
     """
-    if activation_checkpointing and whole:
+    if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
     if compile:
-        if not whole:
+        if not one_graph:
             compile_between_exchanges(layer.ffn)
-        layer.forward = torch.compile(layer.forward, fullgraph=whole)
-    if activation_checkpointing and not whole:
+        layer.forward = torch.compile(layer.forward, fullgraph=one_graph)
+    if activation_checkpointing and not one_graph:
         layer.forward = checkpointed(layer.forward)
 
 
@@ -161,10 +161,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_block(param: Tensor) -> tuple[Tensor, tuple[int, ...], torch.Size]:
-    """(values held here, their first index in each dimension, full shape) of a parameter."""
+def local_block(param: Tensor) -> LocalBlock:
+    """The block of a parameter, sharded or not, that this rank holds."""
     if not isinstance(param, DTensor):
-        return param, (0,) * param.ndim, param.shape
+        return whole(param)
     _, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )

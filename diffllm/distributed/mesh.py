@@ -31,7 +31,7 @@ class ParallelConfig:
     expert: int = 1
     """Neighbouring ranks that share out the experts of every layer, and send each other tokens."""
     reduce: Reduce | None = None
-    """null: last where the gradient of all parameters is small, else every."""
+    """When gradients are reduced; null: last where that of all parameters is small, else every."""
 
     def validate(self, n_experts: int) -> None:
         """Raise ConfigError for sizes that no world can have.
@@ -84,6 +84,11 @@ class Meshes(NamedTuple):
     """Dimensions "replicate" and "fsdp", which is shard and expert together."""
     experts: DeviceMesh | None
     """Dimensions "replicate", "shard" and "expert"; None where experts are not shared out."""
+
+    @property
+    def one_rank(self) -> bool:
+        """Whether there is no other rank to share anything with."""
+        return self.dense.size() == 1
 
 
 def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:

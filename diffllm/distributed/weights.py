@@ -1,4 +1,4 @@
-"""The parameters behind a model in training: what the optimizer updates, and what computes.
+"""The float32 parameters that the optimizer updates, and how a model computes with them.
 
 On several ranks FSDP2 shards them. One rank has nothing to gather or reduce, and there FSDP2 would
 only cast and copy every parameter in both passes of every micro-batch; it keeps copies instead.
@@ -14,25 +14,23 @@ from torch.distributed.tensor import DTensor
 
 from diffllm.distributed.fsdp import fp32_parameters, local_block
 from diffllm.distributed.mesh import Reduce
-from diffllm.model.choice import Choice
-
-Block = tuple[Tensor, tuple[int, ...], torch.Size]
-
+from diffllm.model.choice import ASKED, Choice
+from diffllm.model.init import LocalBlock, whole
 
 LAST_UP_TO = 8 * 2**30
-"""Bytes of a whole float32 gradient up to which gradients wait for the last micro-batch."""
+"""The largest float32 gradient of all parameters, in bytes, that waits for the last micro-batch."""
 
 
 class Weights(Protocol):
     """The parameters of one rank."""
 
     choices: dict[str, Choice]
-    """What was left to the size of the model."""
+    """Settings that the size of the model decided, by name."""
 
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
-    def block(self, param: Tensor) -> Block:
+    def block(self, param: Tensor) -> LocalBlock:
         """The part of a parameter of the model that this rank holds, for `Initializer`."""
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -57,7 +55,7 @@ class OneRank:
         self.choices: dict[str, Choice] = {}
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.origins: dict[Tensor, Tensor] = {}
-        """Each copy's parameter."""
+        """The float32 parameter behind each copy."""
         stay = fp32_parameters(model)
         for module in model.modules():
             own = {
@@ -65,14 +63,14 @@ class OneRank:
                 for name, param in module.named_parameters(recurse=False)
                 if param not in stay and param.dtype != dtype
             }
-            for name, memory in allocated(own, getattr(module, "adjacent", ()), dtype).items():
-                copy = nn.Parameter(memory)
+            for name, empty in empty_copies(own, getattr(module, "adjacent", ()), dtype).items():
+                copy = nn.Parameter(empty)
                 copy.register_post_accumulate_grad_hook(partial(hand_over, own[name]))
                 self.origins[copy] = own[name]
                 setattr(module, name, copy)
 
-    def block(self, param: Tensor) -> Block:
-        return local_block(self.origins.get(param, param))
+    def block(self, param: Tensor) -> LocalBlock:
+        return whole(self.origins.get(param, param))
 
     def begin_micro_batch(self, last: bool) -> None:
         pass
@@ -86,11 +84,13 @@ class OneRank:
         pass
 
 
-def allocated(
+def empty_copies(
     params: dict[str, nn.Parameter], adjacent: tuple[str, ...], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Memory in `dtype` for parameters of a module; those that are `adjacent`, each (E, F, D), are
-    slices [:, i F : (i + 1) F] of one tensor."""
+    """Tensors in `dtype`, without values, for the parameters of a module, by name.
+
+    Those named in `adjacent`, each (E, F, D), are the slices [:, i F : (i + 1) F] of one tensor.
+    """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
     neighbours = [name for name in adjacent if name in params]
     if not neighbours:
@@ -120,7 +120,7 @@ class Sharded:
         self.choices = {"reduce": chosen_reduce(reduce, self.params.values())}
         self.reduce: Reduce = self.choices["reduce"].value
 
-    def block(self, param: Tensor) -> Block:
+    def block(self, param: Tensor) -> LocalBlock:
         return local_block(param)
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -135,16 +135,17 @@ class Sharded:
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> Choice:
-    """When gradients of micro-batches are reduced: once a step, where a whole gradient is small."""
+    """Decide when gradients of micro-batches are reduced: once a step, where a whole gradient is
+    small enough to wait, unless the config says otherwise."""
     if asked is not None:
-        return Choice(asked, "asked for")
+        return Choice(asked, ASKED)
     size = 4 * sum(map(gathered_numel, params))
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
     return Choice(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)
 
 
 def gathered_numel(param: Tensor) -> int:
-    """Values of a parameter that a rank computes with: of experts, those that it has."""
+    """How many values of a parameter a rank computes with: of experts, it has only its own."""
     if isinstance(param, DTensor) and "expert" in (param.device_mesh.mesh_dim_names or ()):
         return param.numel() // param.device_mesh["expert"].size()
     return param.numel()

@@ -27,7 +27,7 @@ SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
 STOP_READ_S = 2
-"""The same for a stop, of which ranks may know already, and which a scheduler gives little time."""
+"""Seconds that a stop on rank 0 waits for them: they may know already, and schedulers hurry."""
 
 
 @dataclass
@@ -69,10 +69,10 @@ class World:
                 self.store.set(key, json.dumps({"result": result}))
                 return result
             except StoppedEarly as early:
-                self._end(key, {"stopped": early.args[0]}, STOP_READ_S)
+                self._tell(key, {"stopped": early.args[0]}, STOP_READ_S)
                 raise
             except UserError as error:
-                self._end(key, {"error": str(error)}, READ_S)
+                self._tell(key, {"error": str(error)}, READ_S)
                 raise
         decision = json.loads(self._wait_for(key))
         if "result" in decision:
@@ -82,8 +82,8 @@ class World:
             raise StoppedEarly(signal.Signals(decision["stopped"]))
         raise AgreedError(decision["error"])
 
-    def _end(self, key: str, decision: dict[str, object], seconds: float) -> None:
-        """Tell the other ranks why this process is about to end, and wait until they have read it.
+    def _tell(self, key: str, decision: dict[str, object], seconds: float) -> None:
+        """Tell the other ranks why rank 0 is about to end, and wait until they have read it.
 
         The store ends with this process, unless torchrun has it.
         """

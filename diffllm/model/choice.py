@@ -2,6 +2,9 @@
 
 from typing import Any, NamedTuple
 
+ASKED = "asked for"
+"""The reason of a choice that the config made."""
+
 
 class Choice(NamedTuple):
     """A setting that was left to the device, and why it came out as it did."""

@@ -17,11 +17,15 @@ from torch import Tensor, nn
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
 
 T = TypeVar("T")
-Shard = Callable[[Tensor], tuple[Tensor, tuple[int, ...], torch.Size]]
+LocalBlock = tuple[Tensor, tuple[int, ...], torch.Size]
+"""The values of a parameter that this process holds, the index of the first of them in each
+dimension, and the full shape of the parameter."""
+Shard = Callable[[Tensor], LocalBlock]
+"""How to find the block of a parameter."""
 
 
-def whole(param: Tensor) -> tuple[Tensor, tuple[int, ...], torch.Size]:
-    """Of an unsharded parameter: (values held here, first index of each dimension, full shape)."""
+def whole(param: Tensor) -> LocalBlock:
+    """The block of an unsharded parameter: all of it."""
     return param, (0,) * param.ndim, param.shape
 
 
@@ -52,13 +56,13 @@ class Initializer:
         target = local.detach().view(len(held), width)
         starts = (held // rows).unique() * rows
         stops = (starts + rows).clamp_max(leading.numel())
-        parts = torch.stack(
-            (starts, stops, *torch.searchsorted(held, torch.stack((starts, stops))))
-        )
+        low, high = torch.searchsorted(held, torch.stack((starts, stops)))
+        blocks = torch.stack((starts, stops, low, high), dim=1)
         in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
 
-        def fill(part: list[int]) -> None:
-            start, stop, low, high = part
+        def fill(block: list[int]) -> None:
+            """Draw rows start to stop of the parameter into rows low to high held here."""
+            start, stop, low, high = block
             complete = (high - low, width) == (stop - start, row_size)
             generator = torch.Generator(device="cpu")
             generator.manual_seed(self._seed(self.names[param], start // rows))
@@ -71,7 +75,7 @@ class Initializer:
                 values = values[held[low:high] - start, column : column + width]
             target[low:high].copy_(values)
 
-        in_threads(fill, parts.T.tolist())
+        in_threads(fill, blocks.tolist())
 
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()
@@ -79,7 +83,7 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Of a block of a tensor, the row numbers, rising, int64.
+    """The numbers of the rows that a block of a tensor has parts of, rising, int64.
 
     Args:
         local: the block's shape.
@@ -113,7 +117,7 @@ def draw(values: Tensor, std: float, truncate: float | None, generator: torch.Ge
 
 
 def in_threads(work: Callable[[T], None], items: list[T]) -> None:
-    """Do `work` for every item, in `torch.get_num_threads()` threads; raises what it raises."""
+    """Do `work` for every item, in `torch.get_num_threads()` threads; raise what it raises."""
     workers = min(torch.get_num_threads(), len(items))
     if workers < 2:
         for item in items:

@@ -8,16 +8,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
+from diffllm.model.dtypes import at_least_float32
 
-FP32 = torch.float32
 GPU_CHUNK, CPU_CHUNK = 4096, 512
 
 
 def loss_chunk(asked: int | None, device: torch.device) -> Choice:
-    """How many tokens have logits at once; `asked` is `model.loss_chunk`, None for the device's."""
+    """The number of tokens that have logits at once.
+
+    Args:
+        asked: `model.loss_chunk`; None leaves it to the device.
+    """
     if asked is not None:
-        return Choice(asked, "asked for")
+        return Choice(asked, ASKED)
     if device.type == "cuda":
         return Choice(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
     return Choice(CPU_CHUNK, "logits of more tokens leave the cache")
@@ -41,7 +45,7 @@ def chunk_loss(
     empty unless asked for.
     """
     logits = hidden @ weight.T
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, FP32))
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
     valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
     picked = log_probs.gather(1, index)
@@ -55,7 +59,7 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """probs (n, V) less valid (n,) at index (n, 1); may overwrite `probs`.
+    """Subtract valid (n,) from probs (n, V) at index (n, 1), and may overwrite `probs`.
 
     A compiler fuses a comparison with what is before and after it, where a scatter would make it
     write float32 probabilities out and read them again. Uncompiled, the comparison is several
@@ -68,25 +72,28 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
+    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
 
-    `total` is overwritten. Without one, the result is the product, which may have the inputs'
-    dtype: of a sum with one term there is nothing to round.
+    `total` is overwritten. Without one the product itself is returned, which may have the dtype of
+    the inputs: a sum of one term has nothing to round.
     """
-    low = hidden.dtype != torch.promote_types(hidden.dtype, FP32)
-    if hidden.is_cuda and low:  # cuBLAS has a float32 result already, and adds it by itself
+    low = hidden.dtype != at_least_float32(hidden.dtype)
+    if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself
         if total is None:
-            return torch.mm(grad_logits.T, hidden, out_dtype=FP32)
-        return torch.addmm(total, grad_logits.T, hidden, out_dtype=FP32, out=total)
+            return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
+        return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
     if total is None:
         return grad_logits.T @ hidden
     if low:
-        return total.to(FP32).add_(grad_logits.T @ hidden)
+        return total.to(torch.float32).add_(grad_logits.T @ hidden)
     return total.addmm_(grad_logits.T, hidden)
 
 
 def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad times a scalar, multiplied in the wider of their dtypes and written as `dtype`."""
+    """Multiply grad by a scalar in the wider of their dtypes; the result is in `dtype`.
+
+    Written at once: the product in the wider dtype would be as large a tensor again.
+    """
     return torch.mul(grad, scale.view(1), out=torch.empty_like(grad, dtype=dtype))
 
 

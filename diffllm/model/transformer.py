@@ -231,10 +231,10 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, Choice]:
-        """What `device` decides about training in `dtype`, by what it is about.
+        """Decide what is left to `device` when training in `dtype`, by name.
 
         Args:
-            documents: whether they are masked.
+            documents: whether queries see their own document only.
         """
         cfg = self.cfg
         found = cfg.attention.choices(cfg, device, dtype, documents)
@@ -270,7 +270,7 @@ def build_model(cfg: ModelConfig) -> Transformer:
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)
-    with torch.device("meta"):  # layers of torch would draw values that nobody uses
+    with torch.device("meta"):  # else the layers draw values that nobody uses
         model = Transformer(cfg)
     if device.type != "meta":
         model.to_empty(device=device)

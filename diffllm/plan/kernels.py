@@ -14,8 +14,11 @@ from diffllm.model import loss
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Within, uncompiled RMSNorms and the loss's sum of weight gradients have a GPU's memory, and
-    no meaningful results."""
+    """A context in which some operations take the memory that they take on a GPU.
+
+    These are uncompiled RMSNorms and the loss's sum of weight gradients. What they return has no
+    meaning.
+    """
 
     def rms_norm(
         x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None

@@ -182,7 +182,7 @@ def write(place: Place, run: Path, checkpoint: Path, shards: list[dict[str, Tens
         for name, content in contents(place, run, checkpoint, shards):
             made[name] = place.directory / f".{name}.{os.getpid()}"
             content(made[name])
-            sync_file(made[name])
+            sync(made[name])
         for name, hidden in made.items():
             hidden.replace(place.directory / name)
     finally:
@@ -236,9 +236,3 @@ def index(names: list[str], shards: list[dict[str, Tensor]]) -> dict[str, object
         "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
         "weight_map": {tensor: name for name, shard in pairs for tensor in shard},
     }
-
-
-def sync_file(file: Path) -> None:
-    """Down to the disk."""
-    with open(file, "rb") as stream:
-        os.fsync(stream.fileno())

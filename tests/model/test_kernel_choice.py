@@ -292,7 +292,7 @@ def test_auto_splits_values_where_kernels_are_slow_at_their_width(
 def test_auto_computes_what_wide_and_split_do(monkeypatch, device):
     """With tensors that count as on `device`: logits and every gradient."""
     real, widths = values_layout, []
-    monkeypatch.setattr(diff_v1, "FAST", 8)
+    monkeypatch.setattr(diff_v1, "FAST_WIDTH", 8)
     monkeypatch.setattr(diff_v1, "values_layout", lambda v, d, _: real(v, d, device))
     kernel = ops.sdpa
 

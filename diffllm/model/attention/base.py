@@ -50,7 +50,7 @@ class AttentionConfig:
         """Raise ConfigError for a model shape that this variant cannot take."""
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        """Width of the widest of the queries, keys and values that a kernel gets on `device`."""
+        """The width of the widest of queries, keys and values that a kernel gets on `device`."""
         return model.head_dim
 
     @property
@@ -61,11 +61,11 @@ class AttentionConfig:
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, Choice]:
-        """What the device decides in training, by name: "attention", the kernel.
+        """Decide what is left to the device in training, by name: "attention" is the kernel.
 
         Args:
             dtype: of queries and keys.
-            documents: whether they are masked.
+            documents: whether queries see their own document only.
         """
         width = self.kernel_width(model, device)
         return {
@@ -75,7 +75,7 @@ class AttentionConfig:
         }
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """The same config, with what `device` decides about tensors' shapes written down."""
+        """The same config, with all that `device` decides about the shapes of tensors filled in."""
         return self
 
     def prepare(
@@ -89,7 +89,7 @@ class AttentionConfig:
 
         Args:
             dtype: of queries and keys, where it is known already.
-            documents: whether they will be masked.
+            documents: whether queries will see their own document only.
 
         Raises:
             ConfigError: the backend cannot run there.
@@ -250,7 +250,7 @@ class Attention(nn.Module):
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
-        """What `forward` wants as mask for a batch of tokens (B, T); the same for all layers."""
+        """The mask that `forward` wants for a batch of tokens (B, T); the same for all layers."""
         width = self.kernel_width(tokens.device)
         return training_mask(documents, tokens, self.backend, dtype, width, self.explicit_mask)
 

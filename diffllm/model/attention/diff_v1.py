@@ -15,23 +15,24 @@ from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import Backend, Mask, attention_weights, repeated, weighted
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
+from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
 from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope
 from diffllm.registry import schema
 
-FAST = 128
-"""Width of heads up to which kernels of GPUs are at their best."""
+FAST_WIDTH = 128
+"""The width of heads up to which kernels of GPUs are at their best."""
 
 
 class Values(Enum):
-    """How a pair's values, 2d wide, reach the kernel; one kernel call either way.
+    """How the values of a pair, 2d wide, reach the kernel; one kernel call either way.
 
-    auto: as the device's kernels are faster, see `values_layout`.
-    wide: as they are.
-    split: in two halves of d, which repeats queries and keys.
+    auto: the faster of the two on the device, see `values_layout`.
+    wide: unchanged.
+    split: in two halves of width d, which repeats queries and keys.
     """
 
     auto = "auto"
@@ -42,8 +43,8 @@ class Values(Enum):
 def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice:
     """`Values.wide` or `Values.split`, for tensors on `device`."""
     if values is not Values.auto:
-        return Choice(values, "asked for")
-    if device.type == "cuda" and 2 * head_dim > FAST:
+        return Choice(values, ASKED)
+    if device.type == "cuda" and 2 * head_dim > FAST_WIDTH:
         return Choice(Values.split, f"not measured: few kernels are fast at width {2 * head_dim}")
     return Choice(Values.wide, f"2 x {head_dim} on the {device.type}")
 
@@ -185,7 +186,7 @@ class DiffV1Attention(Attention):
 
     def lambda_value(self) -> Tensor:
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""
-        dtype = torch.promote_types(self.lambda_q1.dtype, torch.float32)
+        dtype = at_least_float32(self.lambda_q1.dtype)
         q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 

@@ -10,11 +10,11 @@ from diffllm.model.attention.ops import FLASH_4, Backend, Packed, flash, varlen
 from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 HOPPER_OR_BLACKWELL = (9, 10)
-"""Major compute capabilities, of data-centre cards: where flash-attn-4 runs under torch."""
+"""Major compute capabilities of the data-centre GPUs on which flash-attn-4 runs under torch."""
 
 
 def installed(module: str) -> bool:
-    """Whether `module` could be imported; packages above it are."""
+    """Whether `module` could be imported; imports the packages that it is in."""
     return importlib.util.find_spec(module) is not None
 
 
@@ -48,10 +48,13 @@ def activate_flash_4() -> None:
 
 
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
-    """One small call of the flash-attn package, forward and backward; also with documents masked.
+    """Make one small call of the flash-attn package, forward and backward.
+
+    Args:
+        documents: whether to make another one with documents masked.
 
     Raises:
-        Exception: whatever a package built for something else raises.
+        Exception: anything; the package may be built for another torch or GPU.
     """
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
@@ -63,8 +66,10 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Why flash-attn-4 does not mask documents on `device`; "" where it does, and from then on it
-    stands in for torch's own flash kernels."""
+    """The reason why flash-attn-4 cannot mask documents on `device`, or "" if it can.
+
+    If it can, it takes the place of torch's own flash kernels from here on.
+    """
     try:
         if flash_version(device) != 4:
             return "flash-attn-4 is not installed"

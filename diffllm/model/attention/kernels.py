@@ -1,4 +1,4 @@
-"""Which kernel attends in training, on which device: decided here, called in `ops.attend`."""
+"""The choice of the attention kernel that trains on a device; `ops.attend` calls it."""
 
 from enum import StrEnum
 
@@ -22,12 +22,13 @@ from diffllm.model.attention.ops import (
     in_float32,
     sdpa_is_flash_4,
 )
-from diffllm.model.choice import Choice
+from diffllm.model.choice import ASKED, Choice
+from diffllm.model.dtypes import dtype_name
 from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 
 class Kernel(StrEnum):
-    """What a training forward pass runs, in words for a run's headline."""
+    """The attention kernels of training, each in the words that a run's headline has for it."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -49,8 +50,8 @@ and backward (torch/_inductor/template_heuristics/triton.py)."""
 DOCUMENTS_ON_HOPPER = Choice(
     Kernel.flex, "not measured: torch's FlashAttention-2 was written for older GPUs"
 )
-"""For masked documents on Hopper and Blackwell without flash-attn-4; `Kernel.varlen` is the other
-one that could stand here."""
+"""The kernel that masks documents on Hopper and Blackwell without flash-attn-4; `Kernel.varlen`
+would do too, and benchmarks put it here."""
 
 
 def training_kernel(
@@ -59,24 +60,25 @@ def training_kernel(
     dtype: torch.dtype,
     width: int,
     documents: bool,
-    explicit: bool = False,
+    explicit_mask: bool = False,
 ) -> Choice:
     """The `Kernel` that attends in a training forward pass.
 
     Args:
         dtype: of queries and keys.
         width: of the widest of queries, keys and values.
-        documents: whether they are masked.
-        explicit: the variant masks documents by a boolean tensor, because no kernel knows its map.
+        documents: whether queries see their own document only.
+        explicit_mask: the variant masks documents by a boolean tensor, because no kernel knows its
+            map.
     """
     if backend is Backend.reference:
-        return Choice(Kernel.explicit, "asked for")
+        return Choice(Kernel.explicit, ASKED)
     if backend is Backend.flex:
-        return Choice(Kernel.flex, "asked for")
-    if documents and explicit:
+        return Choice(Kernel.flex, ASKED)
+    if documents and explicit_mask:
         return Choice(Kernel.masked, "documents of a map that no other kernel knows")
     if device.type == "cuda" and not flash_takes(dtype, width):
-        why = f"heads {width} wide" if dtype in HALF else f"in {str(dtype).removeprefix('torch.')}"
+        why = f"heads {width} wide" if dtype in HALF else f"in {dtype_name(dtype)}"
         return Choice(Kernel.masked if documents else Kernel.efficient, why)
     if device.type != "cuda" and documents:
         return Choice(Kernel.masked, f"documents on the {device.type}")
@@ -94,8 +96,8 @@ def training_kernel(
 def asked_flash(documents: bool) -> Choice:
     """The kernel of `backend=flash`, which `prepare_backend` has made ready."""
     if sdpa_is_flash_4():
-        return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, "asked for")
-    return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, "asked for")
+        return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, ASKED)
+    return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, ASKED)
 
 
 def document_kernel(device: torch.device, width: int) -> Choice:
@@ -123,10 +125,10 @@ def prepare_backend(
     Args:
         width: of the widest of queries, keys and values.
         dtype: of queries and keys, where it is known already.
-        documents: a kernel will have to mask them.
+        documents: whether a kernel will have to mask documents.
 
     Raises:
-        ConfigError: it cannot run here.
+        ConfigError: the backend cannot run here.
     """
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
@@ -141,7 +143,7 @@ def prepare_backend(
         prepare_flash(name, device, width, documents)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a package built for something else raises
+    except Exception as error:  # a package built for another torch or GPU may raise anything
         version = torch.__version__
         raise ConfigError(
             f"{name}: flash-attn fails with torch {version} at width {width}: {error}"
@@ -149,8 +151,10 @@ def prepare_backend(
 
 
 def prepare_flash(name: str, device: torch.device, width: int, documents: bool) -> None:
-    """Find the flash-attn package, of which version 4 is called through torch's dispatcher and
-    version 2 by its own functions, and try it."""
+    """Find the flash-attn package and try it.
+
+    Version 4 is called through torch's dispatcher, version 2 by its own functions.
+    """
     version = flash_version(device)
     if not version:
         raise ConfigError(

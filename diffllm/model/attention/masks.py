@@ -1,4 +1,4 @@
-"""What a training forward pass tells `ops.attend` about who sees whom: made once, for all layers.
+"""The masks of training forward passes, in the form that the chosen kernel wants.
 
 Shapes: B batch, T tokens.
 """
@@ -23,20 +23,20 @@ def training_mask(
     backend: Backend,
     dtype: torch.dtype,
     width: int,
-    explicit: bool = False,
+    explicit_mask: bool = False,
 ) -> Mask:
-    """What `attend` wants for a batch: made once, used by every layer.
+    """The mask of a batch, as `ops.attend` wants it; made once for all layers.
 
     Args:
         documents: None where a row is one document.
-        tokens: (B, T), of which shape and device count.
+        tokens: (B, T); only their shape and device count.
         dtype: of queries and keys.
         width: of the widest of queries, keys and values.
-        explicit: documents as a boolean tensor even where there are kernels for them.
+        explicit_mask: documents as a boolean tensor even where there are kernels for them.
     """
     length, device = tokens.shape[1], tokens.device
     masked = documents is not None
-    kernel = training_kernel(backend, device, dtype, width, masked, explicit).value
+    kernel = training_kernel(backend, device, dtype, width, masked, explicit_mask).value
     if documents is None:
         return causal_blocks(length, device) if kernel is Kernel.flex else None
     if kernel is Kernel.flex:
@@ -45,10 +45,10 @@ def training_mask(
 
 
 def packed(documents: Documents, length: int) -> Packed:
-    """Documents of rows of `length` tokens, for kernels that want where each begins.
+    """Documents of rows of `length` tokens, for kernels that want to know where each begins.
 
-    No batch has as many documents as the last one, and none may compile a graph for itself: their
-    number is dynamic, and the longest document is said to be a row.
+    The number of documents differs from batch to batch, and must not compile a graph for each:
+    it is marked as dynamic, and every batch says that its longest document is a whole row.
     """
     torch._dynamo.maybe_mark_dynamic(documents.boundaries, 0)
     return Packed(documents.boundaries, length)
@@ -56,7 +56,7 @@ def packed(documents: Documents, length: int) -> Packed:
 
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """Causal, for every row and head."""
+    """The causal mask, for every row and head."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -65,7 +65,7 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
-    """Causal within documents: ids (B, T), the same for every head."""
+    """The causal mask within documents, for every head; ids (B, T) as in `Documents`."""
     batch, length = ids.shape
 
     def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -76,5 +76,5 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Compiled on GPUs: it would otherwise make several masks of T * T on the way."""
+    """`create_block_mask`, compiled on GPUs, where it would otherwise make several T * T masks."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask

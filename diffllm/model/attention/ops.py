@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from diffllm.model.dtypes import at_least_float32
 from diffllm.torch_versions import VARLEN_GQA
 
 NARROW = 32
@@ -27,8 +28,9 @@ NARROW = 32
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
 """Width of heads that FlashAttention kernels take at most."""
-UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
+"""The module by which torch's dispatcher finds flash-attn-4, and the name it goes by there."""
 
 
 class Backend(Enum):
@@ -116,7 +118,7 @@ def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tens
 
 
 def in_float32(dtype: torch.dtype, width: int) -> bool:
-    """Whether heads of bf16 are turned into float32 for the fused CPU kernel."""
+    """Whether the fused CPU kernel gets heads of this dtype and width in float32."""
     return dtype == torch.bfloat16 and width <= NARROW
 
 
@@ -126,13 +128,13 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, SDPA on a GPU does without cuDNN, which plans a kernel for every new length of keys,
-    so at every token that is generated, and keeps them all.
+    """A context in which SDPA on a GPU does without cuDNN.
 
-    Sets torch's switches for the whole process, which takes some 25 us: once a forward pass, not
-    once a layer.
+    cuDNN plans a kernel for every new length of keys, so at every token that is generated, and
+    keeps them all. Entering sets torch's switches for the whole process, which takes some 25 us:
+    do it once a forward pass, not once a layer.
     """
-    return sdpa_kernel(UNPLANNED) if device.type == "cuda" else nullcontext()
+    return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -251,7 +253,7 @@ def attention_weights(
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = at_least_float32(q.dtype)
     q = q.unflatten(2, (k.shape[2], -1))
     return torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype)).flatten(1, 2) * scale
 

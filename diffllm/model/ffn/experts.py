@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
+from diffllm.model.dtypes import dtype_name
 from diffllm.model.init import Initializer
 from diffllm.torch_versions import IS_ROCM
 
 ALIGNMENT = 16
-"""Bytes that the rows of a grouped product's operands must be a multiple of."""
+"""Rows of the operands of a grouped product must be a multiple of this many bytes."""
 MOST_GROUPS = 1024
-"""Experts from which on CUDA has no grouped product."""
+"""The number of experts from which on torch has no grouped product on CUDA."""
 JOIN_FROM = 4
-"""Rows of an expert, in multiples of F, from which one product for gate and up is worth a copy of
-their weights."""
+"""With this many times F rows an expert, one product for gate and up is worth a copy of their
+weights."""
 GROUPED = "grouped"
 LOOPED = "one an expert"
 
@@ -28,8 +29,8 @@ class Experts(nn.Module):
     """E SwiGLU experts, each on rows of its own."""
 
     adjacent = ("w1", "w3")
-    """Whoever allocates the parameters may take for these the halves [:, :F] and [:, F:] of one
-    contiguous (E, 2 F, D), in this order: gate and up are then one product without a copy."""
+    """Parameters that may be allocated, in this order, as the halves [:, :F] and [:, F:] of one
+    contiguous (E, 2 F, D): gate and up are then one product without a copy."""
 
     def __init__(self, n_experts: int, dim: int, expert_dim: int):
         super().__init__()
@@ -68,7 +69,7 @@ class Experts(nn.Module):
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
-    """weight * silu(gate) * up: (M, F) in the dtype of gate.
+    """The activation weight * silu(gate) * up: (M, F) in the dtype of gate.
 
     Args:
         weights: (M,) float.
@@ -87,12 +88,12 @@ def grouped_product(
     """Whether one product takes all experts: `GROUPED` or `LOOPED`.
 
     Args:
-        widths: in and out, whose rows both have to be aligned.
+        widths: of the rows that go in and come out; both have to be aligned.
     """
     if device.type not in ("cpu", "cuda"):
         return Choice(LOOPED, f"torch groups none on {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return Choice(LOOPED, f"torch groups none in {str(dtype).removeprefix('torch.')}")
+        return Choice(LOOPED, f"torch groups none in {dtype_name(dtype)}")
     if n_experts >= MOST_GROUPS:
         return Choice(LOOPED, f"torch groups fewer than {MOST_GROUPS}")
     if any(width * dtype.itemsize % ALIGNMENT for width in widths):
@@ -103,7 +104,7 @@ def grouped_product(
 
 
 def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
-    """Whether one grouped product can do it: by `grouped_product`, and there are rows."""
+    """Whether x has rows, and one grouped product takes them."""
     return len(x) > 0 and grouped_product(x.device, x.dtype, n_experts, widths).value == GROUPED
 
 
@@ -119,7 +120,7 @@ def leaves_garbage(device: torch.device) -> bool:
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> Choice:
-    """Mean rows of an expert from which w1 and w3 are one product; None where they never are.
+    """The mean number of rows of an expert from which gate and up are one product; None if never.
 
     One product spares the backward pass the sum of two gradients (M, D). Unless w1 and w3 lie side
     by side, it copies both, forward and backward.
@@ -129,7 +130,7 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
         return Choice(None, "joined in bf16 on CUDA only")
     if grouped_product(device, dtype, n_experts, (width, dim)).value != GROUPED:
         return Choice(None, "not grouped")
-    if look_adjacent(w1, w3):
+    if strides_are_adjacent(w1, w3):
         return Choice(0, "their weights lie side by side")
     return Choice(JOIN_FROM * width, "their weights lie apart")
 
@@ -137,35 +138,35 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 # Weights that lie side by side
 
 
-def look_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Whether both have the strides of halves [:, :F] and [:, F:] of one (E, 2 F, D).
+def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
+    """Whether w1 and w3 have the strides of the halves [:, :F] and [:, F:] of one (E, 2 F, D).
 
-    Compilers can ask this, where nothing can be said of addresses.
+    Compilers can ask this; they know nothing of addresses.
     """
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
-    """(E, 2 F, D) of two (E, F, D): where they lie, if they are its halves; a copy if not."""
+    """Two tensors (E, F, D) as one (E, 2 F, D): a view if they are its halves, else a copy."""
     n_experts, width, dim = w1.shape
     behind = w1.data_ptr() + width * dim * w1.element_size()
     one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
-    if one and look_adjacent(w1, w3) and w3.data_ptr() == behind:
+    if one and strides_are_adjacent(w1, w3) and w3.data_ptr() == behind:
         return w1.as_strided((n_experts, 2 * width, dim), w1.stride())
     return torch.cat((w1, w3), 1)
 
 
-# One operation each to compilers, which know grouped products in bf16 only.
+# Each is one operation to compilers, which know grouped products in bf16 only.
 
 
 @torch.library.custom_op("diffllm::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows (M, in), sorted by expert, times the transpose of their expert's (out, in): (M, out).
+    """The products of rows (M, in), sorted by expert, and their expert's weight: (M, out).
 
     Args:
-        weight: (E, out, in), the dtype of x.
-        ends: (E,) int32, the rows behind each expert's last.
+        weight: (E, out, in), in the dtype of x.
+        ends: (E,) int32, the index behind the last row of each expert.
     """
     n_experts, out, width = weight.shape
     if takes_groups(x, n_experts, (out, width)):
@@ -175,7 +176,7 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Gradient (E, out, in) of `weight`, from that of the output (M, out) and x (M, in)."""
+    """The gradient (E, out, in) of a weight, from that of the output (M, out) and x (M, in)."""
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
         out = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
@@ -188,18 +189,18 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_gate_up", mutates_args=())
 def expert_gate_up(x: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """`expert_linear` of x with w1 and w3, (E, F, D) each, side by side: (M, 2 F)."""
+    """The products of x with w1 and w3, (E, F, D) each, side by side: (M, 2 F)."""
     return expert_linear(x, joined(w1, w3), ends)
 
 
 @torch.library.custom_op("diffllm::expert_gate_up_input_grad", mutates_args=())
 def expert_gate_up_input_grad(grad: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """Gradient (M, D) of x in `expert_gate_up`, from that of its output (M, 2 F)."""
+    """The gradient (M, D) of x in `expert_gate_up`, from that of the output (M, 2 F)."""
     return expert_linear(grad, joined(w1, w3).transpose(1, 2), ends)
 
 
 def of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Each expert's rows; reads `ends` on the host."""
+    """Split rows by expert; waits for the device, because it reads `ends` on the host."""
     return rows.tensor_split(ends.tolist()[:-1])
 
 
@@ -238,7 +239,7 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def gate_up_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    """Two products for the weights: halves of one gradient would be copied on accumulation."""
+    """Give each weight a product of its own: halves of one gradient would be copied to be added."""
     x, w1, w3, ends = ctx.saved_tensors
     grad = grad.contiguous()
     gate, up = grad.chunk(2, 1)

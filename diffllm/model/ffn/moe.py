@@ -90,7 +90,7 @@ class MoE(nn.Module):
             self.shared.reset_parameters(init, std, out_std)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, Choice]:
-        """What `device` decides for tokens of `dtype`, by what it is about."""
+        """Decide what is left to `device` for tokens of `dtype`, by name."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
         gate_up = "one product"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
+from diffllm.model.dtypes import at_least_float32, dtype_name
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.ffn.split_product import SplitProduct
 from diffllm.model.init import Initializer
@@ -89,17 +90,17 @@ class Router(nn.Module):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x (N, D) times the transpose of weight (E, D): (N, E), float32 at least."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    """The product of x (N, D) and the transpose of weight (E, D): (N, E), float32 at least."""
+    dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
     return F.linear(x.to(dtype), weight.to(dtype))
 
 
 def router_product(device: torch.device, dtype: torch.dtype) -> Choice:
-    """How x of `dtype` meets the router's weight: `FLOAT32` or `SPLIT`, as exact in its sums."""
+    """The product of tokens of `dtype` and the router's weight: `FLOAT32` or `SPLIT`."""
     if dtype != torch.bfloat16:
-        return Choice(FLOAT32, f"tokens are {str(dtype).removeprefix('torch.')}")
+        return Choice(FLOAT32, f"tokens are {dtype_name(dtype)}")
     if device.type != "cuda" or IS_ROCM:
         return Choice(FLOAT32, "torch has bf16 products in float32 on CUDA only")
     return Choice(SPLIT, "as exact as float32, on faster units")

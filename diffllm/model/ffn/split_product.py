@@ -1,7 +1,7 @@
-"""A float32 product of bf16 rows on units that multiply bf16, without loss.
+"""Products of bf16 rows and a float32 matrix, computed on bf16 units without losing precision.
 
 Three bf16 numbers of 8 significant bits hold a float32 of 24. The product of two bf16 numbers is
-exact in float32, so what is left of rounding is that of float32 sums, as in a float32 product.
+exact in float32, so only the float32 sums round, as they do in a float32 product.
 
 Shapes: N rows, D in, E out.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 PARTS = 3
 HIGH_BITS = -(1 << 16)
-"""Mask of a float32's bits that bf16 has too."""
+"""The mask of those bits of a float32 that a bf16 has too."""
 
 
 class SplitProduct(torch.autograd.Function):
-    """x (N, D) bf16 times the transpose of a weight (E, D) float32: (N, E) float32.
+    """The product of x (N, D) in bf16 and the transpose of a float32 weight (E, D): (N, E) float32.
 
-    The gradient of the weight is float32, as exact. That of x is one product of bf16 numbers, like
-    the gradients that x gets from elsewhere.
+    The gradient of the weight is float32, and as exact. That of x is one product of bf16 numbers,
+    like the gradients that x gets from elsewhere.
     """
 
     @staticmethod
@@ -39,13 +39,13 @@ class SplitProduct(torch.autograd.Function):
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Three bf16 tensors whose exact sum is x, float32.
+    """Split a float32 tensor into three bf16 tensors whose sum it is, exactly.
 
     Exact for values of 2^-100 or more, and 0: the parts of smaller ones may be flushed to zero.
     """
     parts = []
     for _ in range(PARTS):
-        # By bits: compilers drop a rounding to bf16 that goes back to float32 at once.
+        # Masks bits, because compilers drop a rounding to bf16 that goes back to float32 at once.
         part = (x.view(torch.int32) & HIGH_BITS).view(torch.float32)
         parts.append(part.bfloat16())
         x = x - part
