@@ -20,7 +20,8 @@ import hydra  # noqa: E402
 from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from diffllm.config import compose_config, config_directory, load_config  # noqa: E402
+from diffllm.config import load_config  # noqa: E402
+from diffllm.config.compose import compose_config, config_directory  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
@@ -67,7 +68,7 @@ def main() -> int:
 
             return sweep(args.overrides, os.path.abspath(__file__))
         else:
-            from diffllm.run import run
+            from diffllm.run.start import run
 
             run(load_config(args.overrides))
     except UserError as error:

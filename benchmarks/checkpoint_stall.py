@@ -23,10 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from measuring import meta
 
+from diffllm.build import Training, build
 from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, verify
 from diffllm.config import load_config
 from diffllm.distributed.world import join
-from diffllm.trainer import LoopState, Training, build, save, train_step
+from diffllm.state import LoopState, save
+from diffllm.trainer import train_step
 
 DONE: Future[None] = Future()
 DONE.set_result(None)

@@ -22,10 +22,11 @@ from measuring import run_alone, write
 from shapes import add_shape, described, shape_given, shape_words
 from steps import random_tokens
 
+from diffllm.build import Training, build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due, named_values
 from diffllm.recorder import grad_norm_by_group
-from diffllm.trainer import Training, build, train_step
+from diffllm.trainer import train_step
 
 KINDS = {
     "off": Due(),

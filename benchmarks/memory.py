@@ -18,9 +18,10 @@ from measuring import markdown, run_alone, write
 from shapes import add_shape, described, shape_words
 from steps import random_tokens
 
+from diffllm.build import build
 from diffllm.config import TrainConfig, load_config
 from diffllm.plan.simulate import EVERYTHING, simulate
-from diffllm.trainer import build, train_step
+from diffllm.trainer import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 GIB = 1 << 30

@@ -18,10 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from measuring import write
 
+from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.weights import Sharded
-from diffllm.trainer import build, train_step
+from diffllm.trainer import train_step
 
 WARMUP = 2
 

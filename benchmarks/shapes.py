@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from diffllm.config import TrainConfig
-from diffllm.mfu import mfu, peak_flops
+from diffllm.metrics.mfu import mfu, peak_flops
 from diffllm.model import ModelConfig, Transformer
 
 KEYS = {
@@ -87,7 +87,7 @@ class Flops(NamedTuple):
     """Training FLOPs a token by the two conventions."""
 
     causal: float
-    """Attention over the (S + 1) / 2 keys that a query sees on average: `diffllm.mfu`'s."""
+    """Attention over the (S + 1) / 2 keys that a query sees on average: `diffllm.metrics.mfu`'s."""
     full: float
     """Attention over all S keys, as torchtitan and others count."""
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.diagnostics import named_values
-from diffllm.display import Display
 from diffllm.distributed.gradients import Norms
-from diffllm.metrics import MetricsFile
-from diffllm.mfu import mfu, peak_flops
+from diffllm.metrics.display import Display
+from diffllm.metrics.file import MetricsFile
+from diffllm.metrics.mfu import mfu, peak_flops
+from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
 from diffllm.spikes import SpikeMonitor
-from diffllm.wandb_run import WandbRun
 
 T = TypeVar("T")
 

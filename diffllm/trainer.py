@@ -2,141 +2,34 @@
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.changes import Changes, described, is_allowed
-from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, load_tensors, read_state
-from diffllm.choices import chosen_compile, chosen_precision
+from diffllm.build import Training
+from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, TrainLoader, heldout_batches
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
-from diffllm.distributed.experts import Splits, exchanged_splits
-from diffllm.distributed.fsdp import local, parallelize
+from diffllm.distributed.fsdp import local
 from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
-from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.distributed.stop import Agreement, StopRequest
 from diffllm.distributed.watch import Watch
-from diffllm.distributed.weights import OneRank, Sharded, Weights
-from diffllm.errors import CheckpointError
 from diffllm.evaluate import heldout_loss
-from diffllm.model import Transformer
-from diffllm.model.choice import Choice
-from diffllm.model.documents import Documents, moved
+from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
 from diffllm.optim import (
-    build_optimizer,
     learning_rate,
-    optimizer_tensors,
     set_learning_rate,
     step_unless,
 )
-from diffllm.protection import Guard, SkippedTooOften
 from diffllm.recorder import Recorder, StepOutput
-from diffllm.spikes import SpikeMonitor
+from diffllm.spikes import SkippedTooOften
+from diffllm.state import LoopState, save
 
 NOTHING = Due()
-
-
-@dataclass
-class Training:
-    """What a step needs."""
-
-    cfg: TrainConfig
-    device: torch.device
-    meshes: Meshes
-    model: Any  # a Transformer, on several ranks an FSDPModule too
-    weights: Weights
-    optimizer: torch.optim.AdamW
-    document_end: int | None
-    """The token that ends a document, where documents are masked."""
-    guard: Guard
-    choices: dict[str, Choice]
-    """Settings that were left to the device or to the size of the model, by name."""
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """The float32 parameters by name: sharded, replicated or whole."""
-        return self.weights.params
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the computation; parameters and their gradients are float32."""
-        return self.choices["precision"].value
-
-    def documents(self, inputs: Tensor) -> Documents | None:
-        """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
-        if self.document_end is None:
-            return None
-        return Documents.of(inputs, self.document_end).to(self.device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds as tensors, by flat name."""
-        optim = optimizer_tensors(self.optimizer, self.params)
-        return {
-            **{f"model.{name}": param.detach() for name, param in self.params.items()},
-            **{f"model.{name}": buffer for name, buffer in self.model.router_state().items()},
-            **{f"optim.{name}": value for name, value in optim.items()},
-        }
-
-
-def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
-    """The sharded model and its optimizer, initialised; needs a process group.
-
-    Args:
-        document_end: the token behind which documents begin; masks them.
-    """
-    model, meshes = sharded_model(cfg, device)
-    t = allocated(cfg, device, model, meshes, document_end)
-    t.model.reset_parameters(t.weights.block)
-    t.weights.changed()
-    return t
-
-
-def sharded_model(
-    cfg: TrainConfig, device: torch.device, splits: Splits = exchanged_splits
-) -> tuple[Transformer, Meshes]:
-    """The model on the meta device, wrapped for training on `device`; needs a process group.
-
-    Args:
-        splits: how many rows experts get from other ranks.
-    """
-    meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
-    with torch.device("meta"):
-        model = Transformer(cfg.model)
-    dtype: torch.dtype = chosen_precision(cfg.precision, device).value
-    compile: bool = chosen_compile(cfg.compile, device).value
-    parallelize(model, meshes, dtype, compile, cfg.activation_checkpointing, splits)
-    return model, meshes
-
-
-def allocated(
-    cfg: TrainConfig,
-    device: torch.device,
-    model: Transformer,
-    meshes: Meshes,
-    document_end: int | None = None,
-) -> Training:
-    """A model on `device`, its parameters still without values, and its optimizer."""
-    model.to_empty(device=device)
-    precision = chosen_precision(cfg.precision, device)
-    compile = chosen_compile(cfg.compile, device)
-    weights: Weights
-    if meshes.one_rank:
-        weights = OneRank(model, precision.value)
-    else:
-        weights = Sharded(model, cfg.parallel.reduce)
-    optimizer = build_optimizer(weights.params, cfg.optim)
-    guard = Guard(cfg.train.skip_step, device)
-    choices = {"precision": precision, "compile": compile, **weights.choices}
-    choices |= model.choices(device, precision.value, documents=document_end is not None)
-    return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)
 
 
 def train_step(
@@ -214,51 +107,6 @@ def weighted_losses(cfg: TrainConfig, values: list[Tensor]) -> dict[str, Tensor]
     }
     pairs = zip(weights.items(), values, strict=False)
     return {name: weight * value for (name, weight), value in pairs if weight}
-
-
-@dataclass
-class LoopState:
-    """All of a run's state that is not a tensor; JSON in checkpoints."""
-
-    step: int = 0
-    data: dict[str, int] = field(default_factory=dict)
-    order: dict[str, Any] = field(default_factory=dict)
-    """What decides which samples a step reads; `data` counts in it."""
-    spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
-    wandb_id: str | None = None
-    heldout_loss: float | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "spikes": self.spikes.state_dict()}
-
-    def changes(self, saved: dict[str, Any], allowed: list[str]) -> Changes:
-        """How this run's order of data differs from that of a saved loop state.
-
-        Raises:
-            CheckpointError: it does, in keys that are not `allowed`.
-        """
-        there = saved["order"]
-        keys = [key for key in self.order if there.get(key) != self.order[key]]
-        changes = {key: (there.get(key), self.order[key]) for key in keys}
-        if refused := [key for key in changes if not is_allowed(key, allowed)]:
-            raise CheckpointError(
-                f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
-                f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
-            )
-        return changes
-
-    def load_state_dict(self, state: dict[str, Any], allowed: list[str]) -> None:
-        """Continue from a saved state; another order of data begins at its first sample.
-
-        Raises:
-            CheckpointError: the order of data differs in keys that are not `allowed`.
-        """
-        changes = self.changes(state, allowed)
-        self.spikes.load_state_dict(state["spikes"])
-        for name in ("step", "data", "wandb_id", "heldout_loss"):
-            setattr(self, name, state[name])
-        if changes.keys() - {"global_batch_size"}:
-            self.data = {}
 
 
 def every(interval: int, step: int) -> bool:
@@ -376,46 +224,3 @@ def evaluate(t: Training, data: TokenData) -> float:
     loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
     t.weights.rest()
     return loss
-
-
-def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
-    """Start an asynchronous checkpoint; every rank calls it.
-
-    Args:
-        final: nothing is trained behind it, so that its failure ends the run.
-    """
-    rng = rng_tensors(t.device)
-    shapes = {name: list(param.shape) for name, param in t.params.items()}
-    meta = {"parameters": shapes, "ranks": dist.get_world_size(), "loop": state.state_dict()}
-    checkpointer.save(state.step, {**t.tensors(), **rng}, meta, final)
-
-
-def restore(t: Training, state: LoopState, path: Path) -> None:
-    """Continue from a checkpoint, whatever mesh wrote it; raises CheckpointError."""
-    check_parameters(path, t.params)
-    saved = read_state(path)
-    check_loop(path, saved)
-    try:
-        state.load_state_dict(saved["loop"], t.cfg.run.allow_changes)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
-    rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
-    load_tensors(path, {**t.tensors(), **rng})
-    t.weights.changed()
-    t.guard.load(state.spikes)
-    try:
-        for name, value in rng.items():
-            if name.startswith("rng.cuda"):
-                torch.cuda.set_rng_state(value, t.device)
-            else:
-                torch.set_rng_state(value)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} holds no state of a random generator: {error}") from error
-
-
-def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """This rank's random number generators, uint8."""
-    rng = {f"rng.cpu.{dist.get_rank()}": torch.get_rng_state()}
-    if device.type == "cuda":
-        rng[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state(device)
-    return rng

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["diffllm.run"])
+CONTEXT.set_forkserver_preload(["diffllm.run.start"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any) -> list:

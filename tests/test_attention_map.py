@@ -16,13 +16,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 
 from diffllm import build_model, load_config, tools
+from diffllm.analysis.attention_map_figure import Layout, draw
+from diffllm.analysis.maps import LayerMaps, layer_maps
+from diffllm.analysis.token_labels import LONGEST, visible
 from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
 from diffllm.data.train_tokenizer import train_tokenizer
-from diffllm.maps import LayerMaps, layer_maps
-from diffllm.tools.attention_map_figure import Layout, draw
 from diffllm.tools.generate import load_model
-from diffllm.tools.token_labels import LONGEST, visible
 
 pytestmark = pytest.mark.filterwarnings("ignore:(torch.distributed is|Detected an existing)")
 

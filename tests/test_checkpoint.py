@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from diffllm import load_config
+from diffllm.build import Training, build
 from diffllm.checkpoint import (
     CheckpointConfig,
     Checkpointer,
@@ -27,7 +28,8 @@ from diffllm.checkpoint import (
 from diffllm.checkpoint.writer import needed_bytes
 from diffllm.distributed.fsdp import local
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.trainer import LoopState, Training, build, restore, save, train_step
+from diffllm.state import LoopState, restore, save
+from diffllm.trainer import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 

@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import diffllm
 from diffllm import load_config
+from diffllm.build import build
 from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
 from diffllm.checkpoint.reader import check_index
 from diffllm.errors import CheckpointError
-from diffllm.run_directory import RunDirectory, resume_checkpoint
+from diffllm.run.directory import RunDirectory, resume_checkpoint
+from diffllm.state import LoopState, restore
 from diffllm.tools import main
-from diffllm.trainer import LoopState, build, restore
 
 ROOT = Path(diffllm.__file__).parent
 CONFIG = [*SMALL, "attention=standard"]

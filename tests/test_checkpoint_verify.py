@@ -16,7 +16,7 @@ from diffllm.checkpoint.config import SaveClock
 from diffllm.checkpoint.directory import find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import NAME, read_manifest
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.run_directory import resume_checkpoint
+from diffllm.run.directory import resume_checkpoint
 from diffllm.tools import main
 
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
@@ -285,7 +285,8 @@ def test_other_intervals_are_refused_in_one_line(word):
 def test_an_interval_in_time_survives_config_yaml(tmp_path):
     from omegaconf import OmegaConf
 
-    from diffllm.run_directory import load_run_config, write_atomic
+    from diffllm.config.saved import load_run_config
+    from diffllm.files import write_atomic
 
     cfg = load_config(["model=tiny", "checkpoint.interval=30min"])
     write_atomic(tmp_path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))

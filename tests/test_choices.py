@@ -6,13 +6,13 @@ import pytest
 import torch
 from single_process import gloo_group
 
+from diffllm.build import build, sharded_model
 from diffllm.choices import as_text, chosen_compile, chosen_precision
 from diffllm.config import Precision, load_config
 from diffllm.distributed import weights
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.weights import chosen_reduce, gathered_numel
 from diffllm.plan.simulate import fake_world
-from diffllm.trainer import build, sharded_model
 
 FUSED = "torch's fused CPU kernel"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

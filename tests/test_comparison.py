@@ -11,8 +11,8 @@ import termios
 import pytest
 
 from diffllm import load_config, tools
-from diffllm.tools.comparison import print_comparison, short
 from diffllm.tools.count import count
+from diffllm.tools.count_table import print_comparison, short
 
 FIVE = ("standard", "gated", "diff_v1", "diff_v2", "standard_1p5x_heads")
 PARTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms", "sink")

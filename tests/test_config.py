@@ -10,12 +10,13 @@ from omegaconf import OmegaConf
 
 import diffllm
 from diffllm import load_config
-from diffllm.config import Precision, TrainConfig, config_directory, variant_config, variants
+from diffllm.config import Precision, TrainConfig
+from diffllm.config.compose import config_directory, variant_config, variants
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.errors import ConfigError
+from diffllm.metrics.wandb_run import WandbMode
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import Schedule
-from diffllm.wandb_run import WandbMode
 
 CONF = config_directory()
 FILES = sorted(CONF.glob("*/*.yaml"))

@@ -15,14 +15,17 @@ from single_process import gloo_group
 from torch.distributed.tensor import DTensor
 
 from diffllm import build_model, load_config
+from diffllm.build import build
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
+from diffllm.config.saved import load_run_config
 from diffllm.distributed.fsdp import fp32_parameters
+from diffllm.files import write_atomic
 from diffllm.model import Transformer
-from diffllm.run_directory import load_run_config, write_atomic
+from diffllm.state import LoopState, save
 from diffllm.tools import main
 from diffllm.tools.consolidate import UNITS
-from diffllm.trainer import LoopState, build, save, train_step
+from diffllm.trainer import train_step
 
 SMALL = [
     *("model=tiny", "seq_len=8", "global_batch_size=2", "model.dim=32", "model.ffn_dim=32"),

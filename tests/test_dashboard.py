@@ -14,8 +14,8 @@ import wandb_workspaces.workspaces.interface as interface
 import wandb_workspaces.workspaces.internal as internal
 from wandb_file import covers
 
-from diffllm.dashboard import SECTIONS
-from diffllm.metric_names import SUMMARIES
+from diffllm.metrics.dashboard import SECTIONS
+from diffllm.metrics.names import SUMMARIES
 from diffllm.tools import main
 
 WHERE = ["entity=a-team", "project=a-project"]

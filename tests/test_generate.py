@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffllm import build_model, load_config
-from diffllm.config import config_directory
-from diffllm.generate import generate, sample
+from diffllm.config.compose import config_directory
+from diffllm.model.generate import generate, sample
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 YAMLS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))

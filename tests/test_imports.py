@@ -71,12 +71,12 @@ from ..distributed import mesh
 from .attention.base import Attention
 def f():
     from diffllm.trainer import build
-    importlib.import_module("diffllm.metrics")
+    importlib.import_module("diffllm.metrics.file")
 """
     assert sorted(imported(source, "diffllm.model")) == [
         "diffllm.data",
         "diffllm.distributed.mesh",
-        "diffllm.metrics",
+        "diffllm.metrics.file",
         "diffllm.model.attention.base.Attention",
         "diffllm.model.sibling",
         "diffllm.model.x",

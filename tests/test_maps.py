@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from diffllm import build_model, load_config
-from diffllm.config import config_directory
-from diffllm.maps import (
+from diffllm.analysis.maps import (
     attention_maps,
     first_token_weight,
     layer_maps,
     mean_entropy,
     mean_negative_share,
 )
+from diffllm.config.compose import config_directory
 from diffllm.model.attention.ops import weighted
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))

@@ -7,9 +7,9 @@ import pytest
 from equations import SIZES, VARIANTS, has_shape, total_params, width_of
 
 from diffllm import build_model, config, load_config
-from diffllm.config import variant_config
+from diffllm.config.compose import variant_config
+from diffllm.config.matching import MODULI, match
 from diffllm.errors import ConfigError
-from diffllm.matching import MODULI, match
 
 ODD = ["model=tiny", "model.ffn_dim=999"]  # a multiple of no modulus
 cached_variant = cache(variant_config)

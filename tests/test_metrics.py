@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diffllm.metrics import MetricsFile
+from diffllm.metrics.file import MetricsFile
 
 
 def strict(text: str) -> Any:
@@ -166,7 +166,7 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
 
 def test_lines_that_no_longer_fit_are_named_at_the_end(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("diffllm.metrics.say", said.append)
+    monkeypatch.setattr("diffllm.metrics.file.say", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -7,10 +7,11 @@ import torch
 from single_process import gloo_group
 from test_variants_train import batch
 
+from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import build, train_step
+from diffllm.trainer import train_step
 
 CPU = torch.device("cpu")
 SEQ_LEN, BATCH, EXPERTS, TOP_K, LAYERS = 64, 8, 8, 2, 2

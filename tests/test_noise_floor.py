@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from diffllm import tools
-from diffllm.noise_floor import (
+from diffllm.analysis.noise_floor import (
     CONTEXTS,
     LAMBDAS,
     LARGEST_AMPLITUDE,
@@ -27,8 +27,8 @@ from diffllm.noise_floor import (
     reduce_maps,
     usable_amplitude,
 )
+from diffllm.analysis.noise_floor_figure import draw_figure, png, spread
 from diffllm.tools.noise_floor import WIDTH, print_tables, report
-from diffllm.tools.noise_floor_figure import draw_figure, png, spread
 
 NOISE1 = (0.7, -1.2, 0.1, 1.9, -0.4, 0.3)
 NOISE2 = (0.9, -0.8, -0.5, 1.2, 0.2, 0.6)
@@ -150,7 +150,9 @@ def test_without_noise_the_floor_is_uniform():
 @pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
 def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
-    monkeypatch.setattr("diffllm.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5)
+    monkeypatch.setattr(
+        "diffllm.analysis.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
+    )
     draw_maps([Point(40001, 2.0, correlation)], 6.0, draws=1, seed=3)
     ((noise1, noise2, signal),) = seen
     assert (len(noise1), len(noise2), signal) == (40000, 40000, 6.0)

@@ -10,7 +10,7 @@ import torch
 from single_process import gloo_group
 
 from diffllm import build_model, load_config
-from diffllm.config import variants
+from diffllm.config.compose import variants
 from diffllm.diagnostics import DiagnosticsConfig, Due, named_values, probe_positions, reduce_stats
 from diffllm.errors import ConfigError
 from diffllm.model.documents import Documents

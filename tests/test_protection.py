@@ -7,12 +7,12 @@ import pytest
 import torch
 from gloo import run_ranks
 
+from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
 from diffllm.errors import ConfigError
-from diffllm.protection import Guard, ProtectionConfig, SkipStep
-from diffllm.spikes import SpikeMonitor
-from diffllm.trainer import build, train_step
+from diffllm.spikes import Guard, ProtectionConfig, SkipStep, SpikeMonitor
+from diffllm.trainer import train_step
 
 NAN, INF = math.nan, math.inf
 CPU = torch.device("cpu")

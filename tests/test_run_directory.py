@@ -11,9 +11,11 @@ import yaml
 from checkpoint_files import write_checkpoint
 
 from diffllm import build_model, config, load_config
-from diffllm.config import TrainConfig, variants
+from diffllm.config import TrainConfig
+from diffllm.config.compose import variants
+from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.run_directory import RunDirectory, choose_path, load_run_config, resume_checkpoint
+from diffllm.run.directory import RunDirectory, choose_path, resume_checkpoint
 
 VARIANTS = variants()
 
@@ -243,7 +245,7 @@ def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
     held = RunDirectory(tmp_path / "run", tiny())
     script = (
         "import sys; from pathlib import Path; from diffllm import load_config\n"
-        "from diffllm.run_directory import RunDirectory\n"
+        "from diffllm.run.directory import RunDirectory\n"
         "RunDirectory(Path(sys.argv[1]), load_config(['model=tiny']))"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]

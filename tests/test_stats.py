@@ -9,7 +9,7 @@ from gloo import run_ranks
 from single_process import gloo_group
 
 from diffllm import build_model, load_config
-from diffllm.config import variants
+from diffllm.config.compose import variants
 from diffllm.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
 from diffllm.errors import ConfigError
 from diffllm.model.attention.ops import attend

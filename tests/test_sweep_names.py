@@ -6,7 +6,7 @@ import pytest
 
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
-from diffllm.run_directory import NAME
+from diffllm.run.directory import NAME
 from diffllm.sweep.names import combinations, label_value, parse, run_name, short_labels
 
 

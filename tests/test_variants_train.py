@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from single_process import gloo_group
 from torch import Tensor
 
-from diffllm.config import Precision, config_directory, load_config
+from diffllm.build import Training, build
+from diffllm.config import Precision, load_config
+from diffllm.config.compose import config_directory
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import Training, build, train_step
+from diffllm.trainer import train_step
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 STEPS, SEQ_LEN, BATCH = 50, 64, 8

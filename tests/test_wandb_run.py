@@ -17,10 +17,10 @@ import pytest
 import wandb
 from wandb_file import OfflineRun
 
-from diffllm import wandb_run
 from diffllm.errors import ConfigError
-from diffllm.metric_names import SUMMARIES
-from diffllm.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode, run_tags
+from diffllm.metrics import wandb_run
+from diffllm.metrics.names import SUMMARIES
+from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode, run_tags
 
 KEY = "0123456789" * 4
 CHOICES = {"attention": "diff_v2", "model": "tiny"}
@@ -321,8 +321,8 @@ def test_a_backlog_that_is_never_taken_ends_in_one_line(tmp_path, monkeypatch, c
 SERVICE = """
 import os, signal, sys, time
 from pathlib import Path
-from diffllm import wandb_run
-from diffllm.wandb_run import WandbConfig, WandbMode, WandbRun
+from diffllm.metrics import wandb_run
+from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
 import wandb
 
 wandb_run.FINISH_SECONDS = 2
@@ -419,7 +419,7 @@ def test_a_malformed_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd):
 ASK = """
 import sys
 from pathlib import Path
-from diffllm.wandb_run import WandbConfig, WandbMode, WandbRun
+from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
 choices = {"attention": "gated", "model": "tiny"}
 run = WandbRun(WandbConfig(mode=WandbMode.online), Path(sys.argv[1]), choices, None, {}, None)
 run.finish()

@@ -21,11 +21,11 @@ from decoding import measured as measured_decoding
 from decoding import random_model
 from steps import DOCUMENT_END, with_documents
 
+from diffllm.build import build
 from diffllm.choices import as_text
 from diffllm.config import load_config
 from diffllm.distributed.world import join
 from diffllm.model.documents import Documents
-from diffllm.trainer import build
 from harness.breakdown import kernel_times, part_of
 from harness.records import ROOT, read
 

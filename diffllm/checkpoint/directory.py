@@ -9,8 +9,8 @@ from pathlib import Path
 
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.checkpoint.manifest import read_manifest, verify
-from diffllm.data.atomic import sync
 from diffllm.errors import CheckpointError
+from diffllm.files import sync
 
 
 def step_of(path: Path) -> int:

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from diffllm.data.progress import track
 from diffllm.errors import DataError
+from diffllm.files import replace_file
 
 INDEX_VERSION = 1
 BLOCK_BYTES = 1 << 20
@@ -107,6 +108,4 @@ def _read_index(path: Path) -> dict[str, FileFacts]:
 
 def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
     files = {name: astuple(facts) for name, facts in index.items()}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"version": INDEX_VERSION, "files": files}))
-    os.replace(temporary, path)
+    replace_file(path, json.dumps({"version": INDEX_VERSION, "files": files}))

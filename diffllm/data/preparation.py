@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from diffllm.data.atomic import build_once
 from diffllm.data.config import DataConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
@@ -16,6 +15,7 @@ from diffllm.data.tokenise import TOKENIZER_FILE, available_cores, choose_heldou
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.train_tokenizer import TRAINING, train_tokenizer
 from diffllm.errors import DataError
+from diffllm.files import build_once
 
 
 @dataclass(frozen=True)

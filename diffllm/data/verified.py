@@ -9,11 +9,12 @@ first run that starts after the mark has become old.
 
 import contextlib
 import hashlib
-import os
 import time
 from pathlib import Path
 
 from filelock import FileLock
+
+from diffllm.files import replace_file
 
 VALID_SECONDS = 24 * 3600
 """Age of a mark that still counts."""
@@ -35,9 +36,7 @@ def matches(path: Path, sha256: str) -> bool:
         if actual != sha256:
             return False
         with contextlib.suppress(OSError):
-            partial = mark.with_name(f"{mark.name}.{os.getpid()}")
-            partial.write_text(f"{sha256} {identity}\n")
-            partial.replace(mark)
+            replace_file(mark, f"{sha256} {identity}\n")
     return True
 
 

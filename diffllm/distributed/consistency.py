@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import diffllm
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
 
@@ -81,7 +80,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 def code_version() -> dict[str, str]:
     """Hash of the package's sources, and torch's version."""
-    root = Path(diffllm.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

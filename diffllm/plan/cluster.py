@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from diffllm.errors import ConfigError
-from diffllm.mfu import DEVICES, Device, device_called
+from diffllm.metrics.mfu import DEVICES, Device, device_called
 from diffllm.plan.traffic import Call, Collective
 
 

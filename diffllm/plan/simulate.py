@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from diffllm.build import Training, allocated, sharded_model
 from diffllm.config import Precision, TrainConfig
 from diffllm.diagnostics import Due
 from diffllm.distributed.experts import balanced_splits
@@ -27,7 +28,7 @@ from diffllm.plan.kernels import gpu_kernels
 from diffllm.plan.memory import Kind, Peak
 from diffllm.plan.observer import Observer
 from diffllm.plan.traffic import Call
-from diffllm.trainer import Training, allocated, sharded_model, train_step
+from diffllm.trainer import train_step
 
 CPU = torch.device("cpu")
 SIMULATED = 2

@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.config import variant_config
+from diffllm.config.compose import variant_config
+from diffllm.config.saved import FREE, flatten
 from diffllm.report.runs import Run
-from diffllm.run_directory import FREE, flatten
 
 SEEDS = ("seed", "model.init_seed")
 ATTENTION = "model.attention."

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diffllm.config import TrainConfig
+from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.errors import CheckpointError
 from diffllm.report.numbers import number
-from diffllm.run_directory import flatten, load_run_config, yaml_dict
 
 
 class Series(NamedTuple):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diffllm.matching import width_of
+from diffllm.config.matching import width_of
 from diffllm.report.comparison import Row
 from diffllm.report.keys import as_text
 from diffllm.report.numbers import compact

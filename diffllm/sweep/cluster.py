@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import diffllm
-from diffllm.config import config_directory, one_line
+from diffllm.config.compose import config_directory
+from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.local import Stops

@@ -13,7 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from diffllm.config import GROUPS, TrainConfig, config_directory, explain, one_line
+from diffllm.config import TrainConfig
+from diffllm.config.compose import config_directory
+from diffllm.config.overrides import GROUPS, explain, one_line
 from diffllm.errors import ConfigError
 
 LONGEST = 40

@@ -6,11 +6,12 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from diffllm.changes import described, is_allowed
 from diffllm.config import TrainConfig, load_config
+from diffllm.config.changes import described, is_allowed
+from diffllm.config.saved import differences
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.held_directory import hold
-from diffllm.run_directory import choose_path, differences, write_atomic
+from diffllm.files import hold, write_atomic
+from diffllm.run.directory import choose_path
 from diffllm.sweep.job import Job
 from diffllm.sweep.names import combinations, run_name
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-from diffllm.data import Tokenizer
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.maps import (
+from diffllm.analysis.attention_map_figure import draw
+from diffllm.analysis.maps import (
     LayerMaps,
     first_token_weight,
     layer_maps,
     mean_entropy,
     mean_negative_share,
 )
-from diffllm.run_directory import load_run_config
+from diffllm.analysis.token_labels import visible
+from diffllm.config.saved import load_run_config
+from diffllm.data import Tokenizer
+from diffllm.errors import CheckpointError, ConfigError
 from diffllm.tools.arguments import parse
-from diffllm.tools.attention_map_figure import draw
 from diffllm.tools.generate import load_model
-from diffllm.tools.token_labels import visible
 
 MOST_TOKENS = 256
 """Beyond this neither labels nor cells could be told apart."""

@@ -14,8 +14,8 @@ from rich.text import Text
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
 from diffllm.checkpoint.manifest import verify
 from diffllm.checkpoint.reader import read_state
-from diffllm.display import duration
 from diffllm.errors import CheckpointError
+from diffllm.metrics.display import duration
 from diffllm.tools.arguments import parse
 
 WHAT = """\

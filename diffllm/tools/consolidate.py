@@ -17,11 +17,11 @@ from torch import Tensor
 from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, step_of
 from diffllm.checkpoint.reader import reason
 from diffllm.config import TrainConfig
-from diffllm.data.atomic import sync
+from diffllm.config.saved import load_run_config
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.files import sync
 from diffllm.model import Transformer
-from diffllm.run_directory import load_run_config
 from diffllm.tools.arguments import parse
 
 WHAT = """\
@@ -35,7 +35,7 @@ diffllm consolidate run=outputs/mine
 diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
 
 To load it again:
-  cfg = diffllm.run_directory.load_run_config(Path("exported"))
+  cfg = diffllm.run.directory.load_run_config(Path("exported"))
   model = diffllm.build_model(cfg.model)
   model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))"""
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from diffllm.config import TrainConfig, check_variant, load_config
+from diffllm.config import TrainConfig, load_config
+from diffllm.config.compose import check_variant
 from diffllm.errors import ConfigError
 from diffllm.model import build_model
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
-from diffllm.tools.comparison import print_comparison
+from diffllm.tools.count_table import print_comparison
 
 USAGE = """\
 diffllm count [overrides as for train.py] [--compare VARIANT,VARIANT,...] [--json]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffllm.dashboard import as_json, workspace
 from diffllm.errors import ConfigError
+from diffllm.metrics.dashboard import as_json, workspace
+from diffllm.metrics.wandb_run import WandbConfig, resolve_mode
 from diffllm.tools.arguments import parse
-from diffllm.wandb_run import WandbConfig, resolve_mode
 
 WHAT = """\
 diffllm dashboard entity=... project=... [--offline]: a saved view of a wandb project, with loss,

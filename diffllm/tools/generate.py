@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors
+from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.errors import ConfigError
-from diffllm.generate import generate
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend
-from diffllm.run_directory import load_run_config
+from diffllm.model.generate import generate
 from diffllm.tools.arguments import parse
 
 

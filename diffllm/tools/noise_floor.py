@@ -13,10 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from diffllm.analysis.noise_floor import LARGEST_AMPLITUDE, NoiseFloor, Settings, Sweep, noise_floor
+from diffllm.analysis.noise_floor_figure import draw_figure, png
 from diffllm.errors import ConfigError
-from diffllm.noise_floor import LARGEST_AMPLITUDE, NoiseFloor, Settings, Sweep, noise_floor
 from diffllm.tools.arguments import parse
-from diffllm.tools.noise_floor_figure import draw_figure, png
 
 WHAT = """\
 diffllm noise-floor [key=value ...] [--json]: signal-to-noise ratio of one query's attention,

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from diffllm import build_model
+from diffllm.build import build
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
@@ -22,8 +23,9 @@ from diffllm.distributed.fsdp import local, placement
 from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.swiglu import SwiGLU
-from diffllm.run import sample
-from diffllm.trainer import LoopState, build, restore, save, train_step
+from diffllm.run.start import sample
+from diffllm.state import LoopState, restore, save
+from diffllm.trainer import train_step
 
 STEPS = 4
 CLIP = 0.2

@@ -14,11 +14,12 @@ from test_training_ranks import BASE, global_batch, micro_batches
 from torch._dynamo.utils import counters
 
 from diffllm import build_model
+from diffllm.analysis.maps import attention_maps
+from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due, named_values, probe_positions
-from diffllm.maps import attention_maps
 from diffllm.recorder import grad_norm_by_group
-from diffllm.trainer import build, train_step
+from diffllm.trainer import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]

@@ -5,10 +5,11 @@ import torch
 from gloo import run_ranks
 from test_training_ranks import BASE, STEPS, assert_same_training, micro_batches
 
+from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import build, train_step
+from diffllm.trainer import train_step
 
 MIXTURE = [
     *BASE,

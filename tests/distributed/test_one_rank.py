@@ -8,8 +8,9 @@ from single_process import gloo_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.trainer import build, train_step
+from diffllm.trainer import train_step
 
 aten = torch.ops.aten
 COPIES = (aten._to_copy, aten.copy_, aten.clone, aten._foreach_copy_, aten.cat, aten.add_)

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from gloo import run_ranks
 
 from diffllm import build_model
+from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import build, evaluate, train_step
+from diffllm.trainer import evaluate, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 STEPS = 20

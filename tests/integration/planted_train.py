@@ -37,7 +37,7 @@ def main(fault: Fault, words: list[str]) -> int:
     assert spec.loader
     entry = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(entry)
-    import diffllm.run as run
+    import diffllm.run.start as run
     import diffllm.trainer as trainer
     from diffllm.checkpoint import writer
 

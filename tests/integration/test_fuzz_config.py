@@ -26,8 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from diffllm.config import GROUPS, TrainConfig, load_config
-from diffllm.config_values import LARGEST, check_values, leaves
+from diffllm.config import TrainConfig, load_config
+from diffllm.config.overrides import GROUPS
+from diffllm.config.values import LARGEST, check_values, leaves
 from diffllm.diagnostics import probe_positions
 from diffllm.errors import LONGEST, ConfigError
 from diffllm.model import ModelConfig, build_model

@@ -8,7 +8,7 @@ from runs import assert_same_weights, command, metric_lines, write_corpus
 
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
-from diffllm.run import run
+from diffllm.run.start import run
 
 WORDS = ("steps=8", "checkpoint.interval=4", "eval.interval=4", "log_interval=2")
 MASKED = ("data.mask_documents=true", "activation_checkpointing=true", "compile=false")

@@ -11,7 +11,7 @@ import yaml
 from runs import command, descendants, finish, start, wait_for, write_corpus
 from wandb_file import OfflineRun, covers
 
-from diffllm.metric_names import SUMMARIES
+from diffllm.metrics.names import SUMMARIES
 
 SMALL = ("wandb.mode=offline", "seq_len=32", "global_batch_size=2", "data.num_workers=0")
 KEY = "0123456789" * 4

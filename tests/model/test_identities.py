@@ -17,7 +17,7 @@ from references import diff_v1, lambda_init_schedule, rope, standard
 from torch.func import functional_call
 
 from diffllm import build_model, load_config
-from diffllm.config import config_directory
+from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
 from diffllm.model.attention.diff_v1 import by_map, clamped, lambda_init_at
 from diffllm.model.init import Initializer, named

@@ -4,7 +4,8 @@ from copy import deepcopy
 from functools import cache
 
 from diffllm import build_model, load_config
-from diffllm.config import TrainConfig, config_directory
+from diffllm.config import TrainConfig
+from diffllm.config.compose import config_directory
 from diffllm.model import Transformer
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))

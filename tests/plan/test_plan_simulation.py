@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
+from diffllm.build import allocated, build, sharded_model
 from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
@@ -16,7 +17,7 @@ from diffllm.plan.memory import Kind
 from diffllm.plan.observer import Observer
 from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
 from diffllm.plan.traffic import Collective
-from diffllm.trainer import allocated, build, sharded_model, train_step
+from diffllm.trainer import train_step
 
 SMALL = [
     "model=tiny",

@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.matching import total_params
+from diffllm.config.matching import total_params
+from diffllm.files import write_atomic
 from diffllm.report.runs import Run, load_run
-from diffllm.run_directory import write_atomic
 
 TINY = ("model=tiny", "steps=20", "seq_len=32", "optim.warmup_steps=2", "log_interval=10")
 

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from diffllm.noise_floor import Array, Curve, NoiseFloor, Sweep
+from diffllm.analysis.noise_floor import Array, Curve, NoiseFloor, Sweep
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their dashes.
 STYLES = {

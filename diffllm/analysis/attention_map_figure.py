@@ -14,8 +14,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import FuncNorm, ListedColormap
 from matplotlib.figure import Figure
 
-from diffllm.maps import LayerMaps
-from diffllm.tools.token_labels import families
+from diffllm.analysis.maps import LayerMaps
+from diffllm.analysis.token_labels import families
 
 PERCENTILE = 99
 """Of the magnitudes in the maps shown: where colours end. A few keys, the first token above all,

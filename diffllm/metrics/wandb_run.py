@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.errors import ConfigError
-from diffllm.metric_names import SUMMARIES
+from diffllm.metrics.names import SUMMARIES
 
 ONLINE_SECONDS = 20
 """How long the server may take to answer before the run is recorded offline."""

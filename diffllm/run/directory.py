@@ -7,15 +7,11 @@ import re
 import shutil
 import signal
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
-from diffllm.changes import Changes, described, is_allowed
 from diffllm.checkpoint.directory import (
     check_whole,
     list_checkpoints,
@@ -23,24 +19,11 @@ from diffllm.checkpoint.directory import (
     newest_good,
     remove,
 )
-from diffllm.config import TrainConfig, compose_config, typed
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.held_directory import hold
-
-# What may change between two starts of one run without changing what it computes.
-FREE = (
-    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
-    "run.allow_changes", "wandb", "resume",
-    "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
-    "train.max_consecutive_skips",
-    "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
-    "model.loss_chunk", "model.attention.values",
-    "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
-    "data.sample_prompt",
-    *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
-)  # fmt: skip
-FOLLOWS = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
+from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes, described, is_allowed
+from diffllm.config.saved import differences
+from diffllm.errors import ConfigError
+from diffllm.files import hold, write_atomic
 
 REQUEUE_FILE = "requeue"
 
@@ -137,25 +120,6 @@ class RunDirectory:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def differences(path: Path, cfg: TrainConfig) -> Changes:
-    """What `cfg` would change about the run at `path`, if one is there.
-
-    Raises:
-        CheckpointError: its config.yaml is not a config of ours.
-    """
-    if not (path / "config.yaml").is_file():
-        return {}
-    saved = flatten(yaml_dict(load_run_config(path)))
-    new = flatten(yaml_dict(cfg))
-    keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
-    keys -= {key for key, origin in FOLLOWS.items() if origin in keys}
-    return {
-        key: (saved.get(key), new.get(key))
-        for key in sorted(keys)
-        if not is_allowed(key, list(FREE))
-    }
-
-
 def choose_path(cfg: TrainConfig) -> Path:
     """Where the run goes: run.dir, or outputs/[<sweep>/]<name> with a fresh name if none is set."""
     name = cfg.run.name
@@ -194,70 +158,6 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
         return newest_good(inside)
     check_whole(path)
     return path
-
-
-def load_run_config(path: Path) -> TrainConfig:
-    """The typed config of a run directory, from its config.yaml.
-
-    Raises:
-        CheckpointError: there is none, or it is not a config of ours.
-    """
-    file = path / "config.yaml"
-    try:
-        saved = OmegaConf.load(file)
-        check_values(saved)
-        return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
-    except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
-
-
-def check_values(saved: Any) -> None:
-    """Raise ValueError unless a config holds plain values only, as a saved one does.
-
-    An interpolation would be resolved here: `${oc.env:...}` reads this process's environment.
-    """
-    content: Any = OmegaConf.to_container(saved, resolve=False)
-    for key, value in flatten(content).items():
-        if "${" in str(value):
-            raise ValueError(f"{key} is an interpolation, not a value")
-
-
-@cache
-def defaults_of(variant: str) -> DictConfig:
-    """The composed config of a variant, for reading; a report loads many runs of few variants."""
-    return compose_config([f"attention={variant}"])
-
-
-def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
-    """Plain values, enums by name."""
-    return OmegaConf.to_container(  # type: ignore[return-value]
-        OmegaConf.structured(cfg), enum_to_str=True
-    )
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step; raises CheckpointError where that cannot be done."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:

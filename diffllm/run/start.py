@@ -7,43 +7,45 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from diffllm.changes import Changes, described
+from diffllm.build import Training, build
 from diffllm.checkpoint import Checkpointer, check_parameters, read_state
 from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
-from diffllm.data import TokenData, Tokenizer, prepare
-from diffllm.data.file_index import combined_hash
-from diffllm.display import Display
+from diffllm.config.changes import described
+from diffllm.config.saved import yaml_dict
+from diffllm.data import TokenData, prepare
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World, join
-from diffllm.errors import AgreedByAll, CheckpointError, DataError, UserError
-from diffllm.generate import generate
-from diffllm.metrics import MetricsFile
+from diffllm.errors import AgreedByAll, UserError
+from diffllm.metrics.display import Display
+from diffllm.metrics.file import MetricsFile
+from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model import Transformer
-from diffllm.protection import SkippedTooOften
+from diffllm.model.generate import generate
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
-from diffllm.run_directory import (
+from diffllm.run.checks import (
+    check_fit,
+    check_tokenizer,
+    corpus_facts,
+    data_order,
+    order_changes,
+    shared_config,
+)
+from diffllm.run.directory import (
     REQUEUE_FILE,
     RunDirectory,
     choose_path,
-    flatten,
     request_requeue,
     resume_checkpoint,
-    yaml_dict,
 )
-from diffllm.summary import describe, headline, summarise, summary_text
-from diffllm.trainer import LoopState, Training, build, restore, train
-from diffllm.wandb_run import WandbRun
-
-# What of the config may differ between machines.
-OF_THE_MACHINE = (
-    "data.cache_dir", "data.paths", "data.tokenizer", "data.num_workers", "data.prefetch_factor",
-)  # fmt: skip
-
+from diffllm.run.summary import describe, headline, summarise, summary_text
+from diffllm.spikes import SkippedTooOften
+from diffllm.state import LoopState, restore
+from diffllm.trainer import train
 
 SETTLE_S = 60
 """How long a run that ends with an error waits for the checkpoint that is being written."""
@@ -113,12 +115,6 @@ def launch(cfg: TrainConfig, world: World, stop: StopRequest) -> None:
         watch.close()
 
 
-def shared_config(cfg: TrainConfig) -> dict[str, Any]:
-    """What of the config has to be the same on all ranks."""
-    flat = flatten(yaml_dict(cfg))
-    return {key: value for key, value in flat.items() if key not in OF_THE_MACHINE}
-
-
 def prepare_and_execute(
     cfg: TrainConfig, launch: Launch, claimed: dict[str, Any], directory: RunDirectory | None
 ) -> None:
@@ -164,60 +160,6 @@ def prepare_and_execute(
     finally:
         display.stop()
         dist.destroy_process_group()
-
-
-def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
-    """What decides which samples a step reads."""
-    return {
-        "seed": cfg.seed,
-        "corpus": data.manifest.corpus,
-        "tokenizer": data.manifest.pieces_hash,
-        "seq_len": cfg.seq_len,
-        "global_batch_size": cfg.global_batch_size,
-    }
-
-
-def order_changes(cfg: TrainConfig, data: TokenData, checkpoint: Path) -> Changes:
-    """How the order of data differs from that of a checkpoint; raises CheckpointError."""
-    state = LoopState(order=data_order(cfg, data))
-    try:
-        return state.changes(read_state(checkpoint)["loop"], cfg.run.allow_changes)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is not a checkpoint: state.json lacks {error}"
-        ) from error
-
-
-def corpus_facts(data: TokenData) -> dict[str, str]:
-    """What identifies prepared tokens; machines may have prepared them apart."""
-    shards = [shard.sha256 for split in data.manifest.splits.values() for shard in split.shards]
-    return {
-        "corpus": data.manifest.corpus,
-        "tokenizer": data.manifest.pieces_hash,
-        "tokens": combined_hash(shards),
-    }
-
-
-def check_tokenizer(cfg: TrainConfig) -> None:
-    """Raise DataError if data.tokenizer is none, or has more pieces than the model."""
-    if cfg.data.tokenizer is None:
-        return
-    pieces = Tokenizer.from_file(cfg.data.tokenizer).vocab_size
-    if pieces > cfg.model.vocab_size:
-        raise DataError(
-            f"data.tokenizer={cfg.data.tokenizer} has {pieces} pieces, more than "
-            f"model.vocab_size={cfg.model.vocab_size}"
-        )
-
-
-def check_fit(cfg: TrainConfig, data: TokenData) -> None:
-    """Raise DataError if the corpus is too short for one sequence."""
-    for name, split in data.manifest.splits.items():
-        if split.tokens < cfg.seq_len + 1:
-            raise DataError(
-                f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
-                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text or a smaller seq_len"
-            )
 
 
 def execute(

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from diffllm.files import replace_file
+
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, complete after every write.
@@ -25,9 +27,7 @@ class MetricsFile:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= last_step:
                         kept.append(line + "\n")
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
+        replace_file(path, "".join(kept))
         self.path = path
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
         self.size = path.stat().st_size

@@ -1,46 +1,22 @@
-"""The typed configuration of a run, and what makes one invalid.
+"""The typed configuration of a run, and what makes one invalid."""
 
-Hydra composes, the dataclasses type it, and nothing past `train.py` sees a DictConfig.
-"""
-
-import difflib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.changes import is_allowed
 from diffllm.checkpoint.config import CheckpointConfig
-from diffllm.config_overrides import (
-    COMPOSING,
-    GROUPS,
-    check_booleans,
-    check_overrides,
-    check_secrets,
-    explain,
-    one_line,
-    suggest,
-)
-from diffllm.config_values import check_values, leaves
+from diffllm.config.matching import Matched
 from diffllm.data.config import DataConfig
 from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
 from diffllm.evaluate import EvalConfig
-from diffllm.matching import Matched, match, widened
+from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
-from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import OptimConfig
-from diffllm.protection import ProtectionConfig
-from diffllm.wandb_run import WandbConfig
+from diffllm.spikes import ProtectionConfig
 
 
 class Precision(Enum):
@@ -166,108 +142,3 @@ class TrainConfig:
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-
-
-def config_directory() -> Path:
-    """The YAML tree: beside the package in an installed wheel, at the top of a checkout."""
-    packaged = Path(__file__).parent / "conf"
-    return packaged if packaged.is_dir() else Path(__file__).parents[1] / "conf"
-
-
-def load_config(overrides: list[str] | None = None) -> TrainConfig:
-    """Compose, type and validate a configuration; solve its width if it is to match.
-
-    Args:
-        overrides: as on the command line, e.g. ["model=tiny", "attention=diff_v2"].
-
-    Raises:
-        ConfigError: a key, choice or value is wrong; one line that says what is allowed.
-    """
-    cfg = typed(compose_config(overrides or []))
-    target = cfg.model.match_params_to
-    if target is not None:
-        check_variant("model.match_params_to=", target)
-        own = cfg.run.choices["attention"]
-        cfg.run.matched = match(cfg.model, own, target, variant_config(target))
-        cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
-    return cfg
-
-
-def variants() -> list[str]:
-    """What `attention=` can be."""
-    return sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
-
-
-def check_variant(what: str, name: str) -> None:
-    """Raise ConfigError unless `attention=name` exists; `what` goes before the name."""
-    if name not in variants():
-        close = difflib.get_close_matches(name, variants(), n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{what}{name} does not exist; {hint}choose from {', '.join(variants())}")
-
-
-def variant_config(name: str) -> AttentionConfig:
-    """A variant as its YAML alone makes it."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        attention = OmegaConf.to_object(compose(f"attention/{name}").model.attention)
-    assert isinstance(attention, AttentionConfig)
-    return attention
-
-
-def compose_config(overrides: list[str]) -> DictConfig:
-    """The composed configuration, untyped; raises ConfigError."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        try:
-            check_secrets(overrides)
-            parsed = OverridesParser.create().parse_overrides(overrides)
-            check_overrides(parsed)
-            cfg = compose("train", overrides=overrides, return_hydra_config=True)
-            check_booleans(cfg, parsed)
-        except COMPOSING as error:
-            raise ConfigError(explain(error, overrides)) from error
-        except RecursionError:
-            deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
-            raise ConfigError(f"{deepest[:40]}... is nested too deeply to be read") from None
-    choices = cfg.hydra.runtime.choices
-    with open_dict(cfg):
-        cfg.run.choices = {group: choices[group] for group in GROUPS}
-        del cfg["hydra"]
-    return cfg
-
-
-def typed(composed: DictConfig) -> TrainConfig:
-    """A composed configuration as validated dataclasses; raises ConfigError."""
-    try:
-        cfg = OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(key + one_line(error)) from error
-    except TypeError as error:  # of a list whose interpolation is none
-        raise ConfigError(f"a list is interpolated from something else: {error}") from error
-    assert isinstance(cfg, TrainConfig)
-    check_fields(cfg)
-    check_values(cfg)
-    check_allowed(cfg)
-    cfg.validate()
-    return cfg
-
-
-def check_allowed(cfg: TrainConfig) -> None:
-    """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has."""
-    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer"]
-    for name in cfg.run.allow_changes:
-        if not any(is_allowed(key, [name]) for key in keys):
-            raise ConfigError(f"run.allow_changes: unknown key {name}{suggest(name, keys)}")
-
-
-def check_fields(node: Any, prefix: str = "") -> None:
-    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
-    known = [f.name for f in fields(node)]
-    for name, value in vars(node).items():
-        if name not in known:
-            names = known if prefix else list({*known, *GROUPS})
-            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
-        if is_dataclass(value):
-            check_fields(value, f"{prefix}{name}.")

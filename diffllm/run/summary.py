@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diffllm.build import Training
 from diffllm.choices import as_text
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData
-from diffllm.display import duration
+from diffllm.metrics.display import duration
 from diffllm.model.dtypes import dtype_name
 from diffllm.recorder import Recorder
-from diffllm.trainer import LoopState, Training
+from diffllm.state import LoopState
 
 
 def headline(

@@ -1,0 +1,1 @@
+"""Figures of the mechanism itself, outside of any training."""

@@ -1,0 +1,115 @@
+"""The model of a run on its device, sharded over the ranks, with its optimizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diffllm.choices import chosen_compile, chosen_precision
+from diffllm.config import TrainConfig
+from diffllm.distributed.experts import Splits, exchanged_splits
+from diffllm.distributed.fsdp import parallelize
+from diffllm.distributed.mesh import Meshes, build_meshes
+from diffllm.distributed.weights import OneRank, Sharded, Weights
+from diffllm.model import Transformer
+from diffllm.model.choice import Choice
+from diffllm.model.documents import Documents
+from diffllm.optim import build_optimizer, optimizer_tensors
+from diffllm.spikes import Guard
+
+
+@dataclass
+class Training:
+    """What a step needs."""
+
+    cfg: TrainConfig
+    device: torch.device
+    meshes: Meshes
+    model: Any  # a Transformer, on several ranks an FSDPModule too
+    weights: Weights
+    optimizer: torch.optim.AdamW
+    document_end: int | None
+    """The token that ends a document, where documents are masked."""
+    guard: Guard
+    choices: dict[str, Choice]
+    """Settings that were left to the device or to the size of the model, by name."""
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The float32 parameters by name: sharded, replicated or whole."""
+        return self.weights.params
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the computation; parameters and their gradients are float32."""
+        return self.choices["precision"].value
+
+    def documents(self, inputs: Tensor) -> Documents | None:
+        """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
+        if self.document_end is None:
+            return None
+        return Documents.of(inputs, self.document_end).to(self.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint holds as tensors, by flat name."""
+        optim = optimizer_tensors(self.optimizer, self.params)
+        return {
+            **{f"model.{name}": param.detach() for name, param in self.params.items()},
+            **{f"model.{name}": buffer for name, buffer in self.model.router_state().items()},
+            **{f"optim.{name}": value for name, value in optim.items()},
+        }
+
+
+def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
+    """The sharded model and its optimizer, initialised; needs a process group.
+
+    Args:
+        document_end: the token behind which documents begin; masks them.
+    """
+    model, meshes = sharded_model(cfg, device)
+    t = allocated(cfg, device, model, meshes, document_end)
+    t.model.reset_parameters(t.weights.block)
+    t.weights.changed()
+    return t
+
+
+def sharded_model(
+    cfg: TrainConfig, device: torch.device, splits: Splits = exchanged_splits
+) -> tuple[Transformer, Meshes]:
+    """The model on the meta device, wrapped for training on `device`; needs a process group.
+
+    Args:
+        splits: how many rows experts get from other ranks.
+    """
+    meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
+    with torch.device("meta"):
+        model = Transformer(cfg.model)
+    dtype: torch.dtype = chosen_precision(cfg.precision, device).value
+    compile: bool = chosen_compile(cfg.compile, device).value
+    parallelize(model, meshes, dtype, compile, cfg.activation_checkpointing, splits)
+    return model, meshes
+
+
+def allocated(
+    cfg: TrainConfig,
+    device: torch.device,
+    model: Transformer,
+    meshes: Meshes,
+    document_end: int | None = None,
+) -> Training:
+    """A model on `device`, its parameters still without values, and its optimizer."""
+    model.to_empty(device=device)
+    precision = chosen_precision(cfg.precision, device)
+    compile = chosen_compile(cfg.compile, device)
+    weights: Weights
+    if meshes.one_rank:
+        weights = OneRank(model, precision.value)
+    else:
+        weights = Sharded(model, cfg.parallel.reduce)
+    optimizer = build_optimizer(weights.params, cfg.optim)
+    guard = Guard(cfg.train.skip_step, device)
+    choices = {"precision": precision, "compile": compile, **weights.choices}
+    choices |= model.choices(device, precision.value, documents=document_end is not None)
+    return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)

@@ -1,0 +1,78 @@
+"""What has to hold before a run begins: the same on all ranks, enough data, a fitting tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+from diffllm.checkpoint import read_state
+from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes
+from diffllm.config.saved import flatten, yaml_dict
+from diffllm.data import TokenData, Tokenizer
+from diffllm.data.file_index import combined_hash
+from diffllm.errors import CheckpointError, DataError
+from diffllm.state import LoopState
+
+# What of the config may differ between machines.
+OF_THE_MACHINE = (
+    "data.cache_dir", "data.paths", "data.tokenizer", "data.num_workers", "data.prefetch_factor",
+)  # fmt: skip
+
+
+def shared_config(cfg: TrainConfig) -> dict[str, Any]:
+    """What of the config has to be the same on all ranks."""
+    flat = flatten(yaml_dict(cfg))
+    return {key: value for key, value in flat.items() if key not in OF_THE_MACHINE}
+
+
+def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
+    """What decides which samples a step reads."""
+    return {
+        "seed": cfg.seed,
+        "corpus": data.manifest.corpus,
+        "tokenizer": data.manifest.pieces_hash,
+        "seq_len": cfg.seq_len,
+        "global_batch_size": cfg.global_batch_size,
+    }
+
+
+def order_changes(cfg: TrainConfig, data: TokenData, checkpoint: Path) -> Changes:
+    """How the order of data differs from that of a checkpoint; raises CheckpointError."""
+    state = LoopState(order=data_order(cfg, data))
+    try:
+        return state.changes(read_state(checkpoint)["loop"], cfg.run.allow_changes)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint: state.json lacks {error}"
+        ) from error
+
+
+def corpus_facts(data: TokenData) -> dict[str, str]:
+    """What identifies prepared tokens; machines may have prepared them apart."""
+    shards = [shard.sha256 for split in data.manifest.splits.values() for shard in split.shards]
+    return {
+        "corpus": data.manifest.corpus,
+        "tokenizer": data.manifest.pieces_hash,
+        "tokens": combined_hash(shards),
+    }
+
+
+def check_tokenizer(cfg: TrainConfig) -> None:
+    """Raise DataError if data.tokenizer is none, or has more pieces than the model."""
+    if cfg.data.tokenizer is None:
+        return
+    pieces = Tokenizer.from_file(cfg.data.tokenizer).vocab_size
+    if pieces > cfg.model.vocab_size:
+        raise DataError(
+            f"data.tokenizer={cfg.data.tokenizer} has {pieces} pieces, more than "
+            f"model.vocab_size={cfg.model.vocab_size}"
+        )
+
+
+def check_fit(cfg: TrainConfig, data: TokenData) -> None:
+    """Raise DataError if the corpus is too short for one sequence."""
+    for name, split in data.manifest.splits.items():
+        if split.tokens < cfg.seq_len + 1:
+            raise DataError(
+                f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
+                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text or a smaller seq_len"
+            )
