@@ -5,7 +5,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,33 @@ def write(path: Path, device: torch.device, results: Any, **more: Any) -> None:
     path.write_text(text + "\n")
 
 
-def run_alone(main: Callable[[torch.device], None]) -> None:
-    """`main` on this machine's device, in a process group of one."""
+def join_alone(name: str | None = None) -> torch.device:
+    """Begin a process group of this process only, and return its device.
+
+    Args:
+        name: "cpu" leaves a GPU unused; else the GPU is taken where there is one.
+    """
     settings = load_config([]).distributed
     world = join(settings)
-    device = world.device()
+    device = torch.device("cpu") if name == "cpu" else world.device()
     world.init_process_group(device, settings)
+    return device
+
+
+@contextmanager
+def alone(name: str | None = None) -> Iterator[torch.device]:
+    """The device of a process group of this process only, which ends with the block."""
+    device = join_alone(name)
     try:
-        main(device)
+        yield device
     finally:
         torch.distributed.destroy_process_group()
+
+
+def run_alone(main: Callable[[torch.device], None]) -> None:
+    """Call `main` with this machine's device, in a process group of one."""
+    with alone() as device:
+        main(device)
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,12 +8,11 @@ import time
 from typing import Any
 
 import torch
-from measuring import Step, seconds, synchronize
+from measuring import Step, join_alone, seconds, synchronize
 from shapes import described, flops_per_token, mfus
 from steps import ours, plain, theirs
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.distributed.world import join
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.choice import Choice
@@ -25,12 +24,9 @@ WARM = 3
 
 
 def device_of(state: State) -> torch.device:
-    """The worker's device, in a process group of one."""
+    """The worker's device; the first call joins a process group of one."""
     if "joined" not in state:
-        settings = load_config([]).distributed
-        world = join(settings)
-        state["joined"] = world.device() if state["device"] == "cuda" else torch.device("cpu")
-        world.init_process_group(state["joined"], settings)
+        state["joined"] = join_alone(state["device"])
     return state["joined"]
 
 

@@ -9,8 +9,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ import memory as peak
 import torch
 from decoding import measured as measured_decoding
 from decoding import random_model
+from measuring import alone
 from steps import DOCUMENT_END, with_documents
 
 from diffllm.choices import as_text
 from diffllm.config import load_config
-from diffllm.distributed.world import join
 from diffllm.model.documents import Documents
 from diffllm.trainer import build
 from harness.breakdown import kernel_times, part_of
@@ -32,17 +30,6 @@ from harness.records import ROOT, read
 State = dict[str, Any]
 FAILURES = 20
 """Failed tests that a result names."""
-
-
-@contextmanager
-def alone(state: State) -> Iterator[torch.device]:
-    """The worker's device, in a process group of one."""
-    settings = load_config([]).distributed
-    world = join(settings)
-    device = world.device() if state["device"] == "cuda" else torch.device("cpu")
-    world.init_process_group(device, settings)
-    yield device
-    torch.distributed.destroy_process_group()
 
 
 def kernels(
@@ -177,7 +164,7 @@ def with_path() -> dict[str, str]:
 
 def diagnostics(state: State, words: list[str], rounds: int) -> dict[str, Any]:
     """What diagnostics cost at their default intervals."""
-    with alone(state) as device:
+    with alone(state["device"]) as device:
         return diagnostics_cost.measured(build(load_config(words), device), rounds)
 
 
@@ -192,7 +179,7 @@ def memory(state: State, attention: str, checkpointing: bool, words: list[str]) 
     """Peak bytes of a step, as planned and, on a GPU, as measured."""
     cfg = peak.config(attention, checkpointing, words)
     plan = peak.planned(cfg)
-    with alone(state) as device:
+    with alone(state["device"]) as device:
         return {"plan": plan, "measured": peak.measured(cfg, device)}
 
 
