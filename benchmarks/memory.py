@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from measuring import markdown, run_alone, write
 from shapes import add_shape, described, shape_words
-from steps import random_tokens
+from steps import micro_batches
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.plan.simulate import EVERYTHING, simulate
@@ -77,8 +77,7 @@ def measured(cfg: TrainConfig, device: torch.device) -> int | None:
     t = build(cfg, device)
 
     def step(number: int) -> None:
-        tokens = [random_tokens(cfg, device) for _ in range(cfg.micro_batches(1)[1])]
-        train_step(t, iter([(b[:, :-1], b[:, 1:]) for b in tokens]), number, EVERYTHING)
+        train_step(t, iter(micro_batches(cfg, device)), number, EVERYTHING)
         torch.cuda.synchronize(device)
 
     step(0)  # compiles, and tries kernels out
