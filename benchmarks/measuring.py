@@ -124,6 +124,10 @@ def with_quartiles(ratio: dict[str, float]) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that can be pasted."""
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    """A Markdown table."""
+    return "\n".join([cells(columns), "|---" * len(columns) + "|", *map(cells, rows)])
+
+
+def cells(row: Sequence[str]) -> str:
+    """A line of such a table."""
+    return f"| {' | '.join(row)} |"

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 from measuring import markdown, run_alone, write
-from shapes import add_shape, described, shape_words
+from shapes import VARIANTS, add_shape, described, shape_words
 from steps import micro_batches
 
 from diffllm.config import TrainConfig, load_config
+from diffllm.plan.estimate import GIB
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.trainer import build, train_step
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-GIB = 1 << 30
 COLUMNS = ("attention", "checkpointing", "plan, GiB", "measured, GiB", "measured over plan")
 
 

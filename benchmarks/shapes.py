@@ -31,6 +31,8 @@ SMALL = {
     "layers": 6, "dim": 256, "heads": 8, "kv_heads": 4, "ffn": 768, "vocab": 8192,
 }  # fmt: skip
 SEQ, BATCH = 512, 8
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+"""The variants that are compared with each other, the one that ratios are taken to first."""
 
 
 def add_shape(parser: ArgumentParser) -> None:

@@ -172,7 +172,7 @@ def decoding(
     state: State, words: list[str], lengths: list[int], tokens: int, batch: int
 ) -> list[dict[str, Any]]:
     """Every main variant over a growing context."""
-    return measured_decoding(words, lengths, tokens, batch, torch.device(state["device"]))[0]
+    return measured_decoding(words, lengths, tokens, batch, torch.device(state["device"]))
 
 
 def memory(state: State, attention: str, checkpointing: bool, words: list[str]) -> dict[str, Any]:
