@@ -111,7 +111,7 @@ def theirs(
 
 
 def their_experts(m: ModelConfig) -> dict[str, Any]:
-    """What Qwen3Moe's config has besides Llama's; nothing for a dense model."""
+    """The arguments of Qwen3Moe's config that Llama's lacks; none for a dense model."""
     if not m.moe.n_experts:
         return {}
     assert not m.moe.n_shared, "Qwen3Moe has no shared experts"
@@ -126,7 +126,7 @@ def their_experts(m: ModelConfig) -> dict[str, Any]:
 
 
 def plain(cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False) -> Step:
-    """A step of `plain_llama.PlainLlama`: about what torch gives without a framework."""
+    """A step of `plain_llama.PlainLlama`, which is about as fast as torch without a framework."""
     with device:
         model = PlainLlama(cfg.model)
 

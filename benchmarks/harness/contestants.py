@@ -1,6 +1,6 @@
 """A contestant in a worker: its step is built, warmed up, and then made in turns with others.
 
-Functions take the worker's `state` and the arguments of a call, and return what goes into JSON.
+A worker calls these functions with its `State`; what they return is written as JSON.
 """
 
 import gc
@@ -17,8 +17,8 @@ from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.choice import Choice
 from harness.breakdown import breakdown
+from harness.worker import State
 
-State = dict[str, Any]
 WARM = 3
 """Steps before the first turn."""
 
@@ -62,7 +62,7 @@ def build_step(
 
 
 def warm(state: State) -> dict[str, Any]:
-    """The first steps, which compile; facts about a step."""
+    """Make the first steps, which compile; return how long they took and facts about a step."""
     cfg: TrainConfig = state["cfg"]
     device = device_of(state)
     start = time.perf_counter()
@@ -80,9 +80,9 @@ def warm(state: State) -> dict[str, Any]:
 
 
 def turn(state: State, repeats: int) -> dict[str, Any]:
-    """Seconds a step, and the most bytes that tensors held; None on a CPU, which cannot tell.
+    """Time some steps: seconds a step, and the most bytes that tensors held (None on a CPU).
 
-    The first step takes memory from the device again, which `release` gave back, and is not timed.
+    A step before them, which is not timed, takes back the memory that `release` gave away.
     """
     device = device_of(state)
     if device.type == "cuda":
