@@ -1,4 +1,4 @@
-"""Time, spread, and on what was measured: shared by all benchmarks."""
+"""Times, their spread, results as JSON and Markdown: shared by all benchmarks."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ Step = Callable[[], None]
 
 
 def meta(device: torch.device) -> dict[str, Any]:
-    """On what and when something was measured."""
+    """The device and versions that something is measured with, and the date."""
     threads = torch.get_num_threads()
     gpu = device.type == "cuda"
     has_peers = importlib.util.find_spec("transformers") is not None
@@ -35,7 +35,7 @@ def meta(device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, device: torch.device, results: Any, **more: Any) -> None:
-    """Results as JSON, with on what they were measured."""
+    """Write results as JSON, with `meta` and more facts."""
     text = json.dumps({**meta(device), **more, "results": results}, indent=2)
     path.write_text(text + "\n")
 
@@ -70,13 +70,13 @@ def run_alone(main: Callable[[torch.device], None]) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
+    """Wait until a GPU has done all its work; on a CPU nothing is to be waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
-    """Seconds a step, of `repeats` one after another without a wait between them."""
+    """Mean seconds of `repeats` steps, between which a GPU is not waited for."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -88,7 +88,7 @@ def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
 def in_turns(
     steps: dict[str, Step], rounds: int, device: torch.device, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of every step in every round, after `warmup` rounds that do not count."""
+    """Alternate between steps; return the seconds of each in every round after `warmup` ones."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + warmup):
         for name, step in steps.items():
@@ -119,7 +119,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def with_quartiles(ratio: dict[str, float]) -> str:
-    """1.06 (1.04 to 1.09)."""
+    """Median and quartiles of `ratios` as text, e.g. 1.06 (1.04 to 1.09)."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 

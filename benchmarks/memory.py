@@ -55,6 +55,7 @@ def main() -> None:
 
 
 def config(attention: str, checkpointing: bool, words: list[str]) -> TrainConfig:
+    """The config of one variant, with or without activation checkpointing."""
     return load_config(
         [f"attention={attention}", f"activation_checkpointing={checkpointing}", *words]
     )

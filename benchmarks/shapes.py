@@ -1,4 +1,4 @@
-"""The shape of what is measured, from a command line: one for ours and for the peers.
+"""The shape of the model that a benchmark measures, from its command line.
 
 Every flag is an override of the config, and peers are built from the loaded config, so that both
 have the same shape. Without flags it is 6 layers, 256 wide, 8 heads over 4, a SwiGLU of 768, a
@@ -36,7 +36,7 @@ VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 
 
 def add_shape(parser: ArgumentParser) -> None:
-    """The flags of a shape."""
+    """Add the flags of a shape."""
     group = parser.add_argument_group("shape")
     group.add_argument("--model", help="a model of conf/model/, which the other flags change")
     for name in KEYS:

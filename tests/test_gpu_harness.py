@@ -140,10 +140,11 @@ def test_measured_memory_stands_beside_the_plan(tmp_path):
     assert "| `diff_v2` | yes | 2.00 | 1.00 | 0.50 |" in table(tmp_path)
 
 
-def test_measurements_have_names_of_their_own(tmp_path):
+@pytest.mark.parametrize("sizes", [GPU, SMALL])
+def test_measurements_have_names_of_their_own(sizes, tmp_path):
     names = []
     for name in STAGES:
-        for item in stage(name, SMALL, tmp_path):
+        for item in stage(name, sizes, tmp_path):
             own = item.contestants if isinstance(item, Group) else [""]
             names += [f"{item.name}: {contestant}" for contestant in own]
     assert len(names) == len(set(names))
