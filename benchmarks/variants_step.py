@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import in_turns, markdown, ratios, run_alone, with_quartiles, write
-from shapes import add_shape, described, flops_per_token, shape_words
+from measuring import cells, in_turns, markdown, ratios, run_alone, with_quartiles, write
+from shapes import VARIANTS, add_shape, described, flops_per_token, shape_words
 from steps import ours
 
 from diffllm.config import TrainConfig, load_config
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 ARMS = {"heads": [], "parameters": ["model.match_params_to=diff_v2"]}
 COLUMNS = (
     "tokens a sequence", "equal", "", "attention", "ms a step", "time (quartiles)", "FLOPs",
@@ -54,7 +53,7 @@ def main(device: torch.device) -> None:
             for name, result in compared(cfgs, args.rounds, device).items():
                 results.append({"seq": seq, "equal": equal, "how": how, "attention": name} | result)
                 rows.append(row(results[-1]))
-                print(f"| {' | '.join(rows[-1])} |", flush=True)
+                print(cells(rows[-1]), flush=True)
     shape = described(load_config(shape_words(args)))
     print(f"\n{shape}, or as many in shorter sequences\n\n{markdown(COLUMNS, rows)}")
     if args.json:
