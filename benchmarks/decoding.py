@@ -25,7 +25,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py
 
 import torch
 from measuring import cells, markdown, ratios, seconds, with_quartiles, write
-from shapes import VARIANTS, add_shape, described, flops_per_token, shape_words
+from shapes import VARIANTS, add_shape, described, flops_per_token, positive, shape_words
 
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import fp32_parameters
@@ -131,8 +131,10 @@ def growing(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape(parser)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--tokens", type=int, default=64, help="made from each length on")
+    parser.add_argument(
+        "--lengths", type=positive, nargs="+", default=[512, 1024, 2048, 4096, 8192]
+    )
+    parser.add_argument("--tokens", type=positive, default=64, help="made from each length on")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.model = args.model or "mini"

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 
 from diffllm.config import load_config
 from diffllm.distributed.world import join
+from diffllm.errors import UserError
 
 Step = Callable[[], None]
 
@@ -64,9 +66,16 @@ def alone(name: str | None = None) -> Iterator[torch.device]:
 
 
 def run_alone(main: Callable[[torch.device], None]) -> None:
-    """Call `main` with this machine's device, in a process group of one."""
-    with alone() as device:
-        main(device)
+    """Call `main` with this machine's device, in a process group of one.
+
+    What a user can mend ends in one line and status 2.
+    """
+    try:
+        with alone() as device:
+            main(device)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def synchronize(device: torch.device) -> None:

@@ -35,14 +35,21 @@ VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 """The variants that are compared with each other, the one that ratios are taken to first."""
 
 
+def positive(text: str) -> int:
+    """Read an integer of at least 1 from a command line."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def add_shape(parser: ArgumentParser) -> None:
     """Add the flags of a shape."""
     group = parser.add_argument_group("shape")
     group.add_argument("--model", help="a model of conf/model/, which the other flags change")
     for name in KEYS:
-        group.add_argument(f"--{name.replace('_', '-')}", type=int)
-    group.add_argument("--batch", type=int, help="sequences a forward pass")
-    group.add_argument("--micro-batches", type=int, default=1, help="forward passes a step")
+        group.add_argument(f"--{name.replace('_', '-')}", type=positive)
+    group.add_argument("--batch", type=positive, help="sequences a forward pass")
+    group.add_argument("--micro-batches", type=positive, default=1, help="forward passes a step")
 
 
 def shape_words(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from measuring import cells, in_turns, markdown, ratios, run_alone, with_quartiles, write
-from shapes import VARIANTS, add_shape, described, flops_per_token, shape_words
+from shapes import VARIANTS, add_shape, described, flops_per_token, positive, shape_words
 from steps import ours
 
 from diffllm.config import TrainConfig, load_config
@@ -35,8 +35,8 @@ COLUMNS = (
 def main(device: torch.device) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape(parser)
-    parser.add_argument("--seqs", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step, about")
+    parser.add_argument("--seqs", type=positive, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--tokens", type=positive, default=4096, help="of a step, about")
     parser.add_argument("--compiled", type=int, nargs="*", default=[256], help="lengths, on a CPU")
     parser.add_argument("--equal", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--rounds", type=int, default=8)
