@@ -1,6 +1,6 @@
 """Decoding over a growing context, each variant against standard attention.
 
-    python benchmarks/decoding.py [shape] [--lengths 512 ... 8192] [--tokens 32] [--json FILE]
+    python benchmarks/decoding.py [shape] [--lengths 512 ... 8192] [--tokens 64] [--json FILE]
 
 Tokens are made one after another, as generation does, each with one key more than the one before:
 no length comes twice, so what a kernel has to plan or compile for a new length is in the times. The
@@ -16,6 +16,7 @@ Weights are random; without flags the model is `mini`.
 import argparse
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,27 +24,26 @@ from typing import Any, NamedTuple
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py
 
 import torch
-from measuring import markdown, ratios, seconds, with_quartiles, write
-from shapes import add_shape, described, flops_per_token, shape_words
+from measuring import cells, markdown, ratios, seconds, with_quartiles, write
+from shapes import VARIANTS, add_shape, described, flops_per_token, positive, shape_words
 
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, Transformer
 from diffllm.model.attention.base import KVCache
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 TURN = 8
 """Tokens that a variant makes before the next one's turn."""
 WARMUP = 4
 """Tokens before a range, which do not count."""
 COLUMNS = (
-    "context", "attention", "ms a token", "time (quartiles)", "MB read", "bytes", "MFLOPs",
-    "FLOPs", "FLOPs a byte",
+    "context", "attention", "ms a token", "time (quartiles)", "slowest turn, ms", "MB read",
+    "bytes", "MFLOPs", "FLOPs", "FLOPs a byte",
 )  # fmt: skip
 
 
 class Cost(NamedTuple):
-    """What one decoding step takes at least."""
+    """The least that one decoding step reads and computes."""
 
     bytes: int
     """Weights and keys and values that are read."""
@@ -51,9 +51,9 @@ class Cost(NamedTuple):
 
 
 def cost(model: Transformer, context: int, batch: int, dtype: torch.dtype) -> Cost:
-    """Of a step of `batch` sequences with `context` positions each.
+    """Cost of a step of `batch` sequences with `context` positions each.
 
-    Of the embedding a row a sequence is read, which does not count.
+    Input embeddings do not count: a step reads one row a sequence of them.
     """
     cfg, size = model.cfg, dtype.itemsize
     assert batch == 1 or not cfg.moe.n_experts, "which experts several tokens share is not known"
@@ -131,16 +131,18 @@ def growing(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape(parser)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--tokens", type=int, default=64, help="made from each length on")
+    parser.add_argument(
+        "--lengths", type=positive, nargs="+", default=[512, 1024, 2048, 4096, 8192]
+    )
+    parser.add_argument("--tokens", type=positive, default=64, help="made from each length on")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.model = args.model or "mini"
     args.batch = args.batch or 1
     args.seq = max(args.lengths) + args.tokens
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results, rows = measured(shape_words(args), args.lengths, args.tokens, args.batch, device)
-    print(markdown(COLUMNS, rows))
+    results = measured(shape_words(args), args.lengths, args.tokens, args.batch, device)
+    print(f"\n{table(results)}")
     if args.json:
         shape = described(load_config(shape_words(args)))
         write(args.json, device, results, shape=shape, batch=args.batch, tokens=args.tokens)
@@ -148,47 +150,57 @@ def main() -> None:
 
 def measured(
     words: list[str], lengths: list[int], tokens: int, batch: int, device: torch.device
-) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Every variant at every length: results, and rows of a table."""
+) -> list[dict[str, Any]]:
+    """Measure every variant at every length."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     models = {}
     for variant in VARIANTS:
         cfg = load_config([f"attention={variant}", *words])
         models[variant] = random_model(cfg.model, device, dtype).eval()
-    results, rows = [], []
+    results: list[dict[str, Any]] = []
     for length in lengths:
         times = growing(models, length, tokens, batch, dtype)
         middle = length + tokens // 2
-        base = cost(models["standard"], middle, batch, dtype)
         for name, model in models.items():
-            ms = 1e3 * statistics.median(times[name])
-            ratio, own = ratios(times[name], times["standard"]), cost(model, middle, batch, dtype)
+            own = cost(model, middle, batch, dtype)
             results.append(
                 {
                     "context": length,
                     "attention": name,
-                    "ms": ms,
-                    "ratio": ratio,
+                    "ms": 1e3 * statistics.median(times[name]),
+                    "ratio": ratios(times[name], times["standard"]),
                     "slowest_ms": 1e3 * max(times[name]),
                     **own._asdict(),
                     "flops_per_byte": own.flops / own.bytes,
                 }
             )
-            rows.append(
-                [
-                    f"{length:,}",
-                    f"`{name}`",
-                    f"{ms:.2f}",
-                    with_quartiles(ratio),
-                    f"{own.bytes / 1e6:,.1f}",
-                    f"{own.bytes / base.bytes:.2f}",
-                    f"{own.flops / 1e6:,.0f}",
-                    f"{own.flops / base.flops:.2f}",
-                    f"{own.flops / own.bytes:.2f}",
-                ]
-            )
-            print(f"| {' | '.join(rows[-1])} |", flush=True)
-    return results, rows
+        for line in rows(results[-len(models) :]):
+            print(cells(line), flush=True)
+    return results
+
+
+def rows(results: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """The cells of every result; bytes and FLOPs over those of `standard` at the same length."""
+    standard = {one["context"]: one for one in results if one["attention"] == "standard"}
+    for one in results:
+        base = standard[one["context"]]
+        yield [
+            f"{one['context']:,}",
+            f"`{one['attention']}`",
+            f"{one['ms']:.2f}",
+            with_quartiles(one["ratio"]),
+            f"{one['slowest_ms']:.2f}",
+            f"{one['bytes'] / 1e6:,.1f}",
+            f"{one['bytes'] / base['bytes']:.2f}",
+            f"{one['flops'] / 1e6:,.0f}",
+            f"{one['flops'] / base['flops']:.2f}",
+            f"{one['flops_per_byte']:.2f}",
+        ]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """All results, as Markdown."""
+    return markdown(COLUMNS, rows(results))
 
 
 if __name__ == "__main__":

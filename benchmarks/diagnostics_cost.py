@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import run_alone, write
+from measuring import run_alone, synchronize, write
 from shapes import add_shape, described, shape_given, shape_words
-from steps import random_tokens
+from steps import micro_batches
 
 from diffllm.build import Training, build
 from diffllm.config import load_config
@@ -37,11 +37,10 @@ KINDS = {
 
 def step_seconds(t: Training, due: Due) -> float:
     """Time of one step, its measurements on the host."""
-    tokens = [random_tokens(t.cfg, t.device) for _ in range(t.cfg.micro_batches(1)[1])]
-    if t.device.type == "cuda":
-        torch.cuda.synchronize(t.device)
+    batches = micro_batches(t.cfg, t.device)
+    synchronize(t.device)
     start = time.perf_counter()
-    out = train_step(t, iter([(b[:, :-1], b[:, 1:]) for b in tokens]), 0, due)
+    out = train_step(t, iter(batches), 0, due)
     if due.update:
         named_values(out.stats)
         grad_norm_by_group(out.grad_norms)

@@ -94,7 +94,10 @@ def run_stage(
 
 
 def stamped(device: str, out: Path) -> dict[str, str]:
-    """What measurements of this run are made with; the device is asked in another process."""
+    """The code, torch and device that this run measures with.
+
+    Another process asks the device, so that this one takes no memory of it.
+    """
     worker = Worker(device, out / "start.log")
     reply = worker.ask("harness.machine.facts", {}, 180)
     worker.close()

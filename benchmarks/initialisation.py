@@ -8,12 +8,12 @@ others use the machine.
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from measuring import ratios, write
 
 from diffllm import build_model, load_config
 from diffllm.model.transformer import Transformer
@@ -38,7 +38,7 @@ def main() -> None:
     n_params = sum(param.numel() for param in model.parameters())
     rounds = [(filled(model, 1), filled(model, args.threads)) for _ in range(args.rounds)]
     one, many = ([wall for wall, _ in times] for times in zip(*rounds, strict=True))
-    ratio = statistics.median(a / b for a, b in zip(one, many, strict=True))
+    ratio = ratios(one, many)["median"]
     print(
         f"{args.model}, {n_params / 1e9:.3f}B parameters: {statistics.median(one):.2f} s with one "
         f"thread, {statistics.median(many):.2f} s with {args.threads}, {ratio:.2f} times as fast "
@@ -46,22 +46,15 @@ def main() -> None:
         f"{rounds[-1][0][1]:.2f} and {rounds[-1][1][1]:.2f}"
     )
     if args.json:
-        result = {
-            "model": args.model,
-            "parameters": n_params,
-            "threads": args.threads,
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "ratio": ratio,
-            "rounds": [
-                {
-                    "one": {"seconds": a[0], "cpu_seconds": a[1]},
-                    "many": {"seconds": b[0], "cpu_seconds": b[1]},
-                }
-                for a, b in rounds
-            ],
-        }
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        results = [
+            {
+                "one": {"seconds": a[0], "cpu_seconds": a[1]},
+                "many": {"seconds": b[0], "cpu_seconds": b[1]},
+            }
+            for a, b in rounds
+        ]
+        facts = {"model": args.model, "parameters": n_params, "ratio": ratio}
+        write(args.json, torch.device("cpu"), results, **facts, threads=args.threads)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Time, spread, and on what was measured: shared by all benchmarks."""
+"""Times, their spread, results as JSON and Markdown: shared by all benchmarks."""
 
 import importlib.util
 import json
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ import torch
 
 from diffllm.config import load_config
 from diffllm.distributed.world import join
+from diffllm.errors import UserError
 
 Step = Callable[[], None]
 
 
 def meta(device: torch.device) -> dict[str, Any]:
-    """On what and when something was measured."""
+    """The device and versions that something is measured with, and the date."""
     threads = torch.get_num_threads()
     gpu = device.type == "cuda"
     has_peers = importlib.util.find_spec("transformers") is not None
@@ -34,31 +37,55 @@ def meta(device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, device: torch.device, results: Any, **more: Any) -> None:
-    """Results as JSON, with on what they were measured."""
+    """Write results as JSON, with `meta` and more facts."""
     text = json.dumps({**meta(device), **more, "results": results}, indent=2)
     path.write_text(text + "\n")
 
 
-def run_alone(main: Callable[[torch.device], None]) -> None:
-    """`main` on this machine's device, in a process group of one."""
+def join_alone(name: str | None = None) -> torch.device:
+    """Begin a process group of this process only, and return its device.
+
+    Args:
+        name: "cpu" leaves a GPU unused; else the GPU is taken where there is one.
+    """
     settings = load_config([]).distributed
     world = join(settings)
-    device = world.device()
+    device = torch.device("cpu") if name == "cpu" else world.device()
     world.init_process_group(device, settings)
+    return device
+
+
+@contextmanager
+def alone(name: str | None = None) -> Iterator[torch.device]:
+    """The device of a process group of this process only, which ends with the block."""
+    device = join_alone(name)
     try:
-        main(device)
+        yield device
     finally:
         torch.distributed.destroy_process_group()
 
 
+def run_alone(main: Callable[[torch.device], None]) -> None:
+    """Call `main` with this machine's device, in a process group of one.
+
+    What a user can mend ends in one line and status 2.
+    """
+    try:
+        with alone() as device:
+            main(device)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
+    """Wait until a GPU has done all its work; on a CPU nothing is to be waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
-    """Seconds a step, of `repeats` one after another without a wait between them."""
+    """Mean seconds of `repeats` steps, between which a GPU is not waited for."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -70,7 +97,7 @@ def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
 def in_turns(
     steps: dict[str, Step], rounds: int, device: torch.device, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of every step in every round, after `warmup` rounds that do not count."""
+    """Alternate between steps; return the seconds of each in every round after `warmup` ones."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + warmup):
         for name, step in steps.items():
@@ -101,11 +128,15 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def with_quartiles(ratio: dict[str, float]) -> str:
-    """1.06 (1.04 to 1.09)."""
+    """Median and quartiles of `ratios` as text, e.g. 1.06 (1.04 to 1.09)."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that can be pasted."""
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    """A Markdown table."""
+    return "\n".join([cells(columns), "|---" * len(columns) + "|", *map(cells, rows)])
+
+
+def cells(row: Sequence[str]) -> str:
+    """A line of such a table."""
+    return f"| {' | '.join(row)} |"

@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 from measuring import markdown, run_alone, write
-from shapes import add_shape, described, shape_words
-from steps import random_tokens
+from shapes import VARIANTS, add_shape, described, shape_words
+from steps import micro_batches
 
 from diffllm.build import build
 from diffllm.config import TrainConfig, load_config
+from diffllm.plan.estimate import GIB
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.trainer import train_step
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-GIB = 1 << 30
 COLUMNS = ("attention", "checkpointing", "plan, GiB", "measured, GiB", "measured over plan")
 
 
@@ -57,6 +56,7 @@ def main() -> None:
 
 
 def config(attention: str, checkpointing: bool, words: list[str]) -> TrainConfig:
+    """The config of one variant, with or without activation checkpointing."""
     return load_config(
         [f"attention={attention}", f"activation_checkpointing={checkpointing}", *words]
     )
@@ -78,8 +78,7 @@ def measured(cfg: TrainConfig, device: torch.device) -> int | None:
     t = build(cfg, device)
 
     def step(number: int) -> None:
-        tokens = [random_tokens(cfg, device) for _ in range(cfg.micro_batches(1)[1])]
-        train_step(t, iter([(b[:, :-1], b[:, 1:]) for b in tokens]), number, EVERYTHING)
+        train_step(t, iter(micro_batches(cfg, device)), number, EVERYTHING)
         torch.cuda.synchronize(device)
 
     step(0)  # compiles, and tries kernels out

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measuring import write
+from measuring import ratios, with_quartiles, write
 
 from diffllm.build import build
 from diffllm.config import load_config
@@ -27,7 +27,8 @@ from diffllm.trainer import train_step
 WARMUP = 2
 
 
-def rank_of(rank: int, store: str, args: argparse.Namespace, results: Any) -> None:
+def measure(rank: int, store: str, args: argparse.Namespace, results: Any) -> None:
+    """Alternate both kinds of steps on one rank; rank 0 puts their seconds into `results`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, args.ranks), rank=rank, world_size=args.ranks
@@ -69,16 +70,13 @@ def main() -> None:
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
         ranks = (str(Path(directory) / "store"), args, results)
-        mp.spawn(rank_of, ranks, nprocs=args.ranks, join=True)
+        mp.spawn(measure, ranks, nprocs=args.ranks, join=True)
     seconds = results.get()
-    ratios = sorted(a / b for a, b in zip(seconds["last"], seconds["every"], strict=True))
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    quarter = len(ratios) // 4
     print(
-        f"{args.ranks} ranks, {' '.join(args.overrides)}: last over every "
-        f"{statistics.median(ratios):.3f} (quartiles {ratios[quarter]:.3f} to "
-        f"{ratios[-1 - quarter]:.3f}); last {1e3 * medians['last']:.0f} ms, "
-        f"every {1e3 * medians['every']:.0f} ms"
+        f"{args.ranks} ranks, {' '.join(args.overrides)}: last over every (quartiles) "
+        f"{with_quartiles(ratios(seconds['last'], seconds['every']))}; "
+        f"last {1e3 * medians['last']:.0f} ms, every {1e3 * medians['every']:.0f} ms"
     )
     if args.json:
         facts = {"overrides": args.overrides, "ranks": args.ranks, "rounds": args.rounds}

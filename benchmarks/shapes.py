@@ -1,4 +1,4 @@
-"""The shape of what is measured, from a command line: one for ours and for the peers.
+"""The shape of the model that a benchmark measures, from its command line.
 
 Every flag is an override of the config, and peers are built from the loaded config, so that both
 have the same shape. Without flags it is 6 layers, 256 wide, 8 heads over 4, a SwiGLU of 768, a
@@ -31,16 +31,25 @@ SMALL = {
     "layers": 6, "dim": 256, "heads": 8, "kv_heads": 4, "ffn": 768, "vocab": 8192,
 }  # fmt: skip
 SEQ, BATCH = 512, 8
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+"""The variants that are compared with each other, the one that ratios are taken to first."""
+
+
+def positive(text: str) -> int:
+    """Read an integer of at least 1 from a command line."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def add_shape(parser: ArgumentParser) -> None:
-    """The flags of a shape."""
+    """Add the flags of a shape."""
     group = parser.add_argument_group("shape")
     group.add_argument("--model", help="a model of conf/model/, which the other flags change")
     for name in KEYS:
-        group.add_argument(f"--{name.replace('_', '-')}", type=int)
-    group.add_argument("--batch", type=int, help="sequences a forward pass")
-    group.add_argument("--micro-batches", type=int, default=1, help="forward passes a step")
+        group.add_argument(f"--{name.replace('_', '-')}", type=positive)
+    group.add_argument("--batch", type=positive, help="sequences a forward pass")
+    group.add_argument("--micro-batches", type=positive, default=1, help="forward passes a step")
 
 
 def shape_words(

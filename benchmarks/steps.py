@@ -33,6 +33,22 @@ def with_documents(tokens: torch.Tensor, length: int) -> torch.Tensor:
     return tokens.masked_fill(ends, DOCUMENT_END)
 
 
+def micro_batches(
+    cfg: TrainConfig, device: torch.device, document_length: int | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random inputs and targets, (b, T) int64 each, of every micro-batch of one step.
+
+    Args:
+        document_length: of documents on average, which end among the tokens; None ends none.
+    """
+    batches = []
+    for _ in range(cfg.micro_batches(1)[1]):
+        tokens = random_tokens(cfg, device)
+        tokens = with_documents(tokens, document_length) if document_length else tokens
+        batches.append((tokens[:, :-1], tokens[:, 1:]))
+    return batches
+
+
 def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = None) -> Step:
     """A step of the trainer: float32 master weights and loss, clipping, the guard, fused AdamW.
 
@@ -49,17 +65,11 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
 
 def step_of(t: Training, document_length: int | None = None) -> Step:
     """A step of what the trainer has built."""
-    cfg = t.cfg
     # Where documents begin is found out on the host.
     where = torch.device("cpu") if document_length else t.device
 
     def step() -> None:
-        batches = []
-        for _ in range(cfg.micro_batches(1)[1]):
-            tokens = random_tokens(cfg, where)
-            tokens = with_documents(tokens, document_length) if document_length else tokens
-            batches.append((tokens[:, :-1], tokens[:, 1:]))
-        train_step(t, iter(batches), 0)
+        train_step(t, iter(micro_batches(t.cfg, where, document_length)), 0)
 
     return step
 
@@ -102,7 +112,7 @@ def theirs(
 
 
 def their_experts(m: ModelConfig) -> dict[str, Any]:
-    """What Qwen3Moe's config has besides Llama's; nothing for a dense model."""
+    """The arguments of Qwen3Moe's config that Llama's lacks; none for a dense model."""
     if not m.moe.n_experts:
         return {}
     assert not m.moe.n_shared, "Qwen3Moe has no shared experts"
@@ -117,7 +127,7 @@ def their_experts(m: ModelConfig) -> dict[str, Any]:
 
 
 def plain(cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False) -> Step:
-    """A step of `plain_llama.PlainLlama`: about what torch gives without a framework."""
+    """A step of `plain_llama.PlainLlama`, which is about as fast as torch without a framework."""
     with device:
         model = PlainLlama(cfg.model)
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import in_turns, markdown, ratios, run_alone, with_quartiles, write
-from shapes import add_shape, described, flops_per_token, shape_words
+from measuring import cells, in_turns, markdown, ratios, run_alone, with_quartiles, write
+from shapes import VARIANTS, add_shape, described, flops_per_token, positive, shape_words
 from steps import ours
 
 from diffllm.config import TrainConfig, load_config
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 ARMS = {"heads": [], "parameters": ["model.match_params_to=diff_v2"]}
 COLUMNS = (
     "tokens a sequence", "equal", "", "attention", "ms a step", "time (quartiles)", "FLOPs",
@@ -36,8 +35,8 @@ COLUMNS = (
 def main(device: torch.device) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape(parser)
-    parser.add_argument("--seqs", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step, about")
+    parser.add_argument("--seqs", type=positive, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--tokens", type=positive, default=4096, help="of a step, about")
     parser.add_argument("--compiled", type=int, nargs="*", default=[256], help="lengths, on a CPU")
     parser.add_argument("--equal", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--rounds", type=int, default=8)
@@ -54,7 +53,7 @@ def main(device: torch.device) -> None:
             for name, result in compared(cfgs, args.rounds, device).items():
                 results.append({"seq": seq, "equal": equal, "how": how, "attention": name} | result)
                 rows.append(row(results[-1]))
-                print(f"| {' | '.join(rows[-1])} |", flush=True)
+                print(cells(rows[-1]), flush=True)
     shape = described(load_config(shape_words(args)))
     print(f"\n{shape}, or as many in shorter sequences\n\n{markdown(COLUMNS, rows)}")
     if args.json:

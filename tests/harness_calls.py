@@ -1,4 +1,4 @@
-"""What workers of tests/test_gpu_harness.py do; light, so that a process starts in no time."""
+"""Calls for workers of tests/test_gpu_harness.py; imports little, so that processes start fast."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What is left to the device is decided in one place each, and said."""
+"""Each choice that a config leaves to the device is made in one place and printed with a reason."""
 
 import json
 

@@ -125,10 +125,27 @@ def test_a_line_that_was_cut_off_is_not_taken_for_a_measurement(tmp_path):
     assert Records(records.path, STAMP, resume=True).has("first", {})
 
 
-def test_measurements_have_names_of_their_own(tmp_path):
+def test_a_table_names_every_code_that_its_measurements_were_made_with(tmp_path):
+    for code, name in (("old", "kept"), ("new", "made again")):
+        Records(tmp_path / "A.jsonl", {**STAMP, "code": code}, resume=True).add(
+            name, {}, "ok", {"ms": 1.0}, 0.0
+        )
+    assert "\nd, torch t, code old; d, torch t, code new\n" in table(tmp_path)
+
+
+def test_measured_memory_stands_beside_the_plan(tmp_path):
+    records = Records(tmp_path / "C.jsonl", STAMP, resume=False)
+    config = {"attention": "diff_v2", "checkpointing": True, "words": []}
+    result = {"plan": 2 * 2**30, "measured": 2**30}
+    records.add("memory of diff_v2, checkpointing", config, "ok", result, 0.0)
+    assert "| `diff_v2` | yes | 2.00 | 1.00 | 0.50 |" in table(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [GPU, SMALL])
+def test_measurements_have_names_of_their_own(sizes, tmp_path):
     names = []
     for name in STAGES:
-        for item in stage(name, SMALL, tmp_path):
+        for item in stage(name, sizes, tmp_path):
             own = item.contestants if isinstance(item, Group) else [""]
             names += [f"{item.name}: {contestant}" for contestant in own]
     assert len(names) == len(set(names))

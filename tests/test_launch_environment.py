@@ -2,7 +2,7 @@
 
 import signal
 import socket
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -149,14 +149,22 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
 def test_rank_0_does_not_end_before_the_others_know_why(
     end: Exception, told: type[Exception]
 ) -> None:
-    """For the store ends with it."""
-    store = dist.HashStore()
+    """For the store ends with it. The other rank asks once rank 0 waits for it."""
+    waits = threading.Event()
+
+    class Store(dist.HashStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            if keys == ["what/read/1"]:
+                waits.set()
+            super().wait(keys, timeout)
+
+    store = Store()
 
     def choose() -> None:
         raise end
 
     def late() -> None:
-        time.sleep(0.3)
+        assert waits.wait(10), "rank 0 does not wait"
         World(1, 2, 1, store).decide("what", choose)
 
     with ThreadPoolExecutor(1) as pool:

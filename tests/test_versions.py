@@ -19,7 +19,7 @@ ONE_PLACE = Path(torch_versions.__file__)
 
 
 def torch_names(tree: ast.AST) -> dict[str, str]:
-    """What a source calls modules, classes and functions of torch, and their full names."""
+    """The full names of all that a source imports from torch, by the names it gives them."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -126,7 +126,7 @@ def uses(source: str) -> Iterator[str]:
 
 
 def resolve(name: str) -> Any:
-    """What a full name names; raises AttributeError if torch has it no more."""
+    """The module or object of a full name; raises AttributeError if torch lacks it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:

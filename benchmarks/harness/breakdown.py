@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by the kernels that the profiler saw."""
+"""The time of a step, divided among its parts by the kernels that the profiler saw."""
 
 import re
 from collections import Counter
@@ -13,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 LOSS = "_ChunkedLoss"
 """The autograd function under which all of the loss runs, its gradients too."""
 ATTENTION = r"flash|fmha|sdpa|attention|attn|varlen|mha_"
-BACKWARD = r"bwd|backward|bprop|dot_do_o|convert_dq|dkdv|dkv"
+BACKWARD = r"bwd|backward|bprop|dkdv|dkv"
 RULES = (
     # The first that matches. Pointwise graphs carry the names of all that they fuse.
     ("pointwise", r"^triton_(poi|red|per|for|mix)|cpp_fused"),
     ("attention backward", rf"(?=.*({ATTENTION}))(?=.*({BACKWARD}))|dot_do_o|convert_dq"),
     ("attention forward", ATTENTION),
-    ("optimizer", r"adam|multi_tensor|foreach|norm_.*lpnorm|fused_adamw"),
+    ("optimizer", r"adam|multi_tensor|foreach|norm_.*lpnorm"),
     ("products", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|::(bmm|mm|addmm|_grouped_mm)$"
                  r"|linear|matmul|triton_tem"),
     ("casts and copies", r"memcpy|memset|copy|split_with_sizes|chunk_cat|nccl|::cat$|::fill_"
@@ -29,7 +29,7 @@ PARTS = ("loss", *dict(RULES), "idle")
 
 
 def part_of(name: str) -> str:
-    """Which part of a step a kernel, or on a CPU an operation, belongs to by its name."""
+    """The part of a step that a kernel, or on a CPU an operation, belongs to by its name."""
     lowered = name.lower()
     return next((part for part, rule in RULES if re.search(rule, lowered)), "pointwise")
 

@@ -1,6 +1,6 @@
 """A contestant in a worker: its step is built, warmed up, and then made in turns with others.
 
-Functions take the worker's `state` and the arguments of a call, and return what goes into JSON.
+A worker calls these functions with its `State`; what they return is written as JSON.
 """
 
 import gc
@@ -8,29 +8,25 @@ import time
 from typing import Any
 
 import torch
-from measuring import Step, seconds, synchronize
+from measuring import Step, join_alone, seconds, synchronize
 from shapes import described, flops_per_token, mfus
 from steps import ours, plain, theirs
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.distributed.world import join
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.choice import ASKED, Choice
 from harness.breakdown import breakdown
+from harness.worker import State
 
-State = dict[str, Any]
 WARM = 3
 """Steps before the first turn."""
 
 
 def device_of(state: State) -> torch.device:
-    """The worker's device, in a process group of one."""
+    """The worker's device; the first call joins a process group of one."""
     if "joined" not in state:
-        settings = load_config([]).distributed
-        world = join(settings)
-        state["joined"] = world.device() if state["device"] == "cuda" else torch.device("cpu")
-        world.init_process_group(state["joined"], settings)
+        state["joined"] = join_alone(state["device"])
     return state["joined"]
 
 
@@ -66,7 +62,7 @@ def build_step(
 
 
 def warm(state: State) -> dict[str, Any]:
-    """The first steps, which compile; facts about a step."""
+    """Make the first steps, which compile; return how long they took and facts about a step."""
     cfg: TrainConfig = state["cfg"]
     device = device_of(state)
     start = time.perf_counter()
@@ -84,9 +80,9 @@ def warm(state: State) -> dict[str, Any]:
 
 
 def turn(state: State, repeats: int) -> dict[str, Any]:
-    """Seconds a step, and the most bytes that tensors held; None on a CPU, which cannot tell.
+    """Time some steps: seconds a step, and the most bytes that tensors held (None on a CPU).
 
-    The first step takes memory from the device again, which `release` gave back, and is not timed.
+    A step before them, which is not timed, takes back the memory that `release` gave away.
     """
     device = device_of(state)
     if device.type == "cuda":

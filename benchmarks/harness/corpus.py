@@ -1,26 +1,21 @@
-"""The corpus of the training run: text and prepared tokens that travel to a machine without
-the datasets library.
+"""The corpus of the training run, for a machine that cannot prepare it.
 
     python benchmarks/harness/corpus.py
 
-writes them into gpu-data/, which git ignores. Tokens are found again by the text's content, so on
-the other machine nothing is tokenised.
+writes text and its prepared tokens into gpu-data/, which git ignores. A run finds tokens by the
+text's content, so the other machine tokenises nothing and needs no datasets library.
 """
 
 import json
-import sys
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)] * (__name__ == "__main__")
+from diffllm.config import load_config
+from diffllm.data import prepare
+from diffllm.data.corpus import python_files
 
-from diffllm.config import load_config  # noqa: E402
-from diffllm.data import prepare  # noqa: E402
-from diffllm.data.corpus import python_files  # noqa: E402
-
-FOLDER = ROOT / "gpu-data"
-TEXT_BYTES = 4_000_000
+FOLDER = Path(__file__).parents[2] / "gpu-data"
+CHARACTERS = 4_000_000
 WORDS = [
     "data=files",
     f"data.paths=[{FOLDER / 'text.jsonl'}]",
@@ -34,18 +29,19 @@ WORDS = [
 def write_text(path: Path) -> None:
     """The first source files of the standard library, one a document."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = 0
-    with open(path, "w", encoding="utf-8") as file:
+    size, partial = 0, path.with_suffix(".partial")
+    with open(partial, "w", encoding="utf-8") as file:
         for source in python_files(Path(sysconfig.get_path("stdlib"))):
             text = source.read_bytes().decode("utf-8", errors="ignore")
             file.write(json.dumps({"text": text}) + "\n")
             size += len(text)
-            if size > TEXT_BYTES:
-                return
+            if size > CHARACTERS:
+                break
+    partial.rename(path)
 
 
 def make() -> Path:
-    """The folder, with all that a run reads; what is there already stays."""
+    """Write all that a run reads, but for what is there already; return the folder."""
     text = FOLDER / "text.jsonl"
     if not text.exists():
         write_text(text)

@@ -1,4 +1,4 @@
-"""What the machine is, and what it can do at most."""
+"""Facts about the machine, and ceilings of its speed."""
 
 import importlib.metadata
 import os
@@ -7,14 +7,15 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from measuring import meta, seconds
+from measuring import Step, meta, seconds
 
-State = dict[str, Any]
+from harness.worker import State
+
 PACKAGES = ("triton", "transformers", "flash_attn", "numpy", "hydra-core")
 
 
 def facts(state: State) -> dict[str, Any]:
-    """Versions, the device, and what could bring other libraries in than torch's own."""
+    """Versions, the device, and the CUDA libraries that are loaded, which should be torch's own."""
     device = torch.device(state["device"])
     found = {
         **meta(device),
@@ -39,7 +40,7 @@ def facts(state: State) -> dict[str, Any]:
 
 
 def installed(name: str) -> str | None:
-    """A package's version."""
+    """A package's version; None if it is not installed."""
     try:
         return version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +48,7 @@ def installed(name: str) -> str | None:
 
 
 def loaded_libraries() -> list[str]:
-    """Where this process has cuDNN, cuBLAS and NCCL from: torch's own lie in site-packages."""
+    """Files that this process has cuDNN, cuBLAS and NCCL from; torch's lie in site-packages."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "/" in line}
     wanted = ("libcudnn.", "libcudnn_graph", "libcublas.", "libnccl.")
@@ -71,7 +72,7 @@ def copy(state: State, mib: int) -> dict[str, float]:
     return {"gb_per_s": 2 * source.nbytes / taken / 1e9, "ms": 1e3 * taken}
 
 
-def repeated(work: Any, device: torch.device) -> float:
-    """Seconds of one of ten, after three that do not count."""
+def repeated(work: Step, device: torch.device) -> float:
+    """Seconds that `work` takes, the mean of ten times after three that warm up."""
     seconds(work, device, 3)
     return seconds(work, device, 10)

@@ -12,7 +12,7 @@ SOURCES = ("diffllm/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py", "tests/**/
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """Of the package's, the configs', the benchmarks' and the tests' sources."""
+    """Hash of the sources of the package, the configs, the benchmarks and the tests."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(root.glob(pattern)):
@@ -26,7 +26,7 @@ class Records:
     Args:
         path: a JSONL file, appended to.
         stamp: what every measurement of this run was made with: code, torch and device.
-        resume: take successes of the same stamp as made.
+        resume: whether successes that the file holds, with the same key, count as made.
     """
 
     def __init__(self, path: Path, stamp: dict[str, str], resume: bool):
@@ -37,11 +37,12 @@ class Records:
         )
 
     def key(self, name: str, config: Any) -> str:
-        """Of a measurement: its name and config, and the stamp."""
+        """Hash of a measurement's name, its config and the stamp."""
         text = json.dumps([self.stamp, name, config], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def has(self, name: str, config: Any) -> bool:
+        """Whether a measurement has succeeded."""
         return self.key(name, config) in self.made
 
     def add(self, name: str, config: Any, status: str, result: Any, seconds: float) -> None:

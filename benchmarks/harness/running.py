@@ -1,5 +1,6 @@
 """Measurements one after another, and contestants in turns."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ class Measurement:
     limit: float = 120
     """Seconds, the start of the process included."""
     expected: float = 30
-    """Seconds that it takes on a GPU, about; it is not begun where less is left."""
+    """Seconds that it takes on a GPU, about; it is not begun if the stage has less left."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Group:
     limit: float = 240
     """Seconds to build, and again to make the first steps."""
     expected: float = 120
-    """As of a `Measurement`."""
+    """Seconds of all of it, as a `Measurement`'s."""
 
 
 @dataclass
@@ -55,16 +56,17 @@ class Runner:
     device: str
     logs: Path
     deadline: float
-    """Of time.monotonic(); what would end later is left for a run that resumes."""
+    """When the stage ends, on time.monotonic(); what would end later is not begun."""
     only: str = ""
     contestants: str = "harness.contestants"
     """The module whose functions groups call."""
     left: list[str] = field(default_factory=list)
     """Names for which there was no time."""
     ready: Worker | None = None
+    """A process that was started ahead, for the next measurement."""
 
     def run(self, items: Sequence[Measurement | Group]) -> None:
-        """All that is not made yet and that `only` is part of the name of."""
+        """Make all measurements that are `missing`, as far as there is time."""
         todo = list(self.missing(items))
         try:
             for item in todo:
@@ -79,7 +81,7 @@ class Runner:
                 self.ready.close()
 
     def missing(self, items: Sequence[Measurement | Group]) -> Iterator[Measurement | Group]:
-        """What has to be run."""
+        """Those of `items` that have not succeeded yet and have `only` in their name."""
         for item in items:
             if self.only not in item.name:
                 continue
@@ -112,7 +114,7 @@ class Runner:
         return min(limit, max(10, self.deadline + 60 - time.monotonic()))
 
     def run_group(self, group: Group) -> None:
-        """Build, warm up, take turns, break down; whoever fails is recorded and left out."""
+        """Build contestants, warm them up, let them take turns, and break down steps of some."""
         start = time.monotonic()
         if self.ready:
             self.ready.close()
@@ -120,8 +122,9 @@ class Runner:
         workers = {name: self.worker(f"{group.name} {name}") for name in group.contestants}
 
         def call(
-            function: str, what: dict[str, dict[str, Any]], at_once: int = 1000
+            function: str, what: dict[str, dict[str, Any]], at_once: float = math.inf
         ) -> dict[str, Any]:
+            """Results by name of those that succeed; the others are recorded and left out."""
             path = f"{self.contestants}.{function}"
             calls = {name: (workers[name], path, what[name]) for name in what}
             results = {}
@@ -159,7 +162,7 @@ class Runner:
                 worker.close()
 
     def fail(self, group: Group, name: str, reply: Reply, start: float) -> None:
-        """Record a contestant that is out."""
+        """Record a contestant that has failed."""
         entry = f"{group.name}: {name}", group.contestants[name]
         self.records.add(*entry, reply.status, reply.result, time.monotonic() - start)
 

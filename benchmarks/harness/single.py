@@ -1,4 +1,4 @@
-"""What a worker measures in one call."""
+"""Measurements that take one call of a worker."""
 
 import os
 import re
@@ -9,8 +9,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +17,26 @@ import memory as peak
 import torch
 from decoding import measured as measured_decoding
 from decoding import random_model
+from measuring import alone
 from steps import DOCUMENT_END, with_documents
 
 from diffllm.build import build
 from diffllm.choices import as_text
 from diffllm.config import load_config
-from diffllm.distributed.world import join
 from diffllm.model.documents import Documents
 from harness.breakdown import kernel_times, part_of
 from harness.records import ROOT, read
+from harness.worker import State
 
-State = dict[str, Any]
 FAILURES = 20
 """Failed tests that a result names."""
-
-
-@contextmanager
-def alone(state: State) -> Iterator[torch.device]:
-    """The worker's device, in a process group of one."""
-    settings = load_config([]).distributed
-    world = join(settings)
-    device = world.device() if state["device"] == "cuda" else torch.device("cpu")
-    world.init_process_group(device, settings)
-    yield device
-    torch.distributed.destroy_process_group()
 
 
 def kernels(
     state: State, words: list[str], widths: list[int], backends: list[str], tokens: int
 ) -> dict[str, Any]:
-    """The attention kernels that one layer's forward and backward pass and a decoding step run.
-
-    By width of heads, mask and backend; an error in the place of what cannot run.
+    """The attention kernels that one layer runs in a forward pass, a backward pass and a decoding
+    step, by width of heads, backend and mask; the error of a case that cannot run in its place.
 
     Args:
         tokens: of the sequence; two of them are a batch.
@@ -70,8 +56,13 @@ def kernels(
 
 
 def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[str, Any]:
-    """What the config leaves to the device, and milliseconds of attention kernels by name:
-    forward, backward, and a step of decoding."""
+    """Choices that the config leaves to the device, and milliseconds by attention kernel of a
+    forward pass, a backward pass and a decoding step.
+
+    Args:
+        masked: whether documents are masked.
+        name: of the device.
+    """
     device = torch.device(name)
     cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
     dtype = torch.bfloat16
@@ -105,7 +96,7 @@ def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[s
 def decoding_kernels(
     attention: Any, model: Any, tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """Kernels of one query behind `tokens` - 2 keys."""
+    """Milliseconds by kernel of a decoding step with `tokens` - 1 keys before it."""
     cache = attention.new_cache(1, tokens, torch.bfloat16, device)
     cache.k.normal_()
     cache.v.normal_()
@@ -116,7 +107,12 @@ def decoding_kernels(
 
 
 def tests(state: State, file: str, limit: float, at_once: int) -> dict[str, Any]:
-    """How the gpu-marked tests of a file end; what ran until `limit` where it takes longer."""
+    """Run the gpu-marked tests of a file: how many ended how, and which failed and why.
+
+    Args:
+        limit: seconds after which they are killed; tests that have ended by then count.
+        at_once: tests at the same time on a GPU.
+    """
     command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-m", "gpu", file]
     command += ["-p", "no:cacheprovider", "--tb=line"]
     if state["device"] == "cuda" and has_xdist():
@@ -148,7 +144,7 @@ def tests(state: State, file: str, limit: float, at_once: int) -> dict[str, Any]
 
 
 def test_outcomes(text: str) -> dict[str, str]:
-    """Outcome by test, from what pytest -v prints, alone or with workers."""
+    """Outcome by test, read from the output of `pytest -v`, with workers of xdist or without."""
     outcomes = {}
     for line in text.splitlines():
         alone = re.match(r"(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", line)
@@ -170,14 +166,14 @@ def has_xdist() -> bool:
 
 
 def with_path() -> dict[str, str]:
-    """The environment in which the package is found without being installed."""
+    """This process's environment, with the package on PYTHONPATH, as it may not be installed."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def diagnostics(state: State, words: list[str], rounds: int) -> dict[str, Any]:
-    """What diagnostics cost at their default intervals."""
-    with alone(state) as device:
+    """The cost of diagnostics at their default intervals."""
+    with alone(state["device"]) as device:
         return diagnostics_cost.measured(build(load_config(words), device), rounds)
 
 
@@ -185,14 +181,14 @@ def decoding(
     state: State, words: list[str], lengths: list[int], tokens: int, batch: int
 ) -> list[dict[str, Any]]:
     """Every main variant over a growing context."""
-    return measured_decoding(words, lengths, tokens, batch, torch.device(state["device"]))[0]
+    return measured_decoding(words, lengths, tokens, batch, torch.device(state["device"]))
 
 
 def memory(state: State, attention: str, checkpointing: bool, words: list[str]) -> dict[str, Any]:
     """Peak bytes of a step, as planned and, on a GPU, as measured."""
     cfg = peak.config(attention, checkpointing, words)
     plan = peak.planned(cfg)
-    with alone(state) as device:
+    with alone(state["device"]) as device:
         return {"plan": plan, "measured": peak.measured(cfg, device)}
 
 

@@ -1,4 +1,4 @@
-"""What the three stages measure, at a GPU's sizes and at a CPU's.
+"""The measurements of the three stages, at sizes for a GPU and for a CPU.
 
 Both sizes go through the same functions; only shapes and repeats differ.
 """
@@ -29,7 +29,7 @@ class Sizes:
     """Shapes and repeats of all that is measured."""
 
     dense: list[str]
-    """The model of stage B, which has room for five of it side by side."""
+    """The model of stage B, of which five fit into a GPU's memory side by side."""
     whole: list[str] | None
     """The model at its full depth; None leaves it out."""
     mixture: list[str]
@@ -254,7 +254,7 @@ def words_of(s: Sizes, model: list[str], seq: int, batch: int) -> list[str]:
 
 
 def peer(s: Sizes, kind: str, words: list[str], precision: str = "bf16 autocast") -> dict[str, Any]:
-    """A contestant from elsewhere."""
+    """Arguments of `build_step` for a contestant that is not ours."""
     attention = f"attention={PEER_OF.get(kind, 'standard')}"
     return {
         "kind": kind,

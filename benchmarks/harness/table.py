@@ -4,33 +4,39 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import memory
+from decoding import table as decoding_table
 from measuring import markdown, with_quartiles
 
+from diffllm.plan.estimate import GIB
 from harness.records import newest, read
 from harness.stages import STAGES
 
-GIB = 1 << 30
 STEPS = (
     "", "ms", "tokens a second", "time (quartiles)", "MFU, causal", "MFU, full attention",
     "peak GiB", "first steps, s",
 )  # fmt: skip
+KERNELS = ("kernels of ", "other kernels of ")
+"""How the names of tables of kernels begin."""
 
 
 def table(folder: Path) -> str:
-    """The newest measurement of every name, by what it is of."""
+    """The newest measurement of every name, in a section a stage, with what each was made with."""
     sections = []
     for stage in STAGES:
         lines = newest(read(folder / f"{stage}.jsonl"))
         if lines:
-            made = next(iter(lines.values()))
-            on = f"{made['device']}, torch {made['torch']}, code {made['code']}"
-            sections.append(f"## Stage {stage}\n\n{on}\n")
+            stamps = dict.fromkeys(
+                f"{line['device']}, torch {line['torch']}, code {line['code']}"
+                for line in lines.values()
+            )
+            sections.append(f"## Stage {stage}\n\n{'; '.join(stamps)}\n")
             sections += of_stage(lines)
     return "\n".join(sections)
 
 
 def of_stage(lines: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """Sections of a stage."""
+    """The sections of a stage's measurements, by name: one a table."""
     good = {name: line for name, line in lines.items() if line["status"] == "ok"}
     groups: dict[str, list[list[str]]] = {}
     for name, line in good.items():
@@ -44,24 +50,28 @@ def of_stage(lines: dict[str, dict[str, Any]]) -> Iterable[str]:
         parts = list(next(iter(broken.values())))
         rows = [[n, *(f"{result[part]:,.1f}" for part in parts)] for n, result in broken.items()]
         yield f"### Milliseconds of a step\n\n{markdown(('', *parts), rows)}\n"
-    memory = [memory_row(n, line["result"]) for n, line in good.items() if n.startswith("memory")]
-    if memory:
-        yield f"### Peak memory\n\n{markdown(('', 'plan, GiB', 'measured, GiB'), memory)}\n"
+    peaks = [
+        memory.row({**line["config"], **line["result"]})
+        for name, line in good.items()
+        if name.startswith("memory")
+    ]
+    if peaks:
+        yield f"### Peak memory\n\n{markdown(memory.COLUMNS, peaks)}\n"
     for name, line in good.items():
         if name.startswith("decoding"):
             yield f"### {name}\n\n{decoding_table(line['result'])}\n"
-        elif " kernels of " in f" {name}":
+        elif name.startswith(KERNELS):
             yield f"### {name}\n\n{kernel_table(line['result'])}\n"
     simple = [[n, text(line["result"])] for n, line in good.items() if is_simple(n, line)]
     if simple:
         yield f"### Others\n\n{markdown(('', 'result'), simple)}\n"
-    bad = [[n, line["status"], str(line["result"])] for n, line in lines.items() if n not in good]
+    bad = [[n, line["status"], text(line["result"])] for n, line in lines.items() if n not in good]
     if bad:
         yield f"### Failed\n\n{markdown(('', 'how', 'why'), bad)}\n"
 
 
 def step_row(name: str, result: dict[str, Any]) -> list[str]:
-    """A contestant of a group."""
+    """The cells of a contestant of a group."""
     peak, time = result["peak"], result["time"]
     shares = [result.get("mfu_causal"), result.get("mfu_full")]
     return [
@@ -75,36 +85,8 @@ def step_row(name: str, result: dict[str, Any]) -> list[str]:
     ]
 
 
-def memory_row(name: str, result: dict[str, Any]) -> list[str]:
-    measured = result["measured"]
-    return [
-        name.removeprefix("memory of "),
-        f"{result['plan'] / GIB:.2f}",
-        "not on a CPU" if measured is None else f"{measured / GIB:.2f}",
-    ]
-
-
-def decoding_table(results: list[dict[str, Any]]) -> str:
-    """Every variant at every length."""
-    columns = ("context", "attention", "ms a token", "time (quartiles)", "slowest turn, ms",
-               "MB read", "FLOPs a byte")  # fmt: skip
-    rows = [
-        [
-            f"{one['context']:,}",
-            one["attention"],
-            f"{one['ms']:.2f}",
-            with_quartiles(one["ratio"]),
-            f"{one['slowest_ms']:.2f}",
-            f"{one['bytes'] / 1e6:,.1f}",
-            f"{one['flops_per_byte']:.2f}",
-        ]
-        for one in results
-    ]
-    return markdown(columns, rows)
-
-
 def kernel_table(result: dict[str, Any]) -> str:
-    """What was chosen, and the longest kernel of every pass."""
+    """The choices for the device in every case, and the longest kernel of every pass."""
     rows = []
     for case, passes in result.items():
         if "error" in passes:
@@ -112,15 +94,15 @@ def kernel_table(result: dict[str, Any]) -> str:
             continue
         chosen = (f"{key}: {choice['value']}" for key, choice in passes["chosen"].items())
         rows.append([case, "chosen", "", "; ".join(chosen)])
-        for what, times in list(passes.items())[1:]:
-            for name, ms in list(times.items())[:1]:
-                rows.append([case, what, f"{ms:.3f}", f"`{name[:90]}`"])
+        for part in [name for name in passes if name != "chosen"]:
+            for name, ms in list(passes[part].items())[:1]:
+                rows.append([case, part, f"{ms:.3f}", f"`{name[:90]}`"])
     return markdown(("", "pass", "ms", "kernel"), rows)
 
 
 def is_simple(name: str, line: dict[str, Any]) -> bool:
     """Whether a result has no table of its own."""
-    own = ("memory", "decoding", "kernels", "other kernels")
+    own = ("memory", "decoding", *KERNELS)
     return not (name.startswith(own) or ", one step of " in name or "rounds_ms" in line["result"])
 
 

@@ -1,6 +1,7 @@
 """A process that measures when it is told to, and that may crash, hang or run out of memory."""
 
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 
 CONTEXT = multiprocessing.get_context("spawn")
 GRACE_S = 5
+"""Seconds that a process is given to end by itself."""
+State = dict[str, Any]
+"""What a process keeps between calls; begins with "device"."""
 
 
 class Reply(NamedTuple):
@@ -21,7 +25,7 @@ class Reply(NamedTuple):
     status: str
     """"ok", "error" (it raised), "died" (the process is gone) or "timeout"."""
     result: Any
-    """What the call returned, or one line about why there is nothing."""
+    """The value that the call returned, or one line about why there is none."""
 
     @property
     def ok(self) -> bool:
@@ -32,11 +36,11 @@ class Worker:
     """One process, a call at a time.
 
     Args:
-        device: "cuda" or "cpu"; the beginning of the state.
+        device: "cuda" or "cpu".
         log: takes what the process prints.
 
-    A call names a function with its module, which is called as function(state, **arguments);
-    `state` is a dict that lives as long as the process and begins with "device".
+    A call names a function with its module, which is called as function(state, **arguments) with
+    the `State` of the process.
     """
 
     def __init__(self, device: str, log: Path):
@@ -52,7 +56,7 @@ class Worker:
         return together({"": (self, call, arguments)}, limit)[""]
 
     def send(self, call: str, arguments: dict[str, Any]) -> Reply | None:
-        """Begin a call; a reply only if the process is gone already."""
+        """Begin a call; return a reply only if the process is gone already."""
         try:
             self.connection.send((call, arguments))
         except OSError:
@@ -60,14 +64,14 @@ class Worker:
         return None
 
     def receive(self) -> Reply:
-        """The reply that is there."""
+        """Read the reply to a call, which must have arrived or the process be gone."""
         try:
             return Reply(*self.connection.recv())
         except (EOFError, OSError):
             return self.death()
 
     def death(self) -> Reply:
-        """How the process ended."""
+        """A reply that tells how the process ended."""
         self.process.join(GRACE_S)
         code = self.process.exitcode or 0
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -89,11 +93,11 @@ class Worker:
 
 
 def together(
-    calls: dict[str, tuple[Worker, str, dict[str, Any]]], limit: float, at_once: int = 1000
+    calls: dict[str, tuple[Worker, str, dict[str, Any]]], limit: float, at_once: float = math.inf
 ) -> dict[str, Reply]:
-    """Calls of several workers side by side, `at_once` of them; each may take `limit` seconds.
+    """Make a call in each of several workers, `at_once` at a time, and wait for all replies.
 
-    A worker whose call takes longer is killed.
+    A worker whose call takes longer than `limit` seconds is killed.
     """
     waiting, replies = dict(calls), {}
     running: dict[Connection, tuple[str, Worker, float]] = {}
@@ -120,7 +124,7 @@ def together(
 
 
 def last_line(log: Path) -> str:
-    """Of what a process printed."""
+    """The last line that a process printed."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1][:200] if lines else "it printed nothing"
 
@@ -131,7 +135,7 @@ def serve(connection: Connection, device: str, log: str) -> None:
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    state: dict[str, Any] = {"device": device}
+    state: State = {"device": device}
     while True:
         try:
             call, arguments = connection.recv()

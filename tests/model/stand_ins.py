@@ -1,4 +1,4 @@
-"""What tests of attention kernels share: heads, documents, and explicit maps to compare with."""
+"""Heads, documents and explicit maps for tests of attention kernels, and stand-ins for a GPU's."""
 
 import math
 from itertools import pairwise
@@ -7,6 +7,11 @@ import torch
 
 END = 0
 CUDA = torch.device("cuda")
+MAIN = ("standard", "gated", "diff_v1", "diff_v2")
+V2 = ("flash_attn", "flash_attn.flash_attn_interface")
+"""The modules of flash-attn 2."""
+V4 = ("flash_attn", "flash_attn.cute")
+"""The modules of flash-attn-4."""
 
 
 def heads(shape, wide=1, batch=2, length=40, dtype=torch.float32):
@@ -37,7 +42,10 @@ def explicit(q, k, v, scale):
 
 
 def packed_attention(q, k, v, ends_q, ends_k, longest_q, longest_k, scale):
-    """What variable-length kernels promise, and what they want."""
+    """Causal attention within documents, as variable-length kernels compute it.
+
+    Checks what they ask of their arguments first.
+    """
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     assert q.ndim == k.ndim == v.ndim == 3
     assert len(q) == len(k) == len(v)

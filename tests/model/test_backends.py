@@ -14,6 +14,7 @@ import pytest
 import torch
 from stand_ins import (
     END,
+    MAIN,
     Cuda,
     assert_close_in_bf16,
     explicit,
@@ -34,9 +35,6 @@ from diffllm.model.attention.ops import Backend, Packed, attend
 from diffllm.model.documents import Documents
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-MAIN = ("standard", "gated", "diff_v1", "diff_v2")
-
 
 ADAPTED = [(shape, wide) for shape in SHAPES for wide in (1, 2) if shape[1] % wide == 0]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stand_ins import CUDA
+from stand_ins import CUDA, V2, V4
 from variants import small_config
 
 from diffllm import build_model, load_config
@@ -77,10 +77,6 @@ def gpu(monkeypatch):
         return activated
 
     return make
-
-
-V2 = ("flash_attn", "flash_attn.flash_attn_interface")
-V4 = ("flash_attn", "flash_attn.cute")
 
 
 @pytest.mark.parametrize(

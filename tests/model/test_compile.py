@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stand_ins import END
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
@@ -12,7 +13,6 @@ from diffllm.model.attention.masks import document_blocks, packed
 from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents
 
-END = 0
 CASES = [(variant, ()) for variant in VARIANTS]
 CASES += [("diff_v1", ("model.attention.values=split",)), ("diff_v2", ("model.qk_norm=true",))]
 
@@ -24,12 +24,23 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def forward_and_backward(block, run, x, *arguments):
-    """Output, statistics and every gradient."""
+def forward_and_backward(block, x, *arguments):
+    """Output, statistics and every gradient of a block, compiled or not."""
     x = x.clone().requires_grad_()
-    out, stats, _ = run(x, *arguments)
+    out, stats, _ = block(x, *arguments)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
     return out, stats, torch.autograd.grad((out * weights).sum(), [x, *block.parameters()])
+
+
+def assert_same(found, expected):
+    """Outputs, statistics and gradients of `forward_and_backward` agree."""
+    (out, stats, grads), (other, other_stats, other_grads) = found, expected
+    torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
+    assert stats.keys() == other_stats.keys()
+    for name, value in other_stats.items():
+        torch.testing.assert_close(stats[name], value, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(grads, other_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("variant", "extra"), CASES)
@@ -42,15 +53,9 @@ def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant, e
     for documents, diagnose in ((None, False), (Documents.of(tokens, END), True)):
         rope, mask = model.whole_sequences(tokens, documents, x.dtype)
         arguments = rope, mask, None, diagnose
-        out, stats, grads = forward_and_backward(block, block, x, *arguments)
-        found, found_stats, found_grads = forward_and_backward(block, compiled, x, *arguments)
-        torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-5)
-        assert bool(stats) == diagnose
-        assert found_stats.keys() == stats.keys()
-        for name, value in stats.items():
-            torch.testing.assert_close(found_stats[name], value, rtol=1e-4, atol=1e-5)
-        for mine, other in zip(found_grads, grads, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        expected = forward_and_backward(block, x, *arguments)
+        assert bool(expected[1]) == diagnose
+        assert_same(forward_and_backward(compiled, x, *arguments), expected)
 
 
 @pytest.mark.parametrize("variant", ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
@@ -82,7 +87,7 @@ def documents_of(number):
 
 
 def weights_of(q: Tensor, k: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """Causal within documents: q and k (T, H, d) of all rows in one line -> (H, T, T)."""
+    """Maps (H, T, T), causal within documents, of q and k (T, H, d), the rows one after another."""
     index = torch.arange(len(q))
     ids = torch.bucketize(index, ends[1:-1], right=True)
     mask = (ids[:, None] == ids[None, :]) & (index[:, None] >= index[None, :])
@@ -139,7 +144,7 @@ varlen.register_autograd(backward, setup_context=keep)
 
 
 def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
-    """One op to the compiler, as the kernel is, with a backward pass."""
+    """An op that the compiler does not look into, as the kernel is, with a backward pass."""
     return varlen(q, k, v, ends, longest, scale)
 
 
@@ -155,12 +160,9 @@ def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant
     for number in NUMBERS:
         documents = documents_of(number)
         rope, mask = model.whole_sequences(documents.ids, documents, x.dtype)
-        expected, _, grads = forward_and_backward(block, block, x, rope, mask)
-        arguments = rope, packed(documents, LENGTH)
-        found, _, found_grads = forward_and_backward(block, compiled, x, *arguments)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        for mine, other in zip(found_grads, grads, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        expected = forward_and_backward(block, x, rope, mask)
+        found = forward_and_backward(compiled, x, rope, packed(documents, LENGTH))
+        assert_same(found, expected)
     assert counter.frame_count == 1
 
 

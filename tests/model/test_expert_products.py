@@ -1,4 +1,4 @@
-"""What devices decide about the products of experts, and gate and up as one product."""
+"""Products of experts as the device decides: grouped or not, gate and up as one product or two."""
 
 import pytest
 import torch
@@ -28,7 +28,15 @@ def capability(monkeypatch, major, minor=0):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
 
 
+def watched(monkeypatch, owner, name):
+    """The arguments of every call of a function, which goes on as before."""
+    calls, real = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(a) or real(*a, **k))
+    return calls
+
+
 def rows_and_ends(dtype):
+    """Gradients, inputs and where each expert's rows end."""
     grad, x = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(ROWS, DIM).to(dtype)
     return grad, x, torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
 
@@ -48,9 +56,7 @@ def dirty_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cpu_writes_zeros_where_an_expert_has_no_rows(dtype, dirty_memory, monkeypatch):
-    called = []
-    real = F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: called.append(a) or real(*a, **k))
+    called = watched(monkeypatch, F, "grouped_mm")
     out = expert_weight_grad(*rows_and_ends(dtype))
     assert called, "the grouped product"
     assert [bool(of.any()) for of in out] == [count > 0 for count in COUNTS]
@@ -169,8 +175,9 @@ def as_on_cuda(monkeypatch):
 
 
 def run(layer, x, weights, counts=COUNTS):
-    out = layer(x, weights, torch.tensor(counts))
-    direction = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
+    """Output, and the gradients of x, of the weights of rows and of every parameter."""
+    out = layer(x, weights, torch.tensor(counts, device=x.device))
+    direction = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype)
     inputs = [x, weights, *layer.parameters()]
     return [out, *torch.autograd.grad((out * direction).sum(), inputs)]
 
@@ -187,9 +194,7 @@ def test_one_product_is_two(monkeypatch, dtype, adjacent):
     expected = run(layer, x, weights)
     as_on_cuda(monkeypatch)
     monkeypatch.setattr(experts, "JOIN_FROM", 0)
-    calls = []
-    real = experts.joined
-    monkeypatch.setattr(experts, "joined", lambda *w: calls.append(w) or real(*w))
+    calls = watched(monkeypatch, experts, "joined")
     found = run(layer, x, weights)
     assert len(calls) == 2, "forward and backward"
     for mine, other in zip(found, expected, strict=True):
@@ -217,9 +222,7 @@ def test_products_and_the_layout_of_gradients(monkeypatch):
     which accumulation takes over without a copy."""
     layer, (x, weights) = small_experts(HALF), inputs(HALF)
     as_on_cuda(monkeypatch)
-    calls = []
-    real = F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: calls.append(a) or real(*a, **k))
+    calls = watched(monkeypatch, F, "grouped_mm")
     out = layer(x, weights, torch.tensor(COUNTS))
     assert len(calls) == 2
     taken = {}
@@ -236,9 +239,7 @@ def test_products_and_the_layout_of_gradients(monkeypatch):
 def test_weights_that_lie_apart_are_joined_for_enough_rows(monkeypatch, rows):
     layer, (x, weights) = small_experts(HALF, adjacent=False), inputs(HALF, rows)
     as_on_cuda(monkeypatch)
-    calls = []
-    real = experts.joined
-    monkeypatch.setattr(experts, "joined", lambda *w: calls.append(w) or real(*w))
+    calls = watched(monkeypatch, experts, "joined")
     run(layer, x, weights, [rows - 5, 1, 1, 1, 1, 1])
     assert bool(calls) == (rows >= JOIN_FROM * WIDTH * E)
 
@@ -259,10 +260,7 @@ def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
 
     monkeypatch.setattr(experts, "joined", counted)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    out = compiled(x, weights, torch.tensor(COUNTS))
-    direction = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
-    grads = torch.autograd.grad((out * direction).sum(), [x, weights, *layer.parameters()])
-    for mine, other in zip([out, *grads], expected, strict=True):
+    for mine, other in zip(run(compiled, x, weights), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
     assert copies == [False, False]
 
@@ -313,10 +311,8 @@ def test_on_a_gpu_one_product_equals_the_cpus_two(adjacent):
     if adjacent:
         there = side_by_side(there)
     x, weights = (value.detach().cuda().requires_grad_() for value in (x, weights))
-    out = there(x, weights, torch.tensor(COUNTS, device="cuda"))
-    direction = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).to(HALF)
-    grads = torch.autograd.grad((out * direction).sum(), [x, weights, *there.parameters()])
-    for mine, other in zip([out, *grads], expected, strict=True):
+    found = run(there, x, weights)
+    for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=2e-2)
-    for grad in grads[2:]:
+    for grad in found[3:]:
         assert [bool(of.any()) for of in grad] == [count > 0 for count in COUNTS]

@@ -9,27 +9,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_ins import CUDA, END, tokens_with_documents
+from stand_ins import CUDA, END, V2, V4, tokens_with_documents
 from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model, load_config
+from diffllm.errors import ConfigError
 from diffllm.model.attention import diff_v1, flash, kernels, masks, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
 from diffllm.model.attention.kernels import Kernel, training_kernel
 from diffllm.model.attention.masks import training_mask
 from diffllm.model.attention.ops import Backend, Packed
+from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.plan.simulate import as_on_gpu
 
 CPU = torch.device("cpu")
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
-V2 = ("flash_attn", "flash_attn.flash_attn_interface")
-V4 = ("flash_attn", "flash_attn.cute")
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A GPU of a capability with packages, as far as a choice looks; what flash-attn-4 did."""
+    """Makes up a GPU and its packages, as far as a choice asks; lists what flash-attn-4 is told."""
 
     def make(capability=HOPPER, packages=("triton",), fails=None, torch_takes_it=True):
         def try_flash(device, width, documents):
@@ -137,7 +137,7 @@ def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine
 
 def test_a_measurement_can_put_another_kernel_in_flex_place(machine, monkeypatch):
     machine()
-    other = kernels.Choice(Kernel.varlen, "measured")
+    other = Choice(Kernel.varlen, "measured")
     monkeypatch.setattr(kernels, "DOCUMENTS_ON_HOPPER", other)
     batch = SimpleNamespace(shape=(2, 40), device=CUDA)
     documents = Documents.of(tokens_with_documents(), END)
@@ -264,7 +264,7 @@ def test_flash_takes_every_head_that_auto_leaves_narrow(machine, monkeypatch):
         head_dim=160,
         extra=("model.attention.backend=flash", "model.attention.values=wide"),
     ).model
-    with pytest.raises(kernels.ConfigError, match="heads up to 256 wide, this variant needs 320"):
+    with pytest.raises(ConfigError, match="heads up to 256 wide, this variant needs 320"):
         wide.attention.prepare(wide, CUDA, BF16)
 
 

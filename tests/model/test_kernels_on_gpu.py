@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stand_ins import CUDA, END, relative, tokens_with_documents
+from stand_ins import CUDA, END, MAIN, relative, tokens_with_documents
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 from variants import small_config
@@ -19,15 +19,12 @@ from diffllm.model.documents import Documents
 
 pytestmark = pytest.mark.gpu
 
-MAIN = ("standard", "gated", "diff_v1", "diff_v2")
 BACKENDS = ("sdpa", "flex", "flash")
 LAYOUTS = [f"model.attention.values={values}" for values in ("auto", "wide", "split")]
 
 
 def available(backend, width=64, documents=False):
-    """Skip where this machine lacks it."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    """Skip where this machine lacks the package or the GPU that a backend needs."""
     try:
         prepare_backend(Backend[backend], CUDA, width, torch.bfloat16, documents)
     except ConfigError as error:
@@ -35,7 +32,7 @@ def available(backend, width=64, documents=False):
 
 
 def bf16_model(variant, head_dim, *extra):
-    """As a training run computes with it."""
+    """A model whose parameters have the dtypes of a training run in bf16."""
     extra = ("model.dim=256", "model.init_std=0.05", "seq_len=256", *extra)
     model = build_model(small_config(variant, 8, 4, head_dim, extra).model).to(CUDA)
     for parameter in set(model.parameters()) - fp32_parameters(model):
@@ -90,7 +87,6 @@ def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compi
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
     """V1's values are 256 wide there, or lie in halves."""
-    available("sdpa")
     model = bf16_model(variant, 128, *extra)
     available(backend, model.layers[0].attention.kernel_width(CUDA), masked)
     agrees_with_explicit_maps(backend, model, masked, compiled=False)
@@ -100,7 +96,6 @@ def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_either_kernel_for_documents_agrees_with_explicit_maps(monkeypatch, variant, kernel):
     """Those that the default backend could choose where flash-attn-4 is missing."""
-    available("sdpa")
     monkeypatch.setattr(kernels, "document_kernel", lambda *_: Choice(kernel, "tested"))
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
 
@@ -121,7 +116,7 @@ def long_heads(wide):
 
 
 def long_documents():
-    """Of 100 to 1,100 tokens, the last one cut off."""
+    """Documents of 100 to 1,100 tokens, the last one cut off."""
     tokens = torch.ones(1, 4096, dtype=torch.int64)
     tokens[0, torch.tensor([100, 700, 1800, 2300, 3300])] = END
     return Documents.of(tokens, END).to(CUDA)
@@ -156,7 +151,6 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_kernels_agree_with_each_other_at_4096_tokens(masked):
     """However many of them this machine has."""
-    available("sdpa")
     parts = long_heads(1)
     documents = long_documents() if masked else None
     tokens, results = torch.empty(1, 4096, device=CUDA), {}
@@ -182,7 +176,6 @@ def test_the_kernels_agree_with_each_other_at_4096_tokens(masked):
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
 def test_documents_of_any_number_share_one_graph(monkeypatch, kernel):
     """Forward and backward, compiled for the GPU; None: the kernel that is chosen here."""
-    available("sdpa")
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: Choice(kernel, "tested"))
     torch._dynamo.reset()
@@ -212,7 +205,6 @@ def kernels_run(run):
 @pytest.mark.parametrize("variant", MAIN)
 def test_generation_makes_no_plan_of_cudnn(variant):
     """For a prompt and for single tokens, which get what a whole forward pass gives."""
-    available("sdpa")
     model = bf16_model(variant, 128)
     tokens = torch.randint(0, 64, (2, 80), device=CUDA)
     logits = []
@@ -229,8 +221,7 @@ def test_generation_makes_no_plan_of_cudnn(variant):
 
 
 def test_the_kernel_of_documents_is_one_that_runs_here():
-    """What a headline says without asking for it."""
-    available("sdpa")
+    """The choice that a headline shows is among those for documents, and a kernel of these runs."""
     found = training_kernel(Backend.sdpa, CUDA, torch.bfloat16, 128, documents=True)
     assert found.value in (Kernel.varlen, Kernel.varlen_4, Kernel.flex)
     parts = long_heads(1)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffllm.model.choice import Choice
 from diffllm.model.ffn import MoEConfig, router, split_product
 from diffllm.model.ffn.router import FLOAT32, SPLIT, Router, router_logits, router_product
 from diffllm.model.ffn.split_product import SplitProduct, split
@@ -139,7 +140,7 @@ class Products(TorchDispatchMode):
 
 def test_what_a_gpu_runs(monkeypatch):
     """Without a stand-in, on tensors without data: no product of float32 numbers."""
-    monkeypatch.setattr(router, "router_product", lambda *_: router.Choice(SPLIT, ""))
+    monkeypatch.setattr(router, "router_product", lambda *_: Choice(SPLIT, ""))
     x = torch.empty(32, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(EXPERTS, DIM, device="meta", requires_grad=True)
     with Products() as products:
@@ -158,7 +159,7 @@ def test_a_router_trains_through_it(no_cuda, monkeypatch):
     mine.weight.data.copy_(weight)
     found = []
     for value in (FLOAT32, SPLIT):
-        monkeypatch.setattr(router, "router_product", lambda *_, v=value: router.Choice(v, ""))
+        monkeypatch.setattr(router, "router_product", lambda *_, v=value: Choice(v, ""))
         routing = mine(x)
         loss = routing.weights.square().sum() + routing.logits.logsumexp(-1).sum()
         found.append((routing, torch.autograd.grad(loss, mine.weight)[0]))
