@@ -12,7 +12,7 @@ import diffllm
 
 ROOT = Path(diffllm.__file__).parent
 BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions")
-STANDALONE = ("data", "optim", "checkpoint", "metrics", "wandb_run", "spikes")
+STANDALONE = ("data", "optim", "checkpoint", "metrics", "spikes", "files")
 
 
 def module_name(path: Path) -> str:

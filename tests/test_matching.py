@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 from equations import SIZES, VARIANTS, has_shape, total_params, width_of
 
-from diffllm import build_model, config, load_config
+from diffllm import build_model, load_config
+from diffllm.config import compose
 from diffllm.config.compose import variant_config
 from diffllm.config.matching import MODULI, match
 from diffllm.errors import ConfigError
@@ -115,7 +116,7 @@ def test_the_loaded_config_holds_the_solved_width_and_what_was_matched():
 
 
 def test_without_a_target_nothing_is_solved(monkeypatch):
-    monkeypatch.setattr(config, "match", None)
+    monkeypatch.setattr(compose, "match", None)
     for words in ([], ["model.match_params_to=null"]):
         cfg = load_config([*ODD, *words])
         assert (cfg.model.ffn_dim, cfg.run.matched) == (999, None)
@@ -165,7 +166,7 @@ def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
 def test_an_unknown_target_is_answered_with_the_choices_and_nothing_is_built(
     monkeypatch, value, hint
 ):
-    monkeypatch.setattr(config, "match", None)
+    monkeypatch.setattr(compose, "match", None)
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", f"model.match_params_to={value}"])
     choices = ", ".join(VARIANTS)

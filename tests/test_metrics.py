@@ -123,13 +123,13 @@ def test_a_resume_that_cannot_write_leaves_the_old_file_whole(tmp_path, monkeypa
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     before = path.read_bytes()
-    real = Path.write_text
+    real = Path.write_bytes
 
-    def half(self: Path, data: str, *args: Any, **kwargs: Any) -> int:
-        real(self, data[: len(data) // 2], *args, **kwargs)
+    def half(self: Path, data: bytes) -> int:
+        real(self, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(OSError, match="No space left"):
         MetricsFile(path, last_step=3)
     assert path.read_bytes() == before

@@ -10,8 +10,8 @@ import torch
 import yaml
 from checkpoint_files import write_checkpoint
 
-from diffllm import build_model, config, load_config
-from diffllm.config import TrainConfig
+from diffllm import build_model, load_config
+from diffllm.config import TrainConfig, compose
 from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
@@ -173,7 +173,7 @@ def matched(tmp_path: Path, tokenizer: Path) -> Path:
 def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch):
     again = tiny(*MATCHED)
     RunDirectory(matched, again).check()
-    monkeypatch.setattr(config, "match", None)  # a saved width is not solved again
+    monkeypatch.setattr(compose, "match", None)  # a saved width is not solved again
     saved = load_run_config(matched)
     assert saved == again
     assert (saved.run.matched.target_ffn_dim, saved.run.matched.target) == (384, "diff_v2")
