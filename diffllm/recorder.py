@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diffllm.build import Training
 from diffllm.diagnostics import named_values
 from diffllm.distributed.gradients import Norms
 from diffllm.metrics.display import Display
@@ -56,24 +57,15 @@ class Recorder:
     """Collects on every rank, writes on rank 0.
 
     Args:
-        steps: of the whole run.
-        tokens_per_step: of the global batch.
-        flops_per_token: training FLOPs, for MFU.
         outputs: None on ranks other than 0.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        steps: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        spikes: SpikeMonitor,
-        display: Display,
-        outputs: Outputs | None,
+        self, t: Training, spikes: SpikeMonitor, display: Display, outputs: Outputs | None
     ):
-        self.device, self.steps, self.tokens_per_step = device, steps, tokens_per_step
-        self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
+        self.device, self.steps = t.device, t.cfg.steps
+        self.tokens_per_step = t.cfg.global_batch_size * t.cfg.seq_len
+        self.flops_per_token, self.peak = t.model.flops_per_token(), peak_flops(t.device)
         self.spikes = spikes
         self.display, self.outputs = display, outputs
         self.pending: list[tuple[int, Tensor, Stats]] = []

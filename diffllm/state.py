@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.build import Training
-from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, load_tensors, read_state
+from diffllm.checkpoint import Checkpointer, load_tensors
 from diffllm.config.changes import Changes, described, is_allowed
 from diffllm.errors import CheckpointError
 from diffllm.spikes import SpikeMonitor
@@ -30,34 +30,46 @@ class LoopState:
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "spikes": self.spikes.state_dict()}
 
-    def changes(self, saved: dict[str, Any], allowed: list[str]) -> Changes:
-        """How this run's order of data differs from that of a saved loop state.
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "LoopState":
+        """Make the state that `state_dict` gave these values of."""
+        spikes = SpikeMonitor()
+        spikes.load_state_dict(values["spikes"])
+        names = ("step", "data", "order", "wandb_id", "heldout_loss")
+        return cls(**{name: values[name] for name in names}, spikes=spikes)
 
-        Raises:
-            CheckpointError: it does, in keys that are not `allowed`.
-        """
-        there = saved["order"]
-        keys = [key for key in self.order if there.get(key) != self.order[key]]
-        changes = {key: (there.get(key), self.order[key]) for key in keys}
-        if refused := [key for key in changes if not is_allowed(key, allowed)]:
-            raise CheckpointError(
-                f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
-                f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
-            )
-        return changes
 
-    def load_state_dict(self, state: dict[str, Any], allowed: list[str]) -> None:
-        """Continue from a saved state; another order of data begins at its first sample.
+def continued(
+    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
+) -> tuple[LoopState, Changes]:
+    """The state after a checkpoint, and how the order of data differs from the one it was in.
 
-        Raises:
-            CheckpointError: the order of data differs in keys that are not `allowed`.
-        """
-        changes = self.changes(state, allowed)
-        self.spikes.load_state_dict(state["spikes"])
-        for name in ("step", "data", "wandb_id", "heldout_loss"):
-            setattr(self, name, state[name])
-        if changes.keys() - {"global_batch_size"}:
-            self.data = {}
+    Another order begins at its first sample.
+
+    Args:
+        path: the checkpoint, for messages.
+        saved: the content of its state.json.
+        order: decides which samples a step reads from here on.
+        allowed: keys of `order` that may differ.
+
+    Raises:
+        CheckpointError: the order differs in other keys, or state.json lacks something.
+    """
+    try:
+        state = LoopState.of(saved["loop"])
+        before = {key: state.order.get(key) for key in order}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
+    changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
+    if refused := [key for key in changes if not is_allowed(key, allowed)]:
+        raise CheckpointError(
+            f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
+            f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
+        )
+    if changes.keys() - {"global_batch_size"}:
+        state.data = {}
+    state.order = order
+    return state, changes
 
 
 def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
@@ -72,16 +84,17 @@ def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool 
     checkpointer.save(state.step, {**t.tensors(), **rng}, meta, final)
 
 
-def restore(t: Training, state: LoopState, path: Path) -> None:
-    """Continue from a checkpoint, whatever mesh wrote it; raises CheckpointError."""
-    check_parameters(path, t.params)
-    saved = read_state(path)
-    check_loop(path, saved)
-    try:
-        state.load_state_dict(saved["loop"], t.cfg.run.allow_changes)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
-    rng = rng_tensors(t.device) if dist.get_rank() < saved["ranks"] else {}
+def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
+    """Fill parameters, optimizer and random generators from a checkpoint, on whatever mesh.
+
+    Args:
+        state: what its state.json holds, see `continued`.
+        ranks: the number of ranks that wrote it; others go on with generators of their own.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})
     t.weights.changed()
     t.guard.load(state.spikes)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_files import sign
+from resuming import resume
 from single_process import gloo_group
 from test_consolidate import SMALL, trained_run
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,8 +28,8 @@ from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
 from diffllm.checkpoint.reader import check_index
 from diffllm.errors import CheckpointError
-from diffllm.run.directory import RunDirectory, resume_checkpoint
-from diffllm.state import LoopState, restore
+from diffllm.run.continuation import resume_checkpoint
+from diffllm.run.directory import RunDirectory
 from diffllm.tools import main
 
 ROOT = Path(diffllm.__file__).parent
@@ -145,7 +146,7 @@ def resumed(run: Path) -> None:
         path = resume_checkpoint(load_config([*CONFIG, f"resume={run}"]), [])
         assert path
         t = build(load_config(CONFIG), torch.device("cpu"))
-        restore(t, LoopState(), path)
+        resume(t, path)
 
 
 def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:

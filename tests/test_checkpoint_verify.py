@@ -16,7 +16,7 @@ from diffllm.checkpoint.config import SaveClock
 from diffllm.checkpoint.directory import find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import NAME, read_manifest
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.run.directory import resume_checkpoint
+from diffllm.run.continuation import resume_checkpoint
 from diffllm.tools import main
 
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}

@@ -15,7 +15,8 @@ from diffllm.config import TrainConfig, compose
 from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.run.directory import RunDirectory, choose_path, resume_checkpoint
+from diffllm.run.continuation import resume_checkpoint
+from diffllm.run.directory import RunDirectory, choose_path
 
 VARIANTS = variants()
 

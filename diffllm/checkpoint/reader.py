@@ -181,9 +181,13 @@ def plain(value: Any, depth: int = 8) -> bool:
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
-def check_parameters(path: Path, params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the checkpoint holds just these parameters and shapes."""
-    saved = read_state(path)["parameters"]
+def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless the checkpoint holds just these parameters and shapes.
+
+    Args:
+        state: what `read_state` gave for the checkpoint `path`.
+    """
+    saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}
     if saved == here:
         return

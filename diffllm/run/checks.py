@@ -1,16 +1,12 @@
 """What has to hold before a run begins: the same on all ranks, enough data, a fitting tokenizer."""
 
-from pathlib import Path
 from typing import Any
 
-from diffllm.checkpoint import read_state
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.data import TokenData, Tokenizer
 from diffllm.data.file_index import combined_hash
-from diffllm.errors import CheckpointError, DataError
-from diffllm.state import LoopState
+from diffllm.errors import DataError
 
 # What of the config may differ between machines.
 OF_THE_MACHINE = (
@@ -33,17 +29,6 @@ def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
     }
-
-
-def order_changes(cfg: TrainConfig, data: TokenData, checkpoint: Path) -> Changes:
-    """How the order of data differs from that of a checkpoint; raises CheckpointError."""
-    state = LoopState(order=data_order(cfg, data))
-    try:
-        return state.changes(read_state(checkpoint)["loop"], cfg.run.allow_changes)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is not a checkpoint: state.json lacks {error}"
-        ) from error
 
 
 def corpus_facts(data: TokenData) -> dict[str, str]:

@@ -13,10 +13,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.checkpoint.directory import (
-    check_whole,
     list_checkpoints,
     list_incomplete,
-    newest_good,
     remove,
 )
 from diffllm.config import TrainConfig
@@ -111,6 +109,10 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # others use it by now
                     parent.rmdir()
 
+    def forget_requeue(self) -> None:
+        """Remove the marker that an earlier start left for the launch script."""
+        (self.path / REQUEUE_FILE).unlink(missing_ok=True)
+
     def describe(self, facts: dict[str, Any]) -> None:
         """Write run.json: parameters, corpus, device and the like of the latest start."""
         write_atomic(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
@@ -138,26 +140,6 @@ def choose_path(cfg: TrainConfig) -> Path:
     if cfg.run.dir:
         return Path(cfg.run.dir).expanduser()
     return Path("outputs", *([cfg.run.sweep] if cfg.run.sweep else []), name)
-
-
-def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """The checkpoint that `resume` means, every file verified; None for a start from nothing.
-
-    Of several, the newest that is whole; those skipped are named on stderr.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is whole, or the one named is not.
-    """
-    if cfg.resume == "never":
-        return None
-    if own or cfg.resume == "auto":
-        return newest_good(own)
-    path = Path(cfg.resume).expanduser()
-    inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if inside:
-        return newest_good(inside)
-    check_whole(path)
-    return path
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:

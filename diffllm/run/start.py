@@ -1,62 +1,38 @@
 """One run, from a typed config to a summary."""
 
+import signal
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from diffllm.build import Training, build
-from diffllm.checkpoint import Checkpointer, check_parameters, read_state
-from diffllm.choices import chosen_precision
+from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described
 from diffllm.config.saved import yaml_dict
-from diffllm.data import TokenData, prepare
-from diffllm.distributed.consistency import check_same, check_tensors, code_version
+from diffllm.data import TokenData
+from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
-from diffllm.distributed.watch import Watch
-from diffllm.distributed.world import World, join
+from diffllm.distributed.world import join
 from diffllm.errors import AgreedByAll, UserError
-from diffllm.metrics.display import Display
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.wandb_run import WandbRun
-from diffllm.model import Transformer
 from diffllm.model.generate import generate
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
-from diffllm.run.checks import (
-    check_fit,
-    check_tokenizer,
-    corpus_facts,
-    data_order,
-    order_changes,
-    shared_config,
-)
-from diffllm.run.directory import (
-    REQUEUE_FILE,
-    RunDirectory,
-    choose_path,
-    request_requeue,
-    resume_checkpoint,
-)
+from diffllm.run.directory import choose_path, request_requeue
+from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
 from diffllm.spikes import SkippedTooOften
-from diffllm.state import LoopState, restore
+from diffllm.state import restore
 from diffllm.trainer import train
 
 SETTLE_S = 60
 """How long a run that ends with an error waits for the checkpoint that is being written."""
-
-
-class Launch(NamedTuple):
-    """This process among the others of a launch."""
-
-    world: World
-    stop: StopRequest
-    watch: Watch
 
 
 def run(cfg: TrainConfig) -> None:
@@ -70,7 +46,11 @@ def run(cfg: TrainConfig) -> None:
     world = join(cfg.distributed)  # no handler of ours could run while this waits
     stop = StopRequest()
     try:
-        launch(cfg, world, stop)
+        with Session(cfg, world, stop) as session:
+            if session.claim():
+                session.prepare()
+                session.meet()
+                train_and_report(session)
     except StoppedEarly as early:
         (number,) = early.args
         if world.rank == 0:
@@ -82,160 +62,76 @@ def run(cfg: TrainConfig) -> None:
         stop.close()
 
 
-def launch(cfg: TrainConfig, world: World, stop: StopRequest) -> None:
-    """Claim the run directory, and go on from there."""
-    watch = Watch(world, cfg.distributed.timeout, stop)
-    directory: RunDirectory | None = None
-
-    def claim() -> dict[str, Any]:
-        nonlocal directory
-        directory = RunDirectory(choose_path(cfg), cfg)
-        directory.check()
-        checkpoint = None
-        if not directory.finished():
-            check_tokenizer(cfg)
-            checkpoint = resume_checkpoint(cfg, directory.checkpoints)
-        return {
-            "path": str(directory.path),
-            "finished": directory.finished(),
-            "checkpoint": str(checkpoint) if checkpoint else None,
-        }
-
-    try:
-        check_same(world, "code", code_version())
-        check_same(world, "config", shared_config(cfg))
-        claimed = world.decide("run", claim)
-        prepare_and_execute(cfg, Launch(world, stop, watch), claimed, directory)
-    except BaseException as error:
-        watch.blame(error)
-        if directory and isinstance(error, UserError):
-            directory.withdraw()
-        raise
-    finally:
-        watch.close()
-
-
-def prepare_and_execute(
-    cfg: TrainConfig, launch: Launch, claimed: dict[str, Any], directory: RunDirectory | None
-) -> None:
-    """All but the claim on the run directory, which is rank 0's."""
-    world, _, watch = launch
-    display = Display(cfg.steps, enabled=world.rank == 0)
-    path = Path(claimed["path"])
-    if directory:
-        (path / REQUEUE_FILE).unlink(missing_ok=True)
-    if claimed["finished"]:
-        display.say(f"{path} is finished: {cfg.steps} steps")
-        return
-    device = world.device()
-    dtype = chosen_precision(cfg.precision, device).value
-    cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
-    watch.reached("the preparation of the corpus")
-    data = prepare(cfg.data)
-    check_fit(cfg, data)
-    check_same(world, "corpus", corpus_facts(data))
-    checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
-
-    def begin() -> None:
-        assert directory
-        if checkpoint:
-            directory.changes |= order_changes(cfg, data, checkpoint)
-            with torch.device("meta"):
-                check_parameters(checkpoint, dict(Transformer(cfg.model).named_parameters()))
-        step = read_state(checkpoint)["step"] if checkpoint else 0
-        directory.begin(data.directory / "tokenizer.model", step)
-
-    world.decide("begin", begin)
-    torch.manual_seed(cfg.seed)
-    watch.reached("the meeting of the ranks")
-    world.init_process_group(device, cfg.distributed)
-    watch.traces = path / "traces"
-    watch.on_end = display.stop
-    try:
-        execute(cfg, device, data, display, path, checkpoint, directory, launch)
-        watch.close()
-    except BaseException as error:
-        watch.blame(error)
-        raise
-    finally:
-        display.stop()
-        dist.destroy_process_group()
-
-
-def execute(
-    cfg: TrainConfig,
-    device: torch.device,
-    data: TokenData,
-    display: Display,
-    path: Path,
-    checkpoint: Path | None,
-    directory: RunDirectory | None,
-    launch: Launch,
-) -> None:
-    """Build, train and report, inside a process group; `directory` is rank 0's."""
+def train_and_report(session: Session) -> None:
+    """Build the model, train it to the end or to a signal, and tell what came of it."""
     started = time.perf_counter()
-    launch.watch.reached("the building of the model")
-    t = build(cfg, device, data.manifest.eos_id if cfg.data.mask_documents else None)
-    state = LoopState(order=data_order(cfg, data))
-    if checkpoint:
-        launch.watch.reached(f"the reading of {checkpoint.name}")
-        restore(t, state, checkpoint)
-        if path not in checkpoint.parents:
-            state.wandb_id = None  # another run's
+    cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
+    watch.reached("the building of the model")
+    t = build(cfg, session.device, data.manifest.eos_id if cfg.data.mask_documents else None)
+    if session.checkpoint:
+        watch.reached(f"the reading of {session.checkpoint.name}")
+        restore(t, state, session.checkpoint, session.saved_ranks)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
     facts = describe(cfg, t, data)
-    display.say(headline(cfg, facts, data, path, state.step))
-    outputs = None
-    if directory:
-        if directory.changes:
-            display.say(f"changed: {described(directory.changes)}")
-        directory.describe(facts)
-        config = {**yaml_dict(cfg), **facts}
-        wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id)
-        state.wandb_id = wandb.id
-        outputs = Outputs(MetricsFile(path / "metrics.jsonl", state.step), wandb)
-    recorder = Recorder(
-        device,
-        cfg.steps,
-        cfg.global_batch_size * cfg.seq_len,
-        t.model.flops_per_token(),
-        state.spikes,
-        display,
-        outputs,
-    )
-    checkpointer = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
+    session.display.say(headline(cfg, facts, data, session.path, state.step))
+    outputs = open_outputs(session, facts)
+    recorder = Recorder(t, state.spikes, session.display, outputs)
+    checkpointer = Checkpointer(session.path / "checkpoints", cfg.checkpoint, state.step)
     try:
-        stopped = train(t, state, data, recorder, checkpointer, launch.stop, launch.watch)
+        stopped = train(t, state, data, recorder, checkpointer, session.stop, watch)
     except UserError as error:
         checkpointer.settle(SETTLE_S)
         if outputs:
             outputs.file.close()
             outputs.wandb.finish(exit_code=1)
             if cfg.run.report and isinstance(error, SkippedTooOften):
-                display.say(f"report: {report_on(path)}")
+                session.display.say(f"report: {report_on(session.path)}")
         if isinstance(error, AgreedByAll):
             dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
     finally:
-        display.stop()
-    summary: dict[str, Any] = {}
+        session.display.stop()
     if stopped:
-        if directory and stopped in REQUEUE:
-            request_requeue(path, stopped, state.step)
-        display.say(
-            f"stopped by {stopped.name} after step {state.step}, saved; "
-            f"the same command with run.dir={path} continues"
-        )
-    else:
-        text = sample(t, data)
-        summary = summarise(cfg, state, data, recorder, time.perf_counter() - started)
-    if directory and outputs:
+        say_stopped(session, stopped, outputs)
+        return
+    text = sample(t, data)
+    summary = summarise(cfg, state, data, recorder, time.perf_counter() - started)
+    if session.directory and outputs:
         outputs.file.close()
-        if not stopped:
-            directory.finish({**summary, "sample": text})
-            report = report_on(path) if cfg.run.report else "off (run.report)"
-            display.say(summary_text(cfg, summary, path, text, report))
+        session.directory.finish({**summary, "sample": text})
+        report = report_on(session.path) if cfg.run.report else "off (run.report)"
+        session.display.say(summary_text(cfg, summary, session.path, text, report))
         outputs.wandb.finish(summary)
+
+
+def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
+    """Describe the run on disk and in wandb, and open what its metrics go to; on rank 0."""
+    cfg, directory, state = session.cfg, session.directory, session.state
+    if directory is None:
+        return None
+    if directory.changes:
+        session.display.say(f"changed: {described(directory.changes)}")
+    directory.describe(facts)
+    config = {**yaml_dict(cfg), **facts}
+    wandb = WandbRun(
+        cfg.wandb, session.path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id
+    )
+    state.wandb_id = wandb.id
+    return Outputs(MetricsFile(session.path / "metrics.jsonl", state.step), wandb)
+
+
+def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | None) -> None:
+    """End a run that a signal has stopped: it is saved, and a scheduler may requeue it."""
+    step, path = session.state.step, session.path
+    if session.directory and number in REQUEUE:
+        request_requeue(path, number, step)
+    session.display.say(
+        f"stopped by {number.name} after step {step}, saved; "
+        f"the same command with run.dir={path} continues"
+    )
+    if outputs:
+        outputs.file.close()
+        outputs.wandb.finish({})
 
 
 def report_on(path: Path) -> str:

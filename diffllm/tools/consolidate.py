@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, step_of
+from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, read_state, step_of
 from diffllm.checkpoint.reader import reason
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
@@ -139,7 +139,7 @@ def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[s
     with torch.device("meta"):
         model = Transformer(cfg.model)
     params = dict(model.named_parameters())
-    check_parameters(checkpoint, params)
+    check_parameters(checkpoint, read_state(checkpoint), params)
     kept = fp32_parameters(model)
     return {
         **{name: p.detach().to(p.dtype if p in kept else dtype) for name, p in params.items()},

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors
+from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, read_state
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.errors import ConfigError
@@ -40,7 +40,7 @@ def load_model(run: Path, step: int = 0) -> Transformer:
     model = Transformer(cfg.model)
     model.rope.reset_parameters()
     params = dict(model.named_parameters())
-    check_parameters(path, params)
+    check_parameters(path, read_state(path), params)
     model.reset_parameters()
     tensors = {**{n: p.detach() for n, p in params.items()}, **model.router_state()}
     load_tensors(path, {f"model.{n}": tensor for n, tensor in tensors.items()}, no_dist=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from resuming import resume
 from test_training_ranks import BASE, heldout_losses, micro_batches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -24,7 +25,7 @@ from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.swiglu import SwiGLU
 from diffllm.run.start import sample
-from diffllm.state import LoopState, restore, save
+from diffllm.state import LoopState, save
 from diffllm.trainer import train_step
 
 STEPS = 4
@@ -249,10 +250,10 @@ def moved(overrides, source, target):
     """Every tensor of a run that starts anew, or from `source`; saved to `target`."""
     cfg = config(overrides)
     t = build(cfg, torch.device("cpu"))
-    state = LoopState()
     if source:
-        restore(t, state, source)
+        state = resume(t, source)
     else:
+        state = LoopState()
         for step in range(3):
             train_step(t, micro_batches(cfg, step), step)
         state.step = 3

@@ -40,6 +40,7 @@ def main(fault: Fault, words: list[str]) -> int:
     import diffllm.run.start as run
     import diffllm.trainer as trainer
     from diffllm.checkpoint import writer
+    from diffllm.run import continuation, session
 
     rank = int(os.environ.get("RANK", "0"))
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
@@ -64,16 +65,16 @@ def main(fault: Fault, words: list[str]) -> int:
         if fault.kind == "seed":
             run.run = other_seed
         elif fault.kind == "code":
-            run.code_version = lambda: {"diffllm": "another", "torch": torch.__version__}
+            session.code_version = lambda: {"diffllm": "another", "torch": torch.__version__}
         elif fault.kind == "corpus":
-            real_facts = run.corpus_facts
-            run.corpus_facts = lambda data: {**real_facts(data), "tokens": "others"}
+            real_facts = session.corpus_facts
+            session.corpus_facts = lambda data: {**real_facts(data), "tokens": "others"}
         elif fault.kind == "slow claim":
-            run.resume_checkpoint = lambda *_: time.sleep(60)
+            continuation.resume_checkpoint = lambda *_: time.sleep(60)
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "slow end":
-            slow(run.Display, "stop", 8)
+            slow(session.Display, "stop", 8)
         elif fault.kind == "broken build":
             run.build = raise_error
         elif fault.kind == "start":

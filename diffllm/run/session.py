@@ -1,0 +1,141 @@
+"""One process of a run, from its claim on the run directory to the meeting of the ranks."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffllm.checkpoint import check_parameters
+from diffllm.choices import chosen_precision
+from diffllm.config import TrainConfig
+from diffllm.data import TokenData, prepare
+from diffllm.distributed.consistency import check_same, code_version
+from diffllm.distributed.stop import StopRequest
+from diffllm.distributed.watch import Watch
+from diffllm.distributed.world import World
+from diffllm.errors import UserError
+from diffllm.metrics.display import Display
+from diffllm.model import Transformer
+from diffllm.run.checks import check_fit, check_tokenizer, corpus_facts, data_order, shared_config
+from diffllm.run.continuation import Continuation, continuation
+from diffllm.run.directory import RunDirectory, choose_path
+from diffllm.state import LoopState, continued
+
+
+class Session:
+    """What one process knows and holds of a run; made once and handed on.
+
+    `claim`, `prepare` and `meet` come in this order, on all ranks. The `with` block ends with the
+    process group: a missing rank is named, and a directory in which nothing was trained removed.
+    """
+
+    path: Path
+    """The run directory; from `claim` on."""
+    checkpoint: Path | None
+    """The checkpoint that the run goes on from; from `claim` on."""
+    saved_ranks: int
+    """The number of ranks that wrote it."""
+    device: torch.device
+    """The device of this rank; from `prepare` on."""
+    data: TokenData
+    """The prepared corpus; from `prepare` on."""
+    state: LoopState
+    """Where the run stands; from `prepare` on."""
+
+    def __init__(self, cfg: TrainConfig, world: World, stop: StopRequest):
+        self.cfg, self.world, self.stop = cfg, world, stop
+        self.watch = Watch(world, cfg.distributed.timeout, stop)
+        self.display = Display(cfg.steps, enabled=world.rank == 0)
+        self.directory: RunDirectory | None = None
+        """Rank 0's hold on the run directory; None on other ranks."""
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def claim(self) -> bool:
+        """Have rank 0 claim the run directory; False if the run is finished already."""
+        cfg, world = self.cfg, self.world
+        self.past = Continuation()
+
+        def on_rank_0() -> dict[str, Any]:
+            self.directory = RunDirectory(choose_path(cfg), cfg)
+            self.past = continuation(cfg, self.directory)
+            if not self.past.finished:
+                check_tokenizer(cfg)
+            self.directory.forget_requeue()
+            return {
+                "path": str(self.directory.path),
+                "finished": self.past.finished,
+                "checkpoint": self.past.checkpoint and str(self.past.checkpoint),
+                "ranks": self.past.saved["ranks"] if self.past.saved else 0,
+            }
+
+        check_same(world, "code", code_version())
+        check_same(world, "config", shared_config(cfg))
+        claimed = world.decide("run", on_rank_0)
+        self.path, self.saved_ranks = Path(claimed["path"]), claimed["ranks"]
+        self.checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
+        if claimed["finished"]:
+            self.display.say(f"{self.path} is finished: {cfg.steps} steps")
+        return not claimed["finished"]
+
+    def prepare(self) -> None:
+        """Prepare device and corpus, compare both with what the run goes on from, and begin it."""
+        cfg, world = self.cfg, self.world
+        self.device = world.device()
+        dtype = chosen_precision(cfg.precision, self.device).value
+        cfg.model.attention.prepare(cfg.model, self.device, dtype, cfg.data.mask_documents)
+        self.watch.reached("the preparation of the corpus")
+        self.data = prepare(cfg.data)
+        check_fit(cfg, self.data)
+        check_same(world, "corpus", corpus_facts(self.data))
+
+        def on_rank_0() -> dict[str, Any]:
+            assert self.directory
+            state = self._continued(self.directory)
+            self.directory.begin(self.data.directory / "tokenizer.model", state.step)
+            return state.state_dict()
+
+        self.state = LoopState.of(world.decide("begin", on_rank_0))
+
+    def _continued(self, directory: RunDirectory) -> LoopState:
+        """Where the run stands, once order of data and parameters are those of the checkpoint."""
+        order, path, saved = data_order(self.cfg, self.data), self.checkpoint, self.past.saved
+        if path is None or saved is None:
+            return LoopState(order=order)
+        state, changes = continued(path, saved, order, self.cfg.run.allow_changes)
+        directory.changes |= changes
+        with torch.device("meta"):
+            check_parameters(path, saved, dict(Transformer(self.cfg.model).named_parameters()))
+        if directory.path not in path.parents:
+            state.wandb_id = None  # another run's
+        return state
+
+    def meet(self) -> None:
+        """Form the process group of all ranks."""
+        torch.manual_seed(self.cfg.seed)
+        self.watch.reached("the meeting of the ranks")
+        self.world.init_process_group(self.device, self.cfg.distributed)
+        self.watch.traces = self.path / "traces"
+        self.watch.on_end = self.display.stop
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.watch.close()
+            else:
+                self.watch.blame(error)
+            self.display.stop()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if self.directory and isinstance(error, UserError):
+                self.directory.withdraw()
+        finally:
+            self.watch.close()

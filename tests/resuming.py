@@ -1,0 +1,17 @@
+"""A checkpoint into a model that is there already, as a run that continues does it."""
+
+from pathlib import Path
+
+from diffllm.build import Training
+from diffllm.checkpoint import check_loop, check_parameters, read_state
+from diffllm.state import LoopState, continued, restore
+
+
+def resume(t: Training, path: Path) -> LoopState:
+    """Check a checkpoint, fill `t` from it, and return where its run stood."""
+    saved = read_state(path)
+    check_loop(path, saved)
+    check_parameters(path, saved, t.params)
+    state, _ = continued(path, saved, saved["loop"].get("order", {}), [])
+    restore(t, state, path, saved["ranks"])
+    return state
