@@ -22,7 +22,7 @@ from diffllm.spikes import Guard
 
 @dataclass
 class Training:
-    """What a step needs."""
+    """The model, optimizer and meshes that a training step works with."""
 
     cfg: TrainConfig
     device: torch.device
@@ -47,7 +47,7 @@ class Training:
         return self.choices["precision"].value
 
     def documents(self, inputs: Tensor) -> Documents | None:
-        """Of a batch (b, T) on the CPU, on the device; None where a row is read as one document."""
+        """Document boundaries of a CPU batch (b, T), moved to the device; None if unmasked."""
         if self.document_end is None:
             return None
         return Documents.of(inputs, self.document_end).to(self.device)

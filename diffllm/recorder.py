@@ -35,19 +35,19 @@ class StepOutput(NamedTuple):
     nll: Tensor
     """Mean cross-entropy of the global batch, nats a token."""
     losses: dict[str, Tensor]
-    """What else the objective has, weighted, by metric name: `train/z_loss` and so on."""
+    """Other terms of the objective, weighted, by metric name: `train/z_loss` and so on."""
     skipped: Tensor
     """1.0 where the update was left out, else 0.0."""
     grad_norms: Norms
-    """Of every parameter, before clipping."""
+    """Gradient norms of every parameter, before clipping."""
     update_norm: Tensor | None
-    """Of the change of all parameters, where it was asked for."""
+    """Norm of the change of all parameters, where it was asked for."""
     stats: Stats
-    """Each (L,) or (L, heads), over the global batch; what was due of them."""
+    """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
 
 
 class Outputs(NamedTuple):
-    """Where rank 0 writes."""
+    """The metrics file and wandb run that rank 0 writes to."""
 
     file: MetricsFile
     wandb: WandbRun
@@ -87,7 +87,7 @@ class Recorder:
         self.since = time.perf_counter()
 
     def timed(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; the time spent waiting for them counts as `perf/data_ms`."""
+        """Yield the batches, and count the time spent waiting for them as `perf/data_ms`."""
         while True:
             start = time.perf_counter()
             batch = next(batches)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run besides its parameters, and how a run goes on from one."""
+"""The loop state of a run; saving and restoring it with the parameters."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +17,12 @@ from diffllm.spikes import SpikeMonitor
 
 @dataclass
 class LoopState:
-    """All of a run's state that is not a tensor; JSON in checkpoints."""
+    """The state of a run that is not a tensor; JSON in checkpoints."""
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
-    """What decides which samples a step reads; `data` counts in it."""
+    """The values that decide which samples a step reads; `data` counts in this order."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     heldout_loss: float | None = None

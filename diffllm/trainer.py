@@ -1,4 +1,4 @@
-"""build(), train_step(), train(), run(): a training run, one screen each."""
+"""The optimizer step, and the loop around it: evaluation, logging, saving, stopping."""
 
 import signal
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def train_step(
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64.
         step: from 0; decides the learning rate.
-        due: what to measure.
+        due: the statistics to take in this step.
     """
     cfg, count = t.cfg, t.cfg.micro_batches(dist.get_world_size())[1]
     tokens = cfg.global_batch_size * cfg.seq_len
@@ -59,12 +59,16 @@ def train_step(
         t.weights.begin_micro_batch(last=i == count - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
         (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
-        router_losses = (out.routed.balance, out.routed.z) if out.routed else ()
-        losses = losses + torch.stack((*out.loss, *router_losses)).detach()
+        parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
+        if out.routed:
+            parts["train/balance_loss"] = out.routed.balance
+            parts["train/router_z_loss"] = out.routed.z
+        losses = losses + torch.stack(list(parts.values())).detach()
         counts = counts + out.routed.counts if out.routed else counts
         stats = merge(stats, due.chosen(out.stats))
     dist.all_reduce(losses)
-    nll, *other_losses = (losses / tokens).unbind()
+    means = dict(zip(parts, (losses / tokens).unbind(), strict=True))
+    nll = means["nll"]
     average_replicated(t.params.values())
     average_experts(t.params.values())
     trained = {name: p for name, p in t.params.items() if p.grad is not None}
@@ -90,32 +94,30 @@ def train_step(
     if before:
         torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
         update_norm = norms(t.params, before, t.meshes.dense).total
-    weighted = weighted_losses(cfg, other_losses)
-    return StepOutput(nll, weighted, skipped, grad_norms, update_norm, stats)
+    return StepOutput(nll, weighted_losses(cfg, means), skipped, grad_norms, update_norm, stats)
 
 
-def weighted_losses(cfg: TrainConfig, values: list[Tensor]) -> dict[str, Tensor]:
-    """What the objective has besides the cross-entropy, by metric name.
+def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The terms of the objective besides the cross-entropy, by metric name, times their weights.
 
     Args:
-        values: unweighted, scalars: the z-loss, and with experts the router's two.
+        means: unweighted scalars by metric name; those of the router only where there are experts.
     """
     weights = {
         "train/z_loss": cfg.model.z_loss,
         "train/balance_loss": cfg.model.moe.balance_loss,
         "train/router_z_loss": cfg.model.moe.router_z_loss,
     }
-    pairs = zip(weights.items(), values, strict=False)
-    return {name: weight * value for (name, weight), value in pairs if weight}
+    return {name: w * means[name] for name, w in weights.items() if w and name in means}
 
 
 def every(interval: int, step: int) -> bool:
-    """Whether something of this interval is due after `step` steps; 0 is never."""
+    """Whether something with this interval is due after `step` steps; 0 is never."""
     return interval > 0 and step % interval == 0
 
 
 def due(cfg: TrainConfig, step: int) -> Due:
-    """What the step that makes `step` steps has to measure."""
+    """The statistics that are due in the step with which `step` steps are made."""
     return Due(
         statistics=every(cfg.diagnostics.interval, step),
         probes=every(cfg.diagnostics.probe_interval, step),

@@ -1,4 +1,4 @@
-"""What has to hold before a run begins: the same on all ranks, enough data, a fitting tokenizer."""
+"""Conditions of a start: equal configs and tokens on all ranks, enough data, a fitting tokenizer."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from diffllm.data import TokenData, Tokenizer
 from diffllm.data.file_index import combined_hash
 from diffllm.errors import DataError
 
-# What of the config may differ between machines.
+# Keys that may differ between machines.
 OF_THE_MACHINE = (
     "data.cache_dir", "data.paths", "data.tokenizer", "data.num_workers", "data.prefetch_factor",
 )  # fmt: skip
 
 
 def shared_config(cfg: TrainConfig) -> dict[str, Any]:
-    """What of the config has to be the same on all ranks."""
+    """The config by dotted key, without what may differ between the ranks' machines."""
     flat = flatten(yaml_dict(cfg))
     return {key: value for key, value in flat.items() if key not in OF_THE_MACHINE}
 
 
 def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
-    """What decides which samples a step reads."""
+    """Return the values that decide which samples a step reads."""
     return {
         "seed": cfg.seed,
         "corpus": data.manifest.corpus,
@@ -32,7 +32,7 @@ def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
 
 
 def corpus_facts(data: TokenData) -> dict[str, str]:
-    """What identifies prepared tokens; machines may have prepared them apart."""
+    """Hashes that identify prepared tokens, which machines may have prepared apart."""
     shards = [shard.sha256 for split in data.manifest.splits.values() for shard in split.shards]
     return {
         "corpus": data.manifest.corpus,

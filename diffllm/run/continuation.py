@@ -10,7 +10,7 @@ from diffllm.run.directory import RunDirectory
 
 
 class Continuation(NamedTuple):
-    """What a run goes on from; a start from nothing unless given."""
+    """The point from which a run goes on: a start from nothing unless given."""
 
     finished: bool = False
     """The run has made all its steps."""

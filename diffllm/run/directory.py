@@ -123,7 +123,7 @@ class RunDirectory:
 
 
 def choose_path(cfg: TrainConfig) -> Path:
-    """Where the run goes: run.dir, or outputs/[<sweep>/]<name> with a fresh name if none is set."""
+    """Return run.dir, or outputs/[<sweep>/]<name>, with a fresh name if none is set."""
     name = cfg.run.name
     if name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")

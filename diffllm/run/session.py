@@ -25,7 +25,7 @@ from diffllm.state import LoopState, continued
 
 
 class Session:
-    """What one process knows and holds of a run; made once and handed on.
+    """The knowledge and holds that one process has of a run; made once and handed on.
 
     `claim`, `prepare` and `meet` come in this order, on all ranks. The `with` block ends with the
     process group: a missing rank is named, and a directory in which nothing was trained removed.
@@ -42,7 +42,7 @@ class Session:
     data: TokenData
     """The prepared corpus; from `prepare` on."""
     state: LoopState
-    """Where the run stands; from `prepare` on."""
+    """The step, spike counts and place in the data of the run; from `prepare` on."""
 
     def __init__(self, cfg: TrainConfig, world: World, stop: StopRequest):
         self.cfg, self.world, self.stop = cfg, world, stop
@@ -101,7 +101,7 @@ class Session:
         self.state = LoopState.of(world.decide("begin", on_rank_0))
 
     def _continued(self, directory: RunDirectory) -> LoopState:
-        """Where the run stands, once order of data and parameters are those of the checkpoint."""
+        """Load the checkpoint's loop state, if its order of data and parameters are this run's."""
         order, path, saved = data_order(self.cfg, self.data), self.checkpoint, self.past.saved
         if path is None or saved is None:
             return LoopState(order=order)

@@ -32,7 +32,7 @@ from diffllm.state import restore
 from diffllm.trainer import train
 
 SETTLE_S = 60
-"""How long a run that ends with an error waits for the checkpoint that is being written."""
+"""Seconds that a run which ends with an error waits for the checkpoint that is being written."""
 
 
 def run(cfg: TrainConfig) -> None:
@@ -135,7 +135,7 @@ def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | Non
 
 
 def report_on(path: Path) -> str:
-    """Where the run's report.html is, or why there is none; never raises."""
+    """Write the run's report; return its path, or the reason why there is none. Never raises."""
     try:
         return str(write_report([path])[0])
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a person reads about a run: at its start and at its end."""
+"""The texts that a person reads at the start and at the end of a run, and the facts in them."""
 
 import statistics
 import unicodedata
@@ -21,7 +21,7 @@ from diffllm.state import LoopState
 def headline(
     cfg: TrainConfig, facts: dict[str, Any], data: TokenData, path: Path, step: int
 ) -> str:
-    """What is about to run; `facts` are those of `describe`."""
+    """The lines printed before the first step; `facts` are those of `describe`."""
     choices, splits = cfg.run.choices, data.manifest.splits
     millions = facts["parameters"] / 1e6
     lines = [
@@ -42,7 +42,7 @@ def headline(
 
 
 def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
-    """What a run is, beyond its config: run.json, and part of wandb's config."""
+    """Facts about a run beyond its config, for run.json and wandb's config."""
     params = sum(p.numel() for p in t.params.values())
     return {
         "parameters": params,
