@@ -1,4 +1,4 @@
-"""Conditions of a start: equal configs and tokens on all ranks, enough data, a fitting tokenizer."""
+"""Conditions of a start: equal configs and tokens on all ranks, data that fits, a fit tokenizer."""
 
 from typing import Any
 
