@@ -1,6 +1,7 @@
 """Who may import whom, and that importing the package costs nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,21 @@ import diffllm
 
 ROOT = Path(diffllm.__file__).parent
 BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions")
+FLOORS = (
+    ("errors", "registry", "torch_versions"),
+    ("files", "model", "optim", "spikes"),
+    ("analysis", "data", "diagnostics", "distributed", "evaluate", "metrics"),
+    ("checkpoint",),
+    ("config",),
+    ("choices", "report"),
+    ("build",),
+    ("recorder", "state"),
+    ("trainer",),
+    ("plan", "run"),
+    ("sweep", "tools"),
+)
+"""The rooms of the package, from the ground up: each imports only from floors below its own."""
+DIAGRAM = ROOT.parent / "docs" / "architecture.md"
 STANDALONE = ("data", "optim", "checkpoint", "metrics", "spikes", "files")
 
 
@@ -117,6 +133,52 @@ def test_what_can_stand_without_a_model_does(part):
         for name in imports_of(path):
             assert not below(name, "diffllm.model", "diffllm.trainer"), f"{path} imports {name}"
             assert not below(name, "diffllm.build_model"), f"{path} imports {name}"
+
+
+def rooms() -> dict[str, set[str]]:
+    """What each module or package directly in diffllm/ imports of the others."""
+    files = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+    names = {module_name(path).split(".")[1] for path in files}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for path in files:
+        own = module_name(path).split(".")[1]
+        for name in imports_of(path):
+            other = name.split(".")[1] if "." in name else own
+            if other in names and other != own:  # else a name of the package itself
+                found[own].add(other)
+    return found
+
+
+def test_no_import_runs_upwards():
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    imports = rooms()
+    assert set(imports) == set(floor), "FLOORS lists every room of the package, and no other"
+    for name, others in imports.items():
+        for other in others:
+            assert floor[other] < floor[name], f"{name} imports {other}, which is not below it"
+
+
+def test_few_modules_lie_directly_in_the_package():
+    assert len(list(ROOT.glob("*.py"))) <= 16
+
+
+def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
+    below_it = imports[name]
+    return below_it.union(*(reachable(imports, other) for other in below_it))
+
+
+def test_the_diagram_of_the_architecture_shows_the_imports():
+    """An arrow for each import but those that other arrows imply."""
+    imports = rooms()
+    expected = {
+        (name, other)
+        for name, others in imports.items()
+        for other in others
+        if not any(other in reachable(imports, between) for between in others)
+    }
+    drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", DIAGRAM.read_text(), re.MULTILINE))
+    assert sorted(drawn - expected) == []
+    assert sorted(expected - drawn) == []
 
 
 def loaded_after(code: str) -> set[str]:
