@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from diffllm.model.dtypes import at_least_float32
 from diffllm.torch_versions import VARLEN_GQA
@@ -150,6 +148,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
         k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
     causal = mask is None and n_queries == n_keys
     if mask is None and n_queries < n_keys:
+        from torch.nn.attention.bias import causal_lower_right  # as does this
+
         mask = causal_lower_right(n_queries, n_keys)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -209,6 +209,8 @@ def varlen(
             q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True
         )
     else:
+        from torch.nn.attention.varlen import varlen_attn  # loads the compiler: a second
+
         options = {"scale": scale, "window_size": (-1, 0), **VARLEN_GQA}
         # torch 2.15 prefers cuDNN, which makes a plan for every number of documents and keeps it.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
