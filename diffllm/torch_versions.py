@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.torch_version import TorchVersion
 
-HAS_GQA = torch.__version__ >= (2, 12)
+HAS_GQA = TorchVersion(torch.__version__) >= "2.12"
 VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
 """Arguments with which `varlen_attn` takes fewer kv heads than query heads. It must be told since
 2.12; 2.11 had no such argument, and its kernel took heads as they came."""

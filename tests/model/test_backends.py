@@ -23,7 +23,7 @@ from stand_ins import (
     relative,
     tokens_with_documents,
 )
-from torch.nn.attention import restore_flash_attention_impl
+from torch.nn.attention import restore_flash_attention_impl, varlen
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from variants import SHAPES, VARIANTS, small_config
@@ -127,7 +127,7 @@ def stand_in_for_flash_attn(calls):
 def ran(monkeypatch):
     """Stand-ins for torch's and flash-attn's kernels; the names of those that were called."""
     calls = []
-    monkeypatch.setattr(ops, "varlen_attn", partial(stand_in_for_varlen_attn, calls))
+    monkeypatch.setattr(varlen, "varlen_attn", partial(stand_in_for_varlen_attn, calls))
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_for_flash_attn(calls))
     return calls
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from stand_ins import END
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
 
 from diffllm import build_model
-from diffllm.model.attention import ops
 from diffllm.model.attention.masks import document_blocks, packed
 from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents
@@ -151,7 +151,7 @@ def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant):
     """And compute what a boolean mask does, forward and backward."""
-    monkeypatch.setattr(ops, "varlen_attn", stand_in_for_varlen_attn)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("aot_eager")
