@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.errors import ConfigError
+from diffllm.bounds import bounded, check_bounds
 from diffllm.model.probes import PROBED
 from diffllm.model.stats import Stats, combine_by
 
@@ -20,20 +20,16 @@ REDUCE = {"mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 class DiagnosticsConfig:
     """How often statistics are taken."""
 
-    interval: int = 10
+    interval: int = bounded(10, least=0)
     """Steps between in-block statistics; 0 turns them off."""
-    probe_interval: int = 100
+    probe_interval: int = bounded(100, least=0)
     """Steps between looks at explicit maps; 0 turns them off."""
-    probe_queries: int = 8
+    probe_queries: int = bounded(8, least=1)
     """Query positions that a probe looks at, spread over the sequence and drawn anew each time."""
 
     def validate(self) -> None:
         """Raise ConfigError for values outside their range."""
-        for name in ("interval", "probe_interval"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"diagnostics.{name}={getattr(self, name)} must not be negative")
-        if self.probe_queries < 1:
-            raise ConfigError(f"diagnostics.probe_queries={self.probe_queries} must be at least 1")
+        check_bounds("diagnostics.", self)
 
 
 class Due(NamedTuple):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.errors import ConfigError
+from diffllm.bounds import bounded, check_bounds
 from diffllm.model.documents import Documents
 
 
@@ -16,18 +16,14 @@ from diffllm.model.documents import Documents
 class EvalConfig:
     """When held-out loss is measured and on how much."""
 
-    interval: int = 100
+    interval: int = bounded(100, least=1)
     """Steps between evaluations; the last step always has one."""
-    sequences: int = 64
+    sequences: int = bounded(64, least=1)
     """Held-out sequences, spread evenly over the split; the same ones every time."""
 
     def validate(self) -> None:
         """Raise ConfigError for values outside their range."""
-        if self.interval < 1 or self.sequences < 1:
-            raise ConfigError(
-                f"eval.interval={self.interval} and eval.sequences={self.sequences} "
-                "must be at least 1"
-            )
+        check_bounds("eval.", self)
 
 
 @torch.no_grad()

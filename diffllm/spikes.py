@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.errors import AgreedByAll, AgreedError, ConfigError
+from diffllm.bounds import bounded, check_bounds
+from diffllm.errors import AgreedByAll, AgreedError
 
 WINDOW128_SIGMAS = 6.0
 
@@ -190,15 +191,12 @@ class ProtectionConfig:
     """What keeps bad updates from the parameters."""
 
     skip_step: SkipStep = SkipStep.nonfinite
-    max_consecutive_skips: int = 20
+    max_consecutive_skips: int = bounded(20, least=1)
     """Skipped updates in a row after which a run saves and stops, at the next logged step."""
 
     def validate(self) -> None:
         """Raise ConfigError for a limit below 1."""
-        if self.max_consecutive_skips < 1:
-            raise ConfigError(
-                f"train.max_consecutive_skips={self.max_consecutive_skips} must be at least 1"
-            )
+        check_bounds("train.", self)
 
 
 class SkippedTooOften(AgreedError, AgreedByAll):

@@ -5,6 +5,7 @@ from enum import Enum
 
 from hydra.core.config_store import ConfigStore
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config.matching import Matched
 from diffllm.data.config import DataConfig
@@ -66,28 +67,24 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
-    steps: int = 1000
-    seq_len: int = 512
-    global_batch_size: int = 8
+    steps: int = bounded(1000, least=1, most=10**12)
+    seq_len: int = bounded(512, least=1, most=2**27)
+    global_batch_size: int = bounded(8, least=1, most=2**24)
     """Sequences an optimizer step."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = bounded(None, least=1, most=2**24)
     """Sequences a rank and forward pass; null: the whole share of a rank. Accumulation follows."""
     precision: Precision = Precision.auto
     compile: bool | None = None
     """torch.compile of blocks and loss; null: on GPUs only."""
     activation_checkpointing: bool = False
-    log_interval: int = 10
+    log_interval: int = bounded(10, least=1)
     resume: str = "auto"
     """auto: continue the newest complete checkpoint of the run directory; never: start anew in a
     directory that holds no run; a path: start from that checkpoint."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""
-        for name in ("steps", "seq_len", "global_batch_size", "log_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size={self.micro_batch_size} must be at least 1")
+        check_bounds("", self)
         if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"data.vocab_size={self.data.vocab_size} exceeds "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 
@@ -26,15 +27,15 @@ class DataConfig:
     cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
     tokenizer: str | None = None
     """A sentencepiece .model file; null trains one on the corpus."""
-    vocab_size: int = "${model.vocab_size}"  # type: ignore[assignment]
+    vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
     """Pieces of a tokenizer that is trained here."""
-    tokenizer_sample_bytes: int = 8_000_000
+    tokenizer_sample_bytes: int = bounded(8_000_000, least=1)
     """Text that a tokenizer is trained on, spread evenly over the corpus."""
-    heldout_fraction: float = 0.02
+    heldout_fraction: float = bounded(0.02, above=0, below=1)
     """Share of documents that are never trained on, chosen by a hash of their text."""
-    num_workers: int = 1
+    num_workers: int = bounded(1, least=0, most=256)
     """Loader processes a rank; 0 reads in the training process."""
-    prefetch_factor: int = 4
+    prefetch_factor: int = bounded(4, least=1, most=10_000)
     """Micro-batches each loader process prepares ahead."""
     paths: list[str] = field(default_factory=list)
     """Files or globs (data=files): parquet, jsonl, json or txt, the last three also .gz or .zst."""
@@ -53,22 +54,9 @@ class DataConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""
+        check_bounds("data.", self)
         if self.source not in ("stdlib", "files", "hub"):
             raise ConfigError(f"data.source={self.source!r} is not one of stdlib, files, hub")
-        if not 0 < self.heldout_fraction < 1:
-            raise ConfigError(
-                f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1"
-            )
-        if self.vocab_size < 1:
-            raise ConfigError(f"data.vocab_size={self.vocab_size} must be at least 1")
-        if self.tokenizer_sample_bytes < 1:
-            raise ConfigError(
-                f"data.tokenizer_sample_bytes={self.tokenizer_sample_bytes} must be at least 1"
-            )
-        if self.num_workers < 0:
-            raise ConfigError(f"data.num_workers={self.num_workers} must be at least 0")
-        if self.prefetch_factor < 1:
-            raise ConfigError(f"data.prefetch_factor={self.prefetch_factor} must be at least 1")
         for name, source in READ_BY.items():
             if getattr(self, name) and self.source != source:
                 raise ConfigError(

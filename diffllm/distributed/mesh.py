@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ class ParallelConfig:
     """Groups that each hold a full copy of the parameters (HSDP)."""
     shard: int = -1
     """Ranks that a copy is sharded over (FSDP), beside those of `expert`."""
-    expert: int = 1
+    expert: int = bounded(1, least=1)
     """Neighbouring ranks that share out the experts of every layer, and send each other tokens."""
     reduce: Reduce | None = None
     """When gradients are reduced; null: last where that of all parameters is small, else every."""
@@ -39,14 +40,13 @@ class ParallelConfig:
         Args:
             n_experts: of each mixture-of-experts layer; 0 for a dense model.
         """
+        check_bounds("parallel.", self)
         for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:
                 raise ConfigError(f"parallel.{name}={size} must be at least 1, or -1 for the rest")
         if self.replicate == self.shard == -1:
             raise ConfigError("only one of parallel.replicate and parallel.shard may be -1")
-        if self.expert < 1:
-            raise ConfigError(f"parallel.expert={self.expert} must be at least 1")
         if self.expert != 1 and not n_experts:
             raise ConfigError(
                 f"parallel.expert={self.expert} needs a mixture-of-experts model; "

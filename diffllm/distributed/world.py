@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.distributed.collectives import record_collectives
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
@@ -34,20 +35,15 @@ STOP_READ_S = 2
 class DistributedConfig:
     """How processes meet."""
 
-    timeout: int = 600
+    timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
     """Seconds until a collective that does not complete ends the run."""
-    check_interval: int = 0
+    check_interval: int = bounded(0, least=0)
     """Steps between checks that ranks with the same part of the model hold the same values; at the
     start that is always checked, and 0 leaves it at that."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a timeout that is not positive, or a negative interval."""
-        if self.timeout < 1:
-            raise ConfigError(f"distributed.timeout={self.timeout} must be at least 1 second")
-        if self.check_interval < 0:
-            raise ConfigError(
-                f"distributed.check_interval={self.check_interval} must not be negative"
-            )
+        """Raise ConfigError for values outside their range."""
+        check_bounds("distributed.", self)
 
 
 @dataclass

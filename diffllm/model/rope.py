@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
@@ -33,29 +34,26 @@ class RopeScaling(Enum):
 class RopeConfig:
     """Frequencies theta^(-2c/d) for channel pairs c, scaled for long contexts."""
 
-    theta: float = 10_000.0
+    theta: float = bounded(10_000.0, least=1)
     scaling: RopeScaling = RopeScaling.none
-    factor: float = 1.0
+    factor: float = bounded(1.0, least=1)
     """How many times longer the context is than `original_seq_len`."""
     original_seq_len: int | None = None
     """Context of the earlier training; llama3 and yarn need it."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = bounded(1.0, above=0)
     """llama3: frequencies below this many turns in the original context are divided."""
     high_freq_factor: float = 4.0
     """llama3: those above this many turns stay."""
-    beta_slow: float = 1.0
+    beta_slow: float = bounded(1.0, above=0)
     """yarn: as low_freq_factor."""
     beta_fast: float = 32.0
     """yarn: as high_freq_factor."""
-    attention_factor: float | None = None
+    attention_factor: float | None = bounded(None, above=0)
     """yarn: multiplies cos and sin; null: 0.1 ln(factor) + 1."""
 
     def validate(self) -> None:
         """Raise ConfigError for values that no frequencies follow from."""
-        if self.theta < 1:
-            raise ConfigError(f"model.rope.theta={self.theta} must be at least 1")
-        if self.factor < 1:
-            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1")
+        check_bounds("model.rope.", self)
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)
@@ -76,15 +74,11 @@ class RopeConfig:
                     f"model.rope.theta={self.theta} must exceed 1 for scaling={self.scaling.name}"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if not 0 < getattr(self, low) < getattr(self, high):
+            if not getattr(self, low) < getattr(self, high):
                 raise ConfigError(
-                    f"model.rope.{low}={getattr(self, low)} must be positive and less than "
+                    f"model.rope.{low}={getattr(self, low)} must be less than "
                     f"model.rope.{high}={getattr(self, high)}"
                 )
-        if self.attention_factor is not None and self.attention_factor <= 0:
-            raise ConfigError(
-                f"model.rope.attention_factor={self.attention_factor} must be positive"
-            )
 
 
 LONGER = (RopeScaling.linear, RopeScaling.llama3, RopeScaling.yarn)

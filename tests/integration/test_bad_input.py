@@ -301,7 +301,7 @@ MIXTURES = [
     (["model.moe.experts=8"], ["model.moe.experts", "model.moe.n_experts"]),
     ([EIGHT], ["model.moe.expert_dim=0", "at least 1"]),
     (["model=moe_tiny", "model.moe.top_k=9"], ["model.moe.top_k=9", "model.moe.n_experts=8"]),
-    (["model=moe_tiny", "model.moe.top_k=0"], ["model.moe.top_k=0", "between 1 and"]),
+    (["model=moe_tiny", "model.moe.top_k=0"], ["model.moe.top_k=0", "at least 1"]),
     (["model=moe_tiny", "model.moe.n_shared=-1"], ["model.moe.n_shared=-1", "negative"]),
     (
         ["model=moe_tiny", "model.moe.n_dense_layers=2"],

@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
 from diffllm.model.attention.kernels import Kernel
@@ -54,7 +55,7 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice
 class DiffV1Config(AttentionConfig):
     head_norm: bool = True
     """RMSNorm over the 2d channels of a head; without it the factor (1 - lambda_init) stays."""
-    head_norm_eps: float = 1e-5
+    head_norm_eps: float = bounded(1e-5, above=0)
     lambda_init: float | None = None
     """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
     clamp: bool = False
@@ -79,10 +80,6 @@ class DiffV1Config(AttentionConfig):
             )
         if self.clamp and self.values is Values.split:
             raise ConfigError("model.attention.values=split has no effect on a clamped map")
-        if self.head_norm_eps <= 0:
-            raise ConfigError(
-                f"model.attention.head_norm_eps={self.head_norm_eps} must be positive"
-            )
         if self.lambda_init == 1:
             raise ConfigError(
                 "model.attention.lambda_init=1 leaves no context: 1 - lambda_init is a factor of it"

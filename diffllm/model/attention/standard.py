@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
 from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
@@ -34,7 +35,7 @@ class Sink(Enum):
 @schema(group="attention", name="standard", package="model.attention")
 @dataclass
 class StandardConfig(AttentionConfig):
-    query_heads: float = 1.0
+    query_heads: float = bounded(1.0, above=0, most=64)
     """Query heads over the baseline's."""
     sink: Sink = Sink.none
 
@@ -50,7 +51,7 @@ class StandardConfig(AttentionConfig):
 
     def validate(self, model: ModelConfig) -> None:
         heads = self.query_heads * model.n_heads
-        if heads != round(heads) or heads < 1 or round(heads) % model.n_kv_heads:
+        if heads != round(heads) or round(heads) % model.n_kv_heads:
             raise ConfigError(
                 f"model.attention.query_heads={self.query_heads} times "
                 f"model.n_heads={model.n_heads} must be a multiple of "
