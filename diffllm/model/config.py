@@ -21,10 +21,10 @@ class ModelConfig:
     n_kv_heads: int = bounded(MISSING, least=1, most=2**16)
     head_dim: int = bounded(MISSING, least=1, most=2**16)
     ffn_dim: int = bounded(MISSING, least=1, most=2**24)
-    """Width of SwiGLU; with experts, of the dense layers before them."""
+    """Width of SwiGLU; in a MoE model, of the dense layers before the experts."""
     match_params_to: str | None = None
-    """A variant whose total parameter count `ffn_dim`, or with experts `moe.expert_dim`, is solved
-    for when the config is loaded."""
+    """Name of a variant; `ffn_dim`, or with experts `moe.expert_dim`, is solved for its total
+    parameter count when the config is loaded."""
     vocab_size: int = bounded(MISSING, least=1, most=2**24)
     seq_len: int = bounded("${seq_len}", least=1, most=2**27)
     attention: AttentionConfig = MISSING
@@ -40,7 +40,7 @@ class ModelConfig:
     z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
     loss_chunk: int | None = bounded(None, least=1, most=2**27)
-    """Tokens whose logits exist at once while the loss is computed; null: as suits the device."""
+    """Tokens whose logits exist at once while the loss is computed; null: decided by the device."""
 
     def validate(self) -> None:
         """Raise ConfigError for a shape that cannot be built."""

@@ -60,7 +60,7 @@ def generate(
     logits = read_prompts(model, [texts[row] for row in rows], caches, device)
     while True:
         for row, row_logits in zip(rows, logits[:, :vocab_size].float().split(1), strict=True):
-            token = sample(row_logits, temperature, top_p, generators[row])
+            token = draw_tokens(row_logits, temperature, top_p, generators[row])
             texts[row].append(int(token))
         going = [
             i
@@ -94,7 +94,7 @@ def read_prompts(
 
 
 def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]:
-    """One a prompt, from `seed`; from the next seed for a prompt that was there before."""
+    """Return one generator a prompt, from `seed`; a repeated prompt takes the next seed."""
     generators, times = [], Counter[tuple[int, ...]]()
     for prompt in prompts:
         generators.append(torch.Generator().manual_seed(seed + times[tuple(prompt)]))
@@ -102,8 +102,10 @@ def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]
     return generators
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """One token a row: logits (B, V) -> (B,) int64. Drawn on the CPU, so devices agree."""
+def draw_tokens(
+    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """Draw one token a row from logits (B, V): (B,) int64. Drawn on the CPU, so devices agree."""
     if temperature < 1e-6:
         return logits.argmax(-1)
     probs = torch.softmax(logits / temperature, dim=-1).cpu()

@@ -1,4 +1,4 @@
-"""The mixture of experts that takes a feed-forward layer's place."""
+"""The config of the mixture of experts that takes a feed-forward layer's place."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,14 +8,14 @@ from diffllm.errors import ConfigError
 
 
 class Score(Enum):
-    """What turns a token's router logits into scores."""
+    """The function that turns a token's router logits into scores."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
 
 
 class Balance(Enum):
-    """Over which tokens the load-balancing loss compares experts."""
+    """The tokens over which the load-balancing loss compares experts."""
 
     sequence = "sequence"
     global_batch = "global_batch"
@@ -26,26 +26,26 @@ class MoEConfig:
     """Dropless top-k routing over SwiGLU experts, with balancing by bias, by loss, or both."""
 
     n_experts: int = bounded(0, least=0, most=2**16)
-    """Routed experts of a layer; 0: a dense model, whose other fields here are not read."""
+    """Routed experts of a layer; 0 is a dense model, for which the other fields are not read."""
     top_k: int = bounded(2, least=1, most=2**16)
-    """Experts that a token goes to."""
+    """Experts that a token is routed to."""
     expert_dim: int = bounded(0, least=0, most=2**24)
-    """Width of an expert, and of each shared one."""
+    """Width of each routed and of each shared expert."""
     n_shared: int = bounded(0, least=0, most=2**10)
     """Experts that every token goes to, as one SwiGLU of n_shared * expert_dim."""
     n_dense_layers: int = bounded(0, least=0)
-    """First layers that stay dense, `ffn_dim` wide."""
+    """Number of first layers that stay dense, `ffn_dim` wide."""
     score: Score = Score.sigmoid
     renormalise: bool = True
     """Make the weights of a token's top_k experts sum to 1."""
     routed_scaling: float = bounded(1.0, above=0)
     """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
     bias_update_rate: float = bounded(1e-3, least=0)
-    """Change an optimizer step of the bias that balances experts without a loss (Wang et al.,
-    arXiv 2408.15664); 0: no bias. The default is for sigmoid scores; of softmax, whose scores are
-    1 / n_experts on average, it would be several percent a step from 32 experts on."""
+    """Change of the balancing bias at an optimizer step (Wang et al., arXiv 2408.15664); 0: no
+    bias. The default is for sigmoid scores; of softmax, whose scores are 1 / n_experts on average,
+    it would be several percent a step from 32 experts on."""
     balance_loss: float = bounded(0.0, least=0)
-    """Weight of the load-balancing loss of a layer; the losses of layers add up."""
+    """Weight of the load-balancing loss of a layer; the losses of layers are summed."""
     balance_over: Balance = Balance.global_batch
     """sequence: DeepSeek-V3's, equations 17 to 20. global_batch: the experts' shares of the whole
     batch (Qiu et al., arXiv 2501.11873), of the optimizer step before."""
