@@ -32,7 +32,7 @@ def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
     return Choice(gpu, "a GPU runs long enough" if gpu else "on a CPU only where asked for")
 
 
-def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
+def for_json(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
     """The form of choices in run.json: {"value": ..., "reason": ...} by name."""
     return {
         name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()

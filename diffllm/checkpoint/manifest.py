@@ -33,7 +33,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Every file of a checkpoint but the manifest, by name."""
 
     step: int
@@ -51,7 +51,7 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
     """Into the checkpoint directory `path`, down to the disk."""
     files = {name: vars(record) for name, record in sorted(manifest.files.items())}
     text = json.dumps({"format": FORMAT, "step": manifest.step, "files": files}, indent=1)
@@ -66,7 +66,7 @@ def write_durably(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """The manifest of the checkpoint directory `path`; raises CheckpointError."""
     try:
         return checked(read_json(path / NAME))
@@ -94,7 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def checked(content: dict[str, Any]) -> Manifest:
+def checked(content: dict[str, Any]) -> CheckpointManifest:
     """A manifest from JSON; raises ValueError unless every part is what it must be."""
     if content.get("format") != FORMAT:
         raise ValueError(f"is not of format {FORMAT}, the one this version reads")
@@ -117,7 +117,7 @@ def checked(content: dict[str, Any]) -> Manifest:
     for name in REQUIRED:
         if name not in files:
             raise ValueError(f"does not name {name}")
-    return Manifest(step, files)
+    return CheckpointManifest(step, files)
 
 
 def missing(path: Path, error: OSError) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from diffllm.checkpoint.manifest import (
     FORMAT,
-    Manifest,
+    CheckpointManifest,
     read_json,
     read_manifest,
     shown,
@@ -98,7 +98,7 @@ def read_index(path: Path) -> Metadata:
     return metadata
 
 
-def check_index(metadata: Any, manifest: Manifest) -> None:
+def check_index(metadata: Any, manifest: CheckpointManifest) -> None:
     """Raise UnpicklingError unless an index names tensors in files of the manifest only."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("the index is not one of DCP's")

@@ -30,8 +30,8 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import (
     FORMAT,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     describe,
     write_durably,
     write_manifest,
@@ -188,7 +188,7 @@ class Checkpointer:
             files = describe(hidden / name for name in (".metadata", "state.json"))
             for part, _ in parts:
                 files |= part
-            write_manifest(hidden, Manifest(step, files))
+            write_manifest(hidden, CheckpointManifest(step, files))
             publish(hidden, final)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -25,7 +25,7 @@ FREE = (
     "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-FOLLOWS = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
+COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 
@@ -40,7 +40,7 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
     saved = flatten(yaml_dict(load_run_config(path)))
     new = flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
-    keys -= {key for key, origin in FOLLOWS.items() if origin in keys}
+    keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
     return {
         key: (saved.get(key), new.get(key))
         for key in sorted(keys)
@@ -57,7 +57,7 @@ def load_run_config(path: Path) -> TrainConfig:
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)
-        check_values(saved)
+        check_plain(saved)
         return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
@@ -66,7 +66,7 @@ def load_run_config(path: Path) -> TrainConfig:
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
 
 
-def check_values(saved: Any) -> None:
+def check_plain(saved: Any) -> None:
     """Raise ValueError unless a config holds plain values only, as a saved one does.
 
     An interpolation would be resolved here: `${oc.env:...}` reads this process's environment.

@@ -14,7 +14,7 @@ BACKGROUND: set[str] = set()
 """Groups in which a rank may wait long for another that is well, as in writing a checkpoint."""
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One collective."""
 
     name: str
@@ -29,8 +29,8 @@ class Call(NamedTuple):
 class Calls(NamedTuple):
     """The last collectives of this process."""
 
-    newest: Call | None = None
-    pending: Call | None = None
+    newest: RecordedCall | None = None
+    pending: RecordedCall | None = None
     """The oldest one that is not known to be complete; torch finds that out late."""
     numbers: dict[str, int] = {}  # noqa: RUF012
     """The newest number in each group."""
@@ -65,10 +65,10 @@ def group_of(entry: dict[str, Any]) -> str:
     return f"{entry['profiling_name'].partition(':')[0]}:{entry['process_group'][0]}"
 
 
-def call(entry: dict[str, Any]) -> Call:
+def call(entry: dict[str, Any]) -> RecordedCall:
     """One entry of the recorder."""
     shapes = " ".join(str(shape) for shape in entry["input_sizes"][:2])
-    return Call(
+    return RecordedCall(
         f"{entry['profiling_name']} of {shapes}",
         group_of(entry),
         entry["collective_seq_id"],

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from diffllm.distributed.collectives import Call, Calls, recorded
+from diffllm.distributed.collectives import Calls, RecordedCall, recorded
 from diffllm.distributed.stop import StopRequest
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
@@ -256,7 +256,7 @@ def read_beat(text: bytes) -> Beat:
     """From JSON, as `_beat` writes it."""
     beat = Beat(*json.loads(text))
     newest, pending, numbers = beat.calls
-    calls = Calls(newest and Call(*newest), pending and Call(*pending), numbers)
+    calls = Calls(newest and RecordedCall(*newest), pending and RecordedCall(*pending), numbers)
     return beat._replace(calls=calls)
 
 

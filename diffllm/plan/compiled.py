@@ -106,13 +106,13 @@ def drop(values: dict[fx.Node, Any], nodes: Any) -> None:
 def result(node: fx.Node) -> Any:
     """Memory for what a node gives."""
     if "val" in node.meta:
-        return tree_map(allocated, node.meta["val"])
+        return tree_map(memory_for, node.meta["val"])
     # An operation that might be random was wrapped to save a state; only its parts have shapes.
     parts = {n.args[1]: result(n) for n in node.users if n.target is operator.getitem}
     return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
-def allocated(like: Any) -> Any:
+def memory_for(like: Any) -> Any:
     """Memory for a tensor; what is not one stays."""
     if not isinstance(like, Tensor):
         return like

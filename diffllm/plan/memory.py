@@ -30,7 +30,7 @@ class Kind(Enum):
     """What is there before the first step and none of the above: tables, windows."""
 
 
-class Block:
+class MemoryBlock:
     """One storage; `kind` is None while nobody has said what it is for."""
 
     __slots__ = ("born", "kind", "ref", "size")
@@ -56,8 +56,8 @@ class Memory:
     """Bytes in use, event by event."""
 
     def __init__(self) -> None:
-        self.live: dict[int, Block] = {}
-        self.events: list[tuple[Block, int]] = []
+        self.live: dict[int, MemoryBlock] = {}
+        self.events: list[tuple[MemoryBlock, int]] = []
         self.fused = False
 
     @contextmanager
@@ -94,13 +94,13 @@ class Memory:
         finally:
             self.fused = before
 
-    def block(self, tensor: Tensor) -> Block:
+    def block(self, tensor: Tensor) -> MemoryBlock:
         """The block that a tensor lies in, new or known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
             return self.live[key]
-        block = Block(0 if self.fused else storage.nbytes(), len(self.events))
+        block = MemoryBlock(0 if self.fused else storage.nbytes(), len(self.events))
         block.ref = weakref.ref(storage, partial(self._freed, key))
         self.live[key] = block
         self.events.append((block, block.size))

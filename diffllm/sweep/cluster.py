@@ -34,7 +34,7 @@ CHECK_S = 30
 
 
 @dataclass
-class Cluster:
+class ClusterLauncher:
     """Where jobs go."""
 
     kind: str
@@ -43,7 +43,7 @@ class Cluster:
     """hydra/launcher=... and hydra.launcher.*."""
 
     @classmethod
-    def of(cls, words: list[str], ranks: int) -> "Cluster | None":
+    def of(cls, words: list[str], ranks: int) -> "ClusterLauncher | None":
         """The cluster that the launcher's words ask for; None for Hydra's own launcher.
 
         Raises:
