@@ -1,4 +1,4 @@
-"""When checkpoints are written and which of them stay."""
+"""The config of checkpoints: when they are written, and which of them stay."""
 
 import re
 import time
@@ -14,13 +14,12 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written, and how many of them stay."""
 
     interval: int | str = 100
-    """Between checkpoints: steps (100), or a time (30min, 90s, 1.5h). The last step always has
-    one."""
+    """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step always has one."""
     keep_last: int = bounded(2, least=0)
-    """Newest checkpoints that stay; 0 keeps all."""
+    """Number of newest checkpoints that stay; 0 keeps all."""
     keep_every: int = bounded(0, least=0)
     """Checkpoints at multiples of this many steps stay for good; 0 is off."""
 
