@@ -1,4 +1,4 @@
-"""Which process this is, and what the processes agree on before any process group exists."""
+"""The identity of this process, and what processes agree on before any process group exists."""
 
 import contextlib
 import json
@@ -33,10 +33,10 @@ STOP_READ_S = 2
 
 @dataclass
 class DistributedConfig:
-    """How processes meet."""
+    """How processes meet and check each other."""
 
     timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
-    """Seconds until a collective that does not complete ends the run."""
+    """Seconds after which a collective that does not complete ends the run."""
     check_interval: int = bounded(0, least=0)
     """Steps between checks that ranks with the same part of the model hold the same values; at the
     start that is always checked, and 0 leaves it at that."""
@@ -55,10 +55,10 @@ class World:
     local_rank: int
     store: dist.Store
     timeout: int = 600
-    """Seconds that ranks wait for rank 0."""
+    """Seconds that other ranks wait for rank 0."""
 
     def decide(self, key: str, choose: Callable[[], T]) -> T:
-        """What `choose` returns on rank 0 (JSON), or the UserError it raises, on every rank."""
+        """Return on every rank rank 0's result of `choose` (JSON), or raise its UserError."""
         if self.rank == 0:
             try:
                 result = choose()
@@ -89,7 +89,7 @@ class World:
             self.store.wait(read, timedelta(seconds=seconds))
 
     def _wait_for(self, key: str) -> bytes:
-        """What rank 0 writes; in slices, for no signal is handled while the store waits."""
+        """Wait for rank 0's word in slices, for no signal is handled while the store waits."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
@@ -103,7 +103,7 @@ class World:
                     ) from error
 
     def device(self) -> torch.device:
-        """This rank's GPU where there is one, else the CPU."""
+        """Return this rank's GPU where there is one, else the CPU."""
         if torch.cuda.is_available():
             if self.local_rank >= torch.cuda.device_count():
                 raise ConfigError(
@@ -115,7 +115,7 @@ class World:
         return torch.device("cpu")
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
-        """NCCL for GPU tensors and gloo for CPU tensors, or gloo alone."""
+        """Start NCCL for GPU tensors and gloo for CPU tensors, or gloo alone."""
         record_collectives()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -155,7 +155,7 @@ def join(cfg: DistributedConfig) -> World:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """A name for this meeting that its ranks share, whatever earlier ones have left in `store`.
+    """Agree on a name for this meeting of ranks, whatever earlier ones have left in `store`.
 
     torchrun's count of restarts does not do: when nodes come and go it can stay the same, or differ
     between nodes. So every rank leaves a word that nobody has used, and rank 0 answers to it.
