@@ -26,7 +26,7 @@ def check_bounds(section: str, config: Any) -> None:
     """Raise ConfigError for a field of a config dataclass beyond its bounds; NaN is beyond all.
 
     Args:
-        section: what stands before a field's name in the message, such as "model.rope.".
+        section: the prefix of a field's name in the message, such as "model.rope.".
     """
     for f in fields(config):
         value = getattr(config, f.name)

@@ -15,7 +15,7 @@ from diffllm.errors import ConfigError
 
 
 class Schedule(Enum):
-    """How the learning rate moves after warmup."""
+    """The course of the learning rate after warmup."""
 
     cosine = "cosine"
     wsd = "wsd"
@@ -37,7 +37,7 @@ class OptimConfig:
     decay_fraction: float = bounded(0.2, least=0, most=1)
     """Share of all steps that warmup-stable-decay (wsd) spends on its linear decay."""
     min_lr_ratio: float = bounded(0.1, least=0, most=1)
-    """Learning rate at the end, over `lr`."""
+    """Learning rate at the end, as a share of `lr`."""
 
     def validate(self, steps: int) -> None:
         """Raise ConfigError for values outside their range."""
@@ -47,7 +47,7 @@ class OptimConfig:
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`: a pure function.
+    """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
     Linear warmup to `lr`, then cosine, or constant with a linear end (wsd), to
     `min_lr_ratio * lr`, which the last step reaches.
@@ -66,7 +66,7 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
 
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over named parameters, its state allocated at once.
+    """Build fused AdamW over named parameters, its state allocated at once.
 
     Replicated parameters and those sharded (DTensors) over one mesh or another are groups apart, as
     fused kernels want; within each, only tensors of two and more dimensions decay.
@@ -101,7 +101,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
-    """A step, unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
+    """Make a step unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
 
     The decision stays on the device: `found_inf` is how the fused kernels take it.
 
@@ -115,7 +115,7 @@ def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The optimizer's state as flat names: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
+    """Return the optimizer's state by name: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
     return {
         f"{name}.{key}": value
         for name, param in params.items()

@@ -109,7 +109,7 @@ class Checkpointer:
         A save that fails costs a warning on rank 0, and the hidden directory goes.
 
         Args:
-            state: what is no tensor; goes to state.json.
+            state: everything that is no tensor; goes to state.json.
             final: nothing is trained behind this save, so that its failure ends the run.
 
         Raises:

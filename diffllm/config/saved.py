@@ -30,7 +30,7 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 
 
 def differences(path: Path, cfg: TrainConfig) -> Changes:
-    """What `cfg` would change about the run at `path`, if one is there.
+    """Return the changes that `cfg` would make to the run at `path`, if there is one.
 
     Raises:
         CheckpointError: its config.yaml is not a config of ours.
@@ -49,7 +49,7 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """The typed config of a run directory, from its config.yaml.
+    """Load the typed config of a run directory from its config.yaml.
 
     Raises:
         CheckpointError: there is none, or it is not a config of ours.
@@ -79,19 +79,19 @@ def check_plain(saved: Any) -> None:
 
 @cache
 def defaults_of(variant: str) -> DictConfig:
-    """The composed config of a variant, for reading; a report loads many runs of few variants."""
+    """Compose the config of a variant, for reading; a report loads many runs of few variants."""
     return compose_config([f"attention={variant}"])
 
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
-    """Plain values, enums by name."""
+    """Return a config as plain values, enums by name."""
     return OmegaConf.to_container(  # type: ignore[return-value]
         OmegaConf.structured(cfg), enum_to_str=True
     )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
+    """Flatten nested dicts to one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

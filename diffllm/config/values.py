@@ -1,4 +1,5 @@
-"""What every value of a typed config keeps to, by its type; a key's own bounds are at its field."""
+"""Rules that every value of a typed config keeps to by its type; bounds of a key are at its
+field."""
 
 import math
 from collections.abc import Iterator
@@ -8,14 +9,14 @@ from typing import Any, get_type_hints
 from diffllm.errors import ConfigError
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Of float32, in which a run computes: smaller ones would be 0 there, larger ones infinite."""
+"""Limits of float32, in which a run computes: smaller values are 0 there, larger infinite."""
 LONGEST_TEXT = 4096
 FREE_TEXT = ("data.sample_prompt", "model.match_params_to")
-"""Taken as it is, line breaks too; a variant's name is compared with those there are."""
+"""Keys of text that is taken as it is, with line breaks; a variant's name is checked on its own."""
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, declared type, value) of every value below a config dataclass."""
+    """Iterate over (dotted key, declared type, value) of every value below a config dataclass."""
     hints = get_type_hints(type(node))
     for f in fields(node):
         key, value = f"{prefix}{f.name}", getattr(node, f.name)

@@ -31,8 +31,8 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
     """Compare every rank's facts, through the store; no process group is needed.
 
     Args:
-        what: they are about, for the message.
-        facts: by name; compared as text.
+        what: the subject of the facts, for the message.
+        facts: values by name; compared as text.
 
     Raises:
         Disagreement: on every rank alike; names the ranks, the facts and their values.

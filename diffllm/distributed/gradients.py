@@ -54,7 +54,7 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
 
     Args:
         params: DTensors, each over all ranks of a copy of the model, and replicated tensors.
-        tensors: what this rank holds, in the same order: the parameters, their gradients or so.
+        tensors: parts that this rank holds, in the same order: parameters, gradients, or others.
         mesh: the one of dense parameters.
     """
     named = dict(zip(params, tensors, strict=True))

@@ -38,7 +38,7 @@ class ParallelConfig:
         """Raise ConfigError for sizes that no world can have.
 
         Args:
-            n_experts: of each mixture-of-experts layer; 0 for a dense model.
+            n_experts: routed experts of each MoE layer; 0 for a dense model.
         """
         check_bounds("parallel.", self)
         for name in ("replicate", "shard"):

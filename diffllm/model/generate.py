@@ -34,10 +34,10 @@ def generate(
         temperature: 0 (below 1e-6) takes the most likely token.
         top_p: above 0; sample among the fewest tokens whose probabilities sum to at least this
             (Holtzman et al., arXiv 1904.09751).
-        seed: of the sampling; the same on every rank of a sharded model.
+        seed: seeds the sampling; the same on every rank of a sharded model.
         vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
         stop_token: ends a continuation, as its last token.
-        dtype: of the caches; the parameters' by default.
+        dtype: the caches' dtype; the parameters' by default.
 
     Returns:
         Each prompt with its continuation.

@@ -48,7 +48,7 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
 
     Args:
         x: (B, T, D), what the layer read.
-        show: what it showed.
+        show: the tensors that it showed.
     """
     x, q, k = x[:, probe.positions], show["q"][:, probe.positions], show["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))

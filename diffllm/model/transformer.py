@@ -105,7 +105,7 @@ class Transformer(nn.Module):
             targets: (B, T) int64.
             caches: one a layer, for decoding; tokens then follow what the caches hold.
             diagnose: also return each layer's statistics (with targets).
-            documents: of the tokens; attention stays inside them and their positions start at 0.
+            documents: the tokens' documents; attention stays inside them, positions start at 0.
             probe: (N,) int64, query positions whose maps are looked at when diagnosing.
             last: (B,) int64, the one position of each row whose logits are wanted: (B, V).
         """

@@ -135,7 +135,7 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
 
     Args:
         given: keys of `cluster` that the user set.
-        overrides: as for train.py.
+        overrides: those that train.py would get.
 
     Raises:
         ConfigError: a key or value is wrong, or the cluster cannot run the config.

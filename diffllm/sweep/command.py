@@ -1,4 +1,4 @@
-"""A sweep from its command line to its table."""
+"""The course of a sweep, from its command line to its table."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def sweep(words: list[str], script: str) -> int:
     cluster: ClusterLauncher | None = None
 
     def choose() -> list[dict[str, Any]]:
-        """Rank 0's plan: every run with its overrides."""
+        """Plan the sweep, on rank 0: every run with its overrides."""
         nonlocal directory, cluster
         own, launcher = parse([*experiment_words(words), *words])
         if not any(o.get_key_element() == "run.sweep" for o in own):

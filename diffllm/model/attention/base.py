@@ -64,7 +64,7 @@ class AttentionConfig:
         """Decide what is left to the device in training, by name: "attention" is the kernel.
 
         Args:
-            dtype: of queries and keys.
+            dtype: that of queries and keys.
             documents: whether queries see their own document only.
         """
         width = self.kernel_width(model, device)
@@ -88,7 +88,7 @@ class AttentionConfig:
         """Make the kernel ready on `device`, before anything is built.
 
         Args:
-            dtype: of queries and keys, where it is known already.
+            dtype: that of queries and keys, where it is known already.
             documents: whether queries will see their own document only.
 
         Raises:
@@ -208,7 +208,7 @@ class Attention(nn.Module):
 
         Args:
             rope: tables of the T positions.
-            mask: what `training_mask` made, or a boolean tensor; None is causal.
+            mask: from `training_mask`, or a boolean tensor; None is causal.
             cache: earlier positions; extended in place.
             show: filled with what diagnostics read, when given.
         """

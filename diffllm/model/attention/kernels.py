@@ -65,8 +65,8 @@ def training_kernel(
     """Choose the `Kernel` that attends in a training forward pass.
 
     Args:
-        dtype: of queries and keys.
-        width: of the widest of queries, keys and values.
+        dtype: that of queries and keys.
+        width: the largest of queries, keys and values.
         documents: whether queries see their own document only.
         explicit_mask: the variant masks documents by a boolean tensor, because no kernel knows its
             map.
@@ -124,8 +124,8 @@ def prepare_backend(
     """Make `backend` ready on `device`, before anything is built.
 
     Args:
-        width: of the widest of queries, keys and values.
-        dtype: of queries and keys, where it is known already.
+        width: the largest of queries, keys and values.
+        dtype: that of queries and keys, where it is known already.
         documents: whether a kernel will have to mask documents.
 
     Raises:

@@ -30,8 +30,8 @@ def training_mask(
     Args:
         documents: None where a row is one document.
         tokens: (B, T); only their shape and device count.
-        dtype: of queries and keys.
-        width: of the widest of queries, keys and values.
+        dtype: that of queries and keys.
+        width: the largest of queries, keys and values.
         explicit_mask: documents as a boolean tensor even where there are kernels for them.
     """
     length, device = tokens.shape[1], tokens.device

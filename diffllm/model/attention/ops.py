@@ -79,7 +79,7 @@ def attend(
         mask: see `Mask`. Without one the last query is aligned with the last key.
         backend: for T > 1, unless it is `reference`; a tensor mask goes through SDPA or explicit
             maps.
-        scale: of q k; d^-0.5 by default.
+        scale: the factor on q k; d^-0.5 by default.
 
     Returns:
         (B, T, H, dv) in the dtype of q.

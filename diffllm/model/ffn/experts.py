@@ -87,7 +87,7 @@ def grouped_product(
     """Whether one product takes all experts: `GROUPED` or `LOOPED`.
 
     Args:
-        widths: of the rows that go in and come out; both have to be aligned.
+        widths: those of the rows that go in and come out; both have to be aligned.
     """
     if device.type not in ("cpu", "cuda"):
         return Choice(LOOPED, f"torch groups none on {device.type}")
