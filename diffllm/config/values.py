@@ -1,5 +1,4 @@
-"""Rules that every value of a typed config keeps to by its type; bounds of a key are at its
-field."""
+"""Rules that a config value keeps to by its type; the bounds of a key are at its field."""
 
 import math
 from collections.abc import Iterator
