@@ -10,11 +10,12 @@ from typing import Any
 from diffllm.errors import ConfigError
 
 RULES = {
-    "least": (operator.ge, "at least"),
-    "above": (operator.gt, "greater than"),
-    "most": (operator.le, "at most"),
-    "below": (operator.lt, "less than"),
+    "least": (operator.ge, "be at least"),
+    "above": (operator.gt, "be greater than"),
+    "most": (operator.le, "be at most"),
+    "below": (operator.lt, "be less than"),
 }
+AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **bounds: float) -> Any:
@@ -33,4 +34,5 @@ def check_bounds(section: str, config: Any) -> None:
         for rule, bound in f.metadata.items():
             keeps, words = RULES[rule]
             if value is not None and not keeps(value, bound):
-                raise ConfigError(f"{section}{f.name}={value} must be {words} {bound}")
+                must = AT_ZERO.get((rule, bound), f"{words} {bound}")
+                raise ConfigError(f"{section}{f.name}={value} must {must}")

@@ -229,7 +229,7 @@ def test_attend_equals_explicit_maps_with_grouped_heads_and_wide_values(kv_heads
     [
         ("diff_v2", ["lambda_value=0.3"], "lambda_value=0.3 needs lambda_form=fixed, not sigmoid"),
         ("diff_v1_clamped", ["values=split"], "values=split has no effect on a clamped map"),
-        ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be greater than 0"),
+        ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be positive"),
         ("diff_v1", ["lambda_init=1"], "lambda_init=1 leaves no context"),
         ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* must be a multiple"),
     ],

@@ -115,7 +115,7 @@ def test_a_scaled_model_computes_something_else():
         (["scaling=llama3", "original_seq_len=64", "beta_fast=40"], "needs .*scaling=yarn, not"),
         (["low_freq_factor=2"], "needs .*scaling=llama3, not none"),
         (["scaling=yarn", "original_seq_len=64", "beta_slow=40"], "less than model.rope.beta_fast"),
-        (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be greater than 0"),
+        (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be positive"),
     ],
 )
 def test_impossible_scalings_are_refused(overrides, message):
