@@ -11,7 +11,7 @@ from diffllm.model.dtypes import dtype_name
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
-    """The dtype of the computation; left open, it is bfloat16 on devices with units for it."""
+    """Choose the dtype of the computation; left open, bfloat16 on devices with units for it."""
     if precision is not Precision.auto:
         return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
@@ -32,15 +32,15 @@ def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
     return Choice(gpu, "a GPU runs long enough" if gpu else "on a CPU only where asked for")
 
 
-def as_text(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
-    """The form of choices in run.json: {"value": ..., "reason": ...} by name."""
+def for_json(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
+    """Return choices as run.json has them: {"value": ..., "reason": ...} by name."""
     return {
         name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
     }
 
 
 def plain(value: Any) -> Any:
-    """The value of a choice in a type that JSON has; dtypes and enum members become text."""
+    """Return the value of a choice in a type that JSON has; dtypes and enum members become text."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, torch.dtype):

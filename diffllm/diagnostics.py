@@ -1,4 +1,4 @@
-"""What a step measures besides training: when, and combined over micro-batches and ranks."""
+"""The measurements of a step: when they are due, and combined over micro-batches and ranks."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.errors import ConfigError
+from diffllm.bounds import bounded, check_bounds
 from diffllm.model.probes import PROBED
 from diffllm.model.stats import Stats, combine_by
 
@@ -18,41 +18,37 @@ REDUCE = {"mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 
 @dataclass
 class DiagnosticsConfig:
-    """How often statistics are taken."""
+    """When statistics and probes are taken."""
 
-    interval: int = 10
+    interval: int = bounded(10, least=0)
     """Steps between in-block statistics; 0 turns them off."""
-    probe_interval: int = 100
-    """Steps between looks at explicit maps; 0 turns them off."""
-    probe_queries: int = 8
-    """Query positions that a probe looks at, spread over the sequence and drawn anew each time."""
+    probe_interval: int = bounded(100, least=0)
+    """Steps between probes of explicit maps; 0 turns them off."""
+    probe_queries: int = bounded(8, least=1)
+    """Number of query positions of a probe, spread over the sequence and drawn anew each time."""
 
     def validate(self) -> None:
         """Raise ConfigError for values outside their range."""
-        for name in ("interval", "probe_interval"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"diagnostics.{name}={getattr(self, name)} must not be negative")
-        if self.probe_queries < 1:
-            raise ConfigError(f"diagnostics.probe_queries={self.probe_queries} must be at least 1")
+        check_bounds("diagnostics.", self)
 
 
 class Due(NamedTuple):
-    """What one step has to measure."""
+    """The measurements that are due at one step."""
 
     statistics: bool = False
-    """In-block statistics."""
+    """Whether to take in-block statistics."""
     probes: bool = False
-    """Numbers from explicit maps."""
+    """Whether to probe explicit maps."""
     update: bool = False
-    """The norm of the parameters' change; takes a copy of what this rank holds of them."""
+    """Whether to take the norm of the parameters' change; copies this rank's parameters."""
 
     @property
     def diagnose(self) -> bool:
-        """Whether the blocks measure anything."""
+        """True if the blocks measure anything."""
         return self.statistics or self.probes
 
     def chosen(self, stats: Stats) -> Stats:
-        """Those of the statistics that are due."""
+        """Return those of the statistics that are due."""
         return {
             name: value
             for name, value in stats.items()
@@ -61,7 +57,7 @@ class Due(NamedTuple):
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
-    """Query positions to probe at a step, (N,) int64 on the CPU; None where probes are off.
+    """Draw the query positions of a step's probe, (N,) int64 on the CPU; None where probes are off.
 
     One from each of N equal parts of a sequence, the same on every rank; never the first token,
     which sees nothing but itself.
@@ -103,7 +99,7 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """The busiest and the idlest expert's tokens over the uniform number, each (L,) float32.
+    """Return the busiest and the idlest expert's tokens over the uniform number, (L,) float32 each.
 
     Args:
         counts: (L, E) int64, tokens of the global batch that each expert got.
@@ -113,7 +109,7 @@ def expert_load(counts: Tensor) -> Stats:
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """`<quantity>/layer_<i>` for every layer, moved to the host in one copy.
+    """Name the values of every layer `<quantity>/layer_<i>`, moved to the host in one copy.
 
     A statistic of heads, (L, heads), becomes `<quantity>_<head>/layer_<i>`. One with fewer rows
     than the others is of the last layers.

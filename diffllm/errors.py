@@ -23,7 +23,7 @@ class AgreedError(UserError):
 
 
 class AgreedByAll:
-    """Marks errors that every rank raises at the same point of training."""
+    """A mark of errors that every rank raises at the same point of training."""
 
 
 class ConfigError(UserError):

@@ -1,4 +1,4 @@
-"""Held-out loss and the perplexity of knowing only how often each token occurs."""
+"""The held-out loss: when it is measured, and on how much."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.errors import ConfigError
+from diffllm.bounds import bounded, check_bounds
 from diffllm.model.documents import Documents
 
 
@@ -16,18 +16,14 @@ from diffllm.model.documents import Documents
 class EvalConfig:
     """When held-out loss is measured and on how much."""
 
-    interval: int = 100
+    interval: int = bounded(100, least=1)
     """Steps between evaluations; the last step always has one."""
-    sequences: int = 64
+    sequences: int = bounded(64, least=1)
     """Held-out sequences, spread evenly over the split; the same ones every time."""
 
     def validate(self) -> None:
         """Raise ConfigError for values outside their range."""
-        if self.interval < 1 or self.sequences < 1:
-            raise ConfigError(
-                f"eval.interval={self.interval} and eval.sequences={self.sequences} "
-                "must be at least 1"
-            )
+        check_bounds("eval.", self)
 
 
 @torch.no_grad()
@@ -39,14 +35,15 @@ def heldout_loss(
     device: torch.device,
     documents: Callable[[Tensor], Documents | None] = lambda inputs: None,
 ) -> float:
-    """Mean cross-entropy in nats a token over the batches of all ranks.
+    """Compute the mean cross-entropy, in nats a token, over the batches of all ranks.
 
     Args:
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
         shape: (B, T) that every forward pass has; short batches are padded with ignored targets,
             because sharded ranks must run equally many passes of one shape.
         rounds: forward passes of every rank; at least the number of `batches`.
-        documents: of inputs (B, T) on the CPU, on `device`; None where the model masks none.
+        documents: returns the document boundaries of a CPU batch (B, T), moved to `device`; None
+            if unmasked.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)

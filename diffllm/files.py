@@ -37,8 +37,8 @@ def hold(path: Path, kind: str, instead: str) -> FileLock:
     """Make a directory and keep other processes out of it until this one ends.
 
     Args:
-        kind: of directory, for messages: "run directory".
-        instead: what to choose where it cannot be written.
+        kind: the kind of directory, for messages: "run directory".
+        instead: the key to change where it cannot be written.
 
     Raises:
         ConfigError: another process is there, or the directory cannot be written.
@@ -85,7 +85,8 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or the names in a directory, outlive a power cut from here on."""
+    """Sync a file's content, or the names in a directory, to disk, so that they outlive a power
+    cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 
 class Schedule(Enum):
-    """How the learning rate moves after warmup."""
+    """The course of the learning rate after warmup."""
 
     cosine = "cosine"
     wsd = "wsd"
@@ -24,40 +25,29 @@ class Schedule(Enum):
 class OptimConfig:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with decay on matrices only."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    lr: float = bounded(1e-3, above=0)
+    beta1: float = bounded(0.9, least=0, below=1)
+    beta2: float = bounded(0.95, least=0, below=1)
+    eps: float = bounded(1e-8, above=0)
+    weight_decay: float = bounded(0.1, least=0)
+    clip_norm: float = bounded(1.0, least=0)
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Schedule = Schedule.cosine
-    warmup_steps: int = 100
-    decay_fraction: float = 0.2
+    warmup_steps: int = bounded(100, least=0)
+    decay_fraction: float = bounded(0.2, least=0, most=1)
     """Share of all steps that warmup-stable-decay (wsd) spends on its linear decay."""
-    min_lr_ratio: float = 0.1
-    """Learning rate at the end, over `lr`."""
+    min_lr_ratio: float = bounded(0.1, least=0, most=1)
+    """Learning rate at the end, as a share of `lr`."""
 
     def validate(self, steps: int) -> None:
         """Raise ConfigError for values outside their range."""
-        for name in ("lr", "eps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"optim.{name}={getattr(self, name)} must be positive")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1)")
-        for name in ("weight_decay", "clip_norm", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"optim.{name}={getattr(self, name)} must not be negative")
-        for name in ("decay_fraction", "min_lr_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1]")
+        check_bounds("optim.", self)
         if self.warmup_steps > steps:
             raise ConfigError(f"optim.warmup_steps={self.warmup_steps} exceeds steps={steps}")
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`: a pure function.
+    """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
     Linear warmup to `lr`, then cosine, or constant with a linear end (wsd), to
     `min_lr_ratio * lr`, which the last step reaches.
@@ -76,7 +66,7 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
 
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over named parameters, its state allocated at once.
+    """Build fused AdamW over named parameters, its state allocated at once.
 
     Replicated parameters and those sharded (DTensors) over one mesh or another are groups apart, as
     fused kernels want; within each, only tensors of two and more dimensions decay.
@@ -111,7 +101,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
-    """A step, unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
+    """Make a step unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
 
     The decision stays on the device: `found_inf` is how the fused kernels take it.
 
@@ -125,7 +115,7 @@ def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The optimizer's state as flat names: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
+    """Return the optimizer's state by name: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
     return {
         f"{name}.{key}": value
         for name, param in params.items()

@@ -1,4 +1,4 @@
-"""One line that puts a config dataclass into Hydra's ConfigStore."""
+"""Registration of config dataclasses in Hydra's ConfigStore."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Two published definitions of a spike, kept apart.
+"""Spikes of loss and gradient norm: counted by two published definitions, and kept from updates.
 
 The current value is never in its own window; finite values, spikes included, enter it afterwards;
 NaN and infinity are always spikes and never enter it.
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.errors import AgreedByAll, AgreedError, ConfigError
+from diffllm.bounds import bounded, check_bounds
+from diffllm.errors import AgreedByAll, AgreedError
 
 WINDOW128_SIGMAS = 6.0
 
@@ -73,7 +74,7 @@ class SpikeCounter:
 
     @property
     def rolling_total(self) -> int:
-        """Spikes among the last `window` values seen."""
+        """Number of spikes among the last `window` values seen."""
         return sum(self.recent)
 
     @property
@@ -98,14 +99,15 @@ class SpikeCounter:
 
 
 def window128() -> SpikeCounter:
-    """Above mean + 6 standard deviations of the 128 values before it; a full window required."""
+    """Count values above mean + 6 standard deviations of the 128 before them, once there are
+    128."""
     return SpikeCounter(
         window=128, least=128, sigmas=WINDOW128_SIGMAS, two_sided=False, inclusive=False
     )
 
 
 def olmo2() -> SpikeCounter:
-    """7 or more standard deviations from the mean of the last 1,000, from 128 values on.
+    """Count values 7 or more standard deviations from the mean of the last 1,000, from 128 on.
 
     OLMo 2 (arXiv 2501.00656), section 3.
     """
@@ -113,10 +115,7 @@ def olmo2() -> SpikeCounter:
 
 
 class SpikeMonitor:
-    """Both definitions for the loss and for the gradient norm, each counted separately.
-
-    And the updates that were skipped.
-    """
+    """Spike counts of loss and gradient norm by both definitions, and of skipped updates."""
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0
@@ -141,7 +140,7 @@ class SpikeMonitor:
         self.skipped_in_a_row = self.longest_skip = 0
 
     def metrics(self) -> dict[str, float]:
-        """`<definition>/{loss,grad}_[rolling_]{total,score}`, and `spikes/skipped_total`.
+        """Return `<definition>/{loss,grad}_[rolling_]{total,score}`, and `spikes/skipped_total`.
 
         Totals and scores are of the run so far; rolling ones of the definition's window.
         """
@@ -153,7 +152,7 @@ class SpikeMonitor:
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
     def recent_loss(self, count: int) -> float:
-        """Mean of the last `count` finite losses."""
+        """Return the mean of the last `count` finite losses."""
         losses = list(self.counters["spikes/loss"].values)[-count:]
         return sum(losses) / len(losses) if losses else math.nan
 
@@ -174,7 +173,7 @@ class SpikeMonitor:
 
 
 class SkipStep(Enum):
-    """Which updates are left out.
+    """The updates that are left out.
 
     off: none. nonfinite: those of a loss or gradient norm that is not finite. spike: also those of
     a loss or gradient norm that is a spike by the window128 definition.
@@ -187,18 +186,15 @@ class SkipStep(Enum):
 
 @dataclass
 class ProtectionConfig:
-    """What keeps bad updates from the parameters."""
+    """The protection of parameters from bad updates."""
 
     skip_step: SkipStep = SkipStep.nonfinite
-    max_consecutive_skips: int = 20
+    max_consecutive_skips: int = bounded(20, least=1)
     """Skipped updates in a row after which a run saves and stops, at the next logged step."""
 
     def validate(self) -> None:
         """Raise ConfigError for a limit below 1."""
-        if self.max_consecutive_skips < 1:
-            raise ConfigError(
-                f"train.max_consecutive_skips={self.max_consecutive_skips} must be at least 1"
-            )
+        check_bounds("train.", self)
 
 
 class SkippedTooOften(AgreedError, AgreedByAll):
@@ -206,7 +202,7 @@ class SkippedTooOften(AgreedError, AgreedByAll):
 
 
 class Guard:
-    """Judges the loss and gradient norm of each step without telling the host.
+    """A judge of each step's loss and gradient norm, on the device, without telling the host.
 
     Its windows are those of `SpikeMonitor`: each the last 128 finite values, in float64.
     """
@@ -217,7 +213,7 @@ class Guard:
         self.windows = torch.full((2, window), torch.nan, dtype=torch.float64, device=device)
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1.0 to skip the update, else 0.0: a float32 scalar, from scalars equal on all ranks."""
+        """Return 1.0 to skip the update, else 0.0 (float32); takes scalars equal on all ranks."""
         if self.mode is SkipStep.off:
             return torch.zeros((), device=loss.device)
         values = torch.stack((loss, grad_norm)).double()

@@ -7,7 +7,7 @@ import torch
 from single_process import gloo_group
 
 from diffllm.build import build, sharded_model
-from diffllm.choices import as_text, chosen_compile, chosen_precision
+from diffllm.choices import chosen_compile, chosen_precision, for_json
 from diffllm.config import Precision, load_config
 from diffllm.distributed import weights
 from diffllm.distributed.mesh import Reduce
@@ -56,7 +56,7 @@ def test_blocks_are_compiled_on_gpus_and_where_asked_for():
 def test_a_training_says_what_it_chose_as_json(words, expected):
     with gloo_group():
         t = build(load_config(["model=tiny", "precision=bf16", *words]), CPU)
-    said = json.loads(json.dumps(as_text(t.choices)))
+    said = json.loads(json.dumps(for_json(t.choices)))
     assert said["precision"] == {"value": "bfloat16", "reason": "asked for"}
     assert all(choice["reason"] for choice in said.values())
     for name, value in expected.items():

@@ -8,7 +8,7 @@ import torch
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import config_directory
-from diffllm.model.generate import generate, sample
+from diffllm.model.generate import draw_tokens, generate
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 YAMLS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
@@ -240,7 +240,7 @@ def test_a_stop_token_in_the_prompt_does_not_stop():
 
 def draws(logits, temperature=1.0, top_p=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return sample(logits.expand(DRAWS, -1), temperature, top_p, generator)
+    return draw_tokens(logits.expand(DRAWS, -1), temperature, top_p, generator)
 
 
 def assert_drawn_from(probs, drawn):
@@ -308,7 +308,7 @@ def test_top_p_is_taken_after_the_temperature():
 def test_top_p_is_taken_in_every_row_apart():
     logits = torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     generator = torch.Generator().manual_seed(0)
-    rows = torch.stack([sample(logits, 1.0, 0.9, generator) for _ in range(200)])
+    rows = torch.stack([draw_tokens(logits, 1.0, 0.9, generator) for _ in range(200)])
     assert set(rows[:, 0].tolist()) == {0}
     assert set(rows[:, 1].tolist()) == {1}
     assert set(rows[:, 2].tolist()) == {0, 1, 2}

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
 from diffllm.sweep import report as report_module
-from diffllm.sweep.cluster import Cluster, first_failed, why
+from diffllm.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.sweep.job import Ending, Job, last_error
 from diffllm.sweep.names import parse
-from diffllm.sweep.plan import SweepDirectory, plan
+from diffllm.sweep.plan import SweepDirectory, plan_jobs
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(*words: str) -> list[dict[str, Any]]:
-    directory, runs = plan(parse(["model=tiny", "run.sweep=mine", *words])[0], 1)
+    directory, runs = plan_jobs(parse(["model=tiny", "run.sweep=mine", *words])[0], 1)
     directory.lock.release()
     return runs
 
@@ -95,7 +95,7 @@ def test_a_damaged_run_leaves_the_others_to_run() -> None:
 
 
 def test_one_sweep_at_a_time() -> None:
-    directory, _ = plan(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
+    directory, _ = plan_jobs(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by another process"):
         planned("seed=0,1")
     directory.lock.release()
@@ -180,18 +180,18 @@ def test_the_last_error_of_a_log(workplace: Path, said: str, expected: str) -> N
 )
 def test_a_launcher_that_cannot_be_is_refused(words: list[str], ranks: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Cluster.of(words, ranks)
+        ClusterLauncher.of(words, ranks)
 
 
 def test_a_missing_launcher_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "diffllm\[slurm\]"'):
-        Cluster.of(["hydra/launcher=submitit_slurm"], 1)
+        ClusterLauncher.of(["hydra/launcher=submitit_slurm"], 1)
 
 
 def test_a_job_has_the_ranks_of_its_tasks() -> None:
     words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
-    cluster = Cluster.of(["hydra/launcher=submitit_slurm", *words], 1)
+    cluster = ClusterLauncher.of(["hydra/launcher=submitit_slurm", *words], 1)
     assert cluster
     assert cluster.world_size == 8
 

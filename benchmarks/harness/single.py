@@ -21,7 +21,7 @@ from measuring import alone
 from steps import DOCUMENT_END, with_documents
 
 from diffllm.build import build
-from diffllm.choices import as_text
+from diffllm.choices import for_json
 from diffllm.config import load_config
 from diffllm.model.documents import Documents
 from harness.breakdown import kernel_times, part_of
@@ -89,7 +89,7 @@ def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[s
         or dict(list(times.items())[:3])
         for key, times in passes.items()
     }
-    return {"chosen": as_text(chosen), **named}
+    return {"chosen": for_json(chosen), **named}
 
 
 @torch.no_grad()

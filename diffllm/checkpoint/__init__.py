@@ -1,4 +1,4 @@
-"""What a run can continue from: written in the background, visible only when complete."""
+"""Checkpoints: written in the background, visible only when complete."""
 
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.checkpoint.directory import find_checkpoint, list_checkpoints, newest_good, step_of

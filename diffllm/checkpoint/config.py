@@ -1,10 +1,11 @@
-"""When checkpoints are written and which of them stay."""
+"""The config of checkpoints: when they are written, and which of them stay."""
 
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -13,14 +14,13 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written, and how many of them stay."""
 
     interval: int | str = 100
-    """Between checkpoints: steps (100), or a time (30min, 90s, 1.5h). The last step always has
-    one."""
-    keep_last: int = 2
-    """Newest checkpoints that stay; 0 keeps all."""
-    keep_every: int = 0
+    """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step always has one."""
+    keep_last: int = bounded(2, least=0)
+    """Number of newest checkpoints that stay; 0 keeps all."""
+    keep_every: int = bounded(0, least=0)
     """Checkpoints at multiples of this many steps stay for good; 0 is off."""
 
     @property
@@ -38,6 +38,7 @@ class CheckpointConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for values outside their range."""
+        check_bounds("checkpoint.", self)
         if self.seconds == 0:
             raise ConfigError(
                 f"checkpoint.interval={self.interval} must be steps, as in 100, or a time above 0, "
@@ -45,9 +46,6 @@ class CheckpointConfig:
             )
         if self.seconds is None and self.steps < 1:
             raise ConfigError(f"checkpoint.interval={self.interval} must be at least 1")
-        for name in ("keep_last", "keep_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
 
 
 class SaveClock:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which can be used, which stay."""
+"""The checkpoints of a run: which exist, which can be used, which stay."""
 
 import os
 import re
@@ -14,34 +14,34 @@ from diffllm.files import sync
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint directory's name."""
+    """Return the step in a checkpoint directory's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, once it is complete."""
+    """Return the path of a step's checkpoint once it is complete."""
     return directory / f"step-{step:08d}"
 
 
 def hidden_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is while it is written, and while it is deleted."""
+    """Return the path of a step's checkpoint while it is written, and while it is deleted."""
     return directory / f".step-{step:08d}.incomplete"
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints below `directory`, whole or damaged, oldest first."""
+    """List the checkpoints below `directory`, whole or damaged, oldest first."""
     found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
     return sorted((p for p in found if p.is_dir()), key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
-    """What saves that were cut short have left, and a save under way."""
+    """List the remains of saves that were cut short, and a save under way."""
     found = directory.glob(".step-*.incomplete")
     return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """The last of `paths` that is as it was written; None if there are none.
+    """Return the last of `paths` that is as it was written; None if there are none.
 
     Those behind it are damaged: each is named on stderr and left alone.
 
@@ -70,7 +70,7 @@ def check_whole(path: Path) -> None:
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """A run's checkpoint, every file verified; step 0 is the newest that is whole.
+    """Find a run's checkpoint, every file verified; step 0 is the newest that is whole.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -88,13 +88,13 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 
 
 def summary(problems: Sequence[str]) -> str:
-    """The first few of what `verify` found."""
+    """Join the first few of the faults that `verify` found."""
     more = len(problems) - 3
     return "; ".join([*problems[:3], *([f"and {more} more"] if more > 0 else [])])
 
 
 def warn(text: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
@@ -107,7 +107,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that is in the way of the one of the same step, and say so."""
+    """Rename a checkpoint that stands where the one of the same step belongs, and say so."""
     for number in range(1, 1000):
         aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
         if not os.path.lexists(aside):
@@ -127,7 +127,7 @@ def publish(hidden: Path, final: Path) -> None:
 
 
 def outdated(paths: Sequence[Path], cfg: CheckpointConfig) -> list[Path]:
-    """Of checkpoints, oldest first, those that need not stay."""
+    """Return the checkpoints that need not stay; `paths` are oldest first."""
     if not cfg.keep_last:
         return []
     rest = paths[: -cfg.keep_last]

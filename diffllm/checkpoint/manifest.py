@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the size and the SHA-256 of each of its files.
+"""The manifest of a checkpoint: the size and the SHA-256 of each of its files.
 
 Nothing else of a checkpoint is read before it agrees with this.
 """
@@ -21,38 +21,38 @@ NAME = "manifest.json"
 REQUIRED = (".metadata", "state.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LARGEST_JSON = 64 * 2**20
-"""Bytes; those of a run with 100,000 parameters and 10,000 ranks have a tenth of it."""
+"""Limit in bytes; a run with 100,000 parameters and 10,000 ranks has a tenth of it."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be."""
+    """The size and checksum that a file must have."""
 
     size: int
     sha256: str
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Every file of a checkpoint but the manifest, by name."""
+class CheckpointManifest:
+    """The records of every file of a checkpoint but the manifest, by name."""
 
     step: int
     files: dict[str, FileRecord]
 
 
 def describe(files: Iterable[Path]) -> dict[str, FileRecord]:
-    """Records of files as they are on disk."""
+    """Return the records of files as they are on disk."""
     return {file.name: FileRecord(file.stat().st_size, sha256_of(file)) for file in files}
 
 
 def sha256_of(file: Path) -> str:
-    """Of a file's content, in hexadecimal digits; other threads run meanwhile."""
+    """Compute a file's SHA-256, in hexadecimal digits; other threads run meanwhile."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Into the checkpoint directory `path`, down to the disk."""
+def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
+    """Write the manifest into the checkpoint directory `path`, synced to disk."""
     files = {name: vars(record) for name, record in sorted(manifest.files.items())}
     text = json.dumps({"format": FORMAT, "step": manifest.step, "files": files}, indent=1)
     write_durably(path / NAME, text)
@@ -66,8 +66,8 @@ def write_durably(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint directory `path`; raises CheckpointError."""
+def read_manifest(path: Path) -> CheckpointManifest:
+    """Read the manifest of the checkpoint directory `path`; raises CheckpointError."""
     try:
         return checked(read_json(path / NAME))
     except ValueError as error:
@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file that may come from anywhere; raises ValueError or OSError."""
+    """Read the JSON object in a file that may come from anywhere; raises ValueError or OSError."""
     about = file.lstat()
     if not stat.S_ISREG(about.st_mode):
         raise ValueError("is not a regular file")
@@ -94,8 +94,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def checked(content: dict[str, Any]) -> Manifest:
-    """A manifest from JSON; raises ValueError unless every part is what it must be."""
+def checked(content: dict[str, Any]) -> CheckpointManifest:
+    """Build a manifest from JSON; raises ValueError unless every part is what it must be."""
     if content.get("format") != FORMAT:
         raise ValueError(f"is not of format {FORMAT}, the one this version reads")
     step, entries = content.get("step"), content.get("files")
@@ -117,11 +117,11 @@ def checked(content: dict[str, Any]) -> Manifest:
     for name in REQUIRED:
         if name not in files:
             raise ValueError(f"does not name {name}")
-    return Manifest(step, files)
+    return CheckpointManifest(step, files)
 
 
 def missing(path: Path, error: OSError) -> str:
-    """Why there is no manifest to read."""
+    """Return the reason why there is no manifest to read."""
     try:
         old = read_json(path / "state.json").get("format")
     except (OSError, ValueError):
@@ -134,7 +134,7 @@ def missing(path: Path, error: OSError) -> str:
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a phrase a file; empty for one that is as it was written.
+    """Return the faults of a checkpoint, a phrase a file; empty for one that is as it was written.
 
     Args:
         checksums: read every file; without, only its size is looked at.
@@ -153,7 +153,7 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
 
 
 def wrong_size(file: Path, record: FileRecord) -> str | None:
-    """Why a file cannot be the recorded one, from its size alone."""
+    """Return why a file cannot be the recorded one, from its size alone; None if it can."""
     name = shown(file.name)
     try:
         about = file.lstat()
@@ -169,7 +169,7 @@ def wrong_size(file: Path, record: FileRecord) -> str | None:
 
 
 def wrong_content(file: Path, record: FileRecord) -> str | None:
-    """Why a file is not the recorded one, from its checksum."""
+    """Return why a file is not the recorded one, from its checksum; None if it is."""
     try:
         right = sha256_of(file) == record.sha256
     except OSError as error:
@@ -178,6 +178,6 @@ def wrong_content(file: Path, record: FileRecord) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Text from a file, safe to print on one line."""
+    """Escape text from a file, so that it is safe to print on one line."""
     plain = "".join(c if c.isprintable() else "?" for c in str(text))
     return plain if len(plain) <= 100 else f"{plain[:100]}..."

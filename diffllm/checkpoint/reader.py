@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from diffllm.checkpoint.manifest import (
     FORMAT,
-    Manifest,
+    CheckpointManifest,
     read_json,
     read_manifest,
     shown,
@@ -50,7 +50,7 @@ RECORDS = {
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """Refuses every global but DCP's own records."""
+    """An unpickler that refuses every global but DCP's own records."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS.get(module, ()):
@@ -61,13 +61,13 @@ class RecordUnpickler(pickle.Unpickler):
 
 
 class TensorReader(FileSystemReader):
-    """DCP's reader of a directory that holds tensors and nothing else."""
+    """DCP's reader, restricted to directories that hold tensors and nothing else."""
 
     refused: Exception | None = None
-    """The error of reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
+    """The error from reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Read the index.
 
         Raises:
             CheckpointError: a file is not the one in the manifest, as far as sizes tell.
@@ -85,7 +85,7 @@ class TensorReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """DCP's index of a checkpoint; raises as `TensorReader.read_metadata` does."""
+    """Read DCP's index of a checkpoint; raises as `TensorReader.read_metadata` does."""
     problems = verify(path, checksums=False)
     if problems:
         raise CheckpointError("; ".join(problems))
@@ -98,7 +98,7 @@ def read_index(path: Path) -> Metadata:
     return metadata
 
 
-def check_index(metadata: Any, manifest: Manifest) -> None:
+def check_index(metadata: Any, manifest: CheckpointManifest) -> None:
     """Raise UnpicklingError unless an index names tensors in files of the manifest only."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("the index is not one of DCP's")
@@ -131,7 +131,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """One line about a failure; DCP wraps those of the ranks, and not in an Exception."""
+    """Describe a failure in one line; DCP wraps those of the ranks, and not in an Exception."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(error)}"
@@ -142,7 +142,7 @@ def reason(error: BaseException) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
+    """Read the JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
     try:
         state = read_json(path / "state.json")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Writing checkpoints in the background, and what becomes of those that cannot be written."""
+"""Saving checkpoints in the background, and reporting those that cannot be written."""
 
 import contextlib
 import json
@@ -30,8 +30,8 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import (
     FORMAT,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     describe,
     write_durably,
     write_manifest,
@@ -43,22 +43,22 @@ from diffllm.torch_versions import Stager
 
 T = TypeVar("T")
 Part = tuple[dict[str, FileRecord], str | None]
-"""The files that a rank wrote, or why it could not."""
+"""The files that a rank wrote, and the reason why it could not write them or None."""
 
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
 
 
 class LastSaveFailed(CheckpointError, AgreedByAll):
-    """On rank 0: what was trained since the newest checkpoint is not on disk."""
+    """Training since the newest checkpoint is not on disk; raised on rank 0, which reports it."""
 
 
 class LastSaveFailedToo(AgreedError, AgreedByAll):
-    """The same on the other ranks."""
+    """The counterpart of LastSaveFailed on the other ranks, which do not report it."""
 
 
 class TensorWriter(FileSystemWriter):
-    """DCP's writer, with the system's error where torch's hides it."""
+    """DCP's writer, which raises the system's error where torch's hides it."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -109,7 +109,7 @@ class Checkpointer:
         A save that fails costs a warning on rank 0, and the hidden directory goes.
 
         Args:
-            state: what is no tensor; goes to state.json.
+            state: everything that is no tensor; goes to state.json.
             final: nothing is trained behind this save, so that its failure ends the run.
 
         Raises:
@@ -164,7 +164,7 @@ class Checkpointer:
             self.stager.close()
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
-        """On a thread of its own, on every rank: write, agree, publish."""
+        """Write, agree, publish: on a thread of its own, on every rank."""
         files: dict[str, FileRecord] = {}
         why: str | None = None
         try:
@@ -179,7 +179,7 @@ class Checkpointer:
             self._failed(step, failure, final)
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
-        """On rank 0: the manifest, the visible name, and the end of old checkpoints."""
+        """On rank 0, write the manifest, publish, delete old checkpoints; return any failure."""
         final = path_of(self.directory, step)
         try:
             for why in filter(None, (why for _, why in parts)):
@@ -188,7 +188,7 @@ class Checkpointer:
             files = describe(hidden / name for name in (".metadata", "state.json"))
             for part, _ in parts:
                 files |= part
-            write_manifest(hidden, Manifest(step, files))
+            write_manifest(hidden, CheckpointManifest(step, files))
             publish(hidden, final)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -200,7 +200,7 @@ class Checkpointer:
         return None
 
     def _decided_by_rank_0(self, choose: Callable[[], T]) -> T:
-        """What `choose` returns on rank 0, on every rank."""
+        """Return on every rank what `choose` returns on rank 0."""
         decision = [choose() if self.rank == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self.group)
         return decision[0]  # type: ignore[return-value]
@@ -222,7 +222,7 @@ class Checkpointer:
 
 
 def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-    """On rank 0: an empty hidden directory, or why there is none.
+    """On rank 0, make an empty hidden directory; return the reason if it cannot.
 
     Args:
         extra: bytes besides the tensors.
@@ -242,6 +242,6 @@ def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | 
 
 
 def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """What a checkpoint takes on disk, all ranks together."""
+    """Compute the bytes that a checkpoint takes on disk, all ranks together."""
     pieces = len(tensors) * dist.get_world_size()
     return sum(t.numel() * t.element_size() for t in tensors.values()) + WRAPPING * pieces

@@ -1,4 +1,4 @@
-"""The configuration of a run: composed, typed, checked, saved and compared."""
+"""The config of a run: composed, typed, checked, saved and compared."""
 
 from diffllm.config.compose import load_config
 from diffllm.config.schema import Precision, RunConfig, TrainConfig

@@ -1,9 +1,9 @@
-"""What differs about a run that goes on, and whether that was asked for."""
+"""The changes of a run that goes on, and whether they were asked for."""
 
 from typing import Any
 
 Changes = dict[str, tuple[Any, Any]]
-"""By key: the value before, the value now."""
+"""The values of changed keys by dotted key: (before, now)."""
 
 
 def is_allowed(key: str, allowed: list[str]) -> bool:
@@ -12,6 +12,6 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
 
 
 def described(changes: Changes, most: int = 5) -> str:
-    """'seed: 0 there, 1 here; ...', `most` of them."""
+    """Describe at most `most` changes: 'seed: 0 there, 1 here; ...'."""
     parts = [f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()]
     return "; ".join(parts[:most] + ["..."] * (len(parts) > most))

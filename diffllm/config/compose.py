@@ -1,4 +1,4 @@
-"""From overrides to a typed configuration: Hydra composes, and the dataclasses type it.
+"""From overrides to a typed config: Hydra composes, and the dataclasses type it.
 
 Nothing past `train.py` sees a DictConfig.
 """
@@ -33,7 +33,7 @@ from diffllm.model.attention.base import AttentionConfig
 
 
 def config_directory() -> Path:
-    """The YAML tree: beside the package in an installed wheel, at the top of a checkout."""
+    """Return the YAML tree: beside the package in an installed wheel, at the top of a checkout."""
     package = Path(__file__).parents[1]
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
@@ -43,7 +43,7 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
     """Compose, type and validate a configuration; solve its width if it is to match.
 
     Args:
-        overrides: as on the command line, e.g. ["model=tiny", "attention=diff_v2"].
+        overrides: words of the command line, e.g. ["model=tiny", "attention=diff_v2"].
 
     Raises:
         ConfigError: a key, choice or value is wrong; one line that says what is allowed.
@@ -59,7 +59,7 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
 
 
 def variants() -> list[str]:
-    """What `attention=` can be."""
+    """List the names that `attention=` takes."""
     return sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 
 
@@ -72,7 +72,7 @@ def check_variant(what: str, name: str) -> None:
 
 
 def variant_config(name: str) -> AttentionConfig:
-    """A variant as its YAML alone makes it."""
+    """Return the config of a variant, as its YAML alone makes it."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         attention = OmegaConf.to_object(compose(f"attention/{name}").model.attention)
@@ -81,7 +81,7 @@ def variant_config(name: str) -> AttentionConfig:
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """The composed configuration, untyped; raises ConfigError."""
+    """Compose a config, untyped; raises ConfigError."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         try:
@@ -103,7 +103,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 
 def typed(composed: DictConfig) -> TrainConfig:
-    """A composed configuration as validated dataclasses; raises ConfigError."""
+    """Turn a composed config into validated dataclasses; raises ConfigError."""
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:

@@ -12,14 +12,14 @@ from diffllm.model import ModelConfig, build_model
 from diffllm.model.attention.base import AttentionConfig
 
 MODULI = (64, 32, 16, 8)
-"""What a solved width is a multiple of; the first that comes close enough."""
+"""Candidates for a divisor of the solved width; the first that comes close enough is taken."""
 TOLERANCE = Fraction(1, 200)
 """Largest difference of the totals, as a share of the target's."""
 
 
 @dataclass
 class Matched:
-    """What `model.match_params_to` found: total parameters and the widths that give them.
+    """The result of `model.match_params_to`: total parameters and the widths that give them.
 
     The widths are those of `model.ffn_dim`, or with experts of `model.moe.expert_dim`.
     """
@@ -30,19 +30,19 @@ class Matched:
     params: int = MISSING
     ffn_dim: int = MISSING
     key: str = "ffn_dim"
-    """Which width was solved: "ffn_dim" or "moe.expert_dim"."""
+    """The width that was solved: "ffn_dim" or "moe.expert_dim"."""
 
     @property
     def difference_percent(self) -> float:
-        """How far the total is over the target's."""
+        """Excess of the total over the target's, in percent of the target's."""
         return 100 * (self.params - self.target_params) / self.target_params
 
     def numbers(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return all fields and `difference_percent`, for JSON."""
         return {**asdict(self), "difference_percent": self.difference_percent}
 
     def text(self) -> str:
-        """For people."""
+        """Describe the match in one sentence."""
         return (
             f"{self.key} {self.ffn_dim:,} gives {self.params:,} parameters, "
             f"{self.difference_percent:+.3f}% against {self.target}'s {self.target_params:,} "
@@ -53,9 +53,9 @@ class Matched:
 def match(
     model: ModelConfig, variant: str, target: str, target_attention: AttentionConfig
 ) -> Matched:
-    """The width with which `model` has the parameters of the same shape with another attention.
+    """Solve the width with which `model` has as many parameters as with another attention.
 
-    That is of the feed-forward layers, or of the experts where there are any.
+    The width is that of the feed-forward layers, or of the experts where there are any.
 
     A width that gives exactly the target's total stays. Otherwise it is the nearest positive
     multiple of the largest of MODULI that comes within TOLERANCE.
@@ -95,23 +95,23 @@ def match(
 
 
 def width_key(model: ModelConfig) -> str:
-    """The field of a model, with dots, whose width is solved."""
+    """Return the dotted field of a model whose width is solved."""
     return "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
 
 
 def width_of(model: ModelConfig) -> int:
-    """The width that is solved."""
+    """Return the value of that field."""
     return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:
-    """The same model with another width of its experts, or of its feed-forward layers."""
+    """Return the model with another width of its experts, or of its feed-forward layers."""
     if model.moe.n_experts:
         return replace(model, moe=replace(model.moe, expert_dim=width))
     return replace(model, ffn_dim=width)
 
 
 def total_params(model: ModelConfig) -> int:
-    """Parameters of the whole decoder, counted on one built without storage."""
+    """Count the parameters of the whole decoder, on one built without storage."""
     with torch.device("meta"):
         return sum(param.numel() for param in build_model(model).parameters())

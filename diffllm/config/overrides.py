@@ -1,4 +1,4 @@
-"""Overrides as they are written: what none may be, and one line about those that do not compose."""
+"""Checks of overrides as they are written, and one line about those that cannot be composed."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ FILLED_IN = ("run.choices", "run.matched")
 COMPOSING = (
     HydraException, OmegaConfBaseException, ValueError, TypeError, LookupError, ArithmeticError
 )  # fmt: skip
-"""What Hydra and OmegaConf raise for an override that they cannot compose."""
+"""The exceptions of Hydra and OmegaConf for an override that they cannot compose."""
 
 LONGEST_QUOTED = 200
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
@@ -40,7 +40,7 @@ def check_secrets(words: list[str]) -> None:
 
 
 def check_overrides(overrides: list[Override]) -> None:
-    """Raise ConfigError for overrides that Hydra would take and that no run can mean.
+    """Raise ConfigError for overrides that Hydra would take and that no run can use.
 
     They are: a choice that is none of its group's YAML files, a key that no one may set, a key
     removed, and Hydra's own keys, which a single run does not read.
@@ -78,13 +78,13 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def suggest(name: str, known: list[str]) -> str:
-    """': did you mean x?' or the list of what there is."""
+    """Return ': did you mean x?', or the list of known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def known_keys(node: Any, prefix: str = "") -> list[str]:
-    """Dotted names of every key below a config node."""
+    """List the dotted names of every key below a config node."""
     names = []
     for name in node:
         names.append(f"{prefix}{name}")
@@ -95,7 +95,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """One line about a failed composition: the key, the value, what is allowed."""
+    """Explain a failed composition in one line: the key, the value, what is allowed."""
     if isinstance(error, OverrideParseException):
         word, text = error.override or "", one_line(error)
         if len(word) > LONGEST_QUOTED or text.startswith("LexerNoViableAltException"):
@@ -119,7 +119,7 @@ def explain(error: Exception, words: list[str]) -> str:
 
 
 def sisters(key: str, names: list[str]) -> list[str]:
-    """The keys beside an unknown one, in the deepest section of its name that there is."""
+    """Return the keys beside an unknown one, in the deepest section of its name that exists."""
     section = key
     while section:
         section = section.rpartition(".")[0]
@@ -130,7 +130,7 @@ def sisters(key: str, names: list[str]) -> list[str]:
 
 
 def first_that_fails(words: list[str]) -> str | None:
-    """The first override with which, after those before it, composing fails."""
+    """Return the first override with which, after those before it, composing fails."""
     for count in range(1, len(words) + 1):
         try:
             compose("train", overrides=words[:count])
@@ -140,7 +140,7 @@ def first_that_fails(words: list[str]) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's text without line breaks or internals of the config library."""
+    """Return an exception's text without line breaks or internals of the config library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
     return " ".join(line for line in lines if not line.startswith(internal))

@@ -25,12 +25,12 @@ FREE = (
     "data.sample_prompt",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-FOLLOWS = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
+COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 
 def differences(path: Path, cfg: TrainConfig) -> Changes:
-    """What `cfg` would change about the run at `path`, if one is there.
+    """Return the changes that `cfg` would make to the run at `path`, if there is one.
 
     Raises:
         CheckpointError: its config.yaml is not a config of ours.
@@ -40,7 +40,7 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
     saved = flatten(yaml_dict(load_run_config(path)))
     new = flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
-    keys -= {key for key, origin in FOLLOWS.items() if origin in keys}
+    keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
     return {
         key: (saved.get(key), new.get(key))
         for key in sorted(keys)
@@ -49,7 +49,7 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """The typed config of a run directory, from its config.yaml.
+    """Load the typed config of a run directory from its config.yaml.
 
     Raises:
         CheckpointError: there is none, or it is not a config of ours.
@@ -57,7 +57,7 @@ def load_run_config(path: Path) -> TrainConfig:
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)
-        check_values(saved)
+        check_plain(saved)
         return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
@@ -66,7 +66,7 @@ def load_run_config(path: Path) -> TrainConfig:
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
 
 
-def check_values(saved: Any) -> None:
+def check_plain(saved: Any) -> None:
     """Raise ValueError unless a config holds plain values only, as a saved one does.
 
     An interpolation would be resolved here: `${oc.env:...}` reads this process's environment.
@@ -79,19 +79,19 @@ def check_values(saved: Any) -> None:
 
 @cache
 def defaults_of(variant: str) -> DictConfig:
-    """The composed config of a variant, for reading; a report loads many runs of few variants."""
+    """Compose the config of a variant, for reading; a report loads many runs of few variants."""
     return compose_config([f"attention={variant}"])
 
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
-    """Plain values, enums by name."""
+    """Return a config as plain values, enums by name."""
     return OmegaConf.to_container(  # type: ignore[return-value]
         OmegaConf.structured(cfg), enum_to_str=True
     )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
+    """Flatten nested dicts to one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -1,10 +1,11 @@
-"""The typed configuration of a run, and what makes one invalid."""
+"""The typed config of a run, and the rules between its values."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hydra.core.config_store import ConfigStore
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config.matching import Matched
 from diffllm.data.config import DataConfig
@@ -29,30 +30,30 @@ class Precision(Enum):
 
 @dataclass
 class RunConfig:
-    """Where a run lives."""
+    """The name and place of a run, and what is known of its origin."""
 
     name: str | None = None
-    """null: a fresh name from the variant and the time."""
+    """Name of the run; null: a fresh one from the variant and the time."""
     dir: str | None = None
-    """null: outputs/<name>, or outputs/<sweep>/<name>."""
+    """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys, or groups of them, that may differ from what is continued; also `corpus` and
     `tokenizer`, which are compared by content."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
     sweep: str | None = None
-    """The sweep that the run belongs to; set by `train.py -m`."""
+    """Name of the sweep that the run belongs to; set by `train.py -m`."""
     swept: list[str] = field(default_factory=list)
     """Keys whose values name the runs of a sweep; set by `train.py -m`."""
     choices: dict[str, str] = field(default_factory=dict)
     """The YAML chosen in each group; filled in when the config is composed."""
     matched: Matched | None = None
-    """What model.match_params_to solved; filled in when the config is loaded."""
+    """The widths that model.match_params_to solved; filled in when the config is loaded."""
 
 
 @dataclass
 class TrainConfig:
-    """Everything that decides a run."""
+    """The whole config of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -66,28 +67,24 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
-    steps: int = 1000
-    seq_len: int = 512
-    global_batch_size: int = 8
-    """Sequences an optimizer step."""
-    micro_batch_size: int | None = None
-    """Sequences a rank and forward pass; null: the whole share of a rank. Accumulation follows."""
+    steps: int = bounded(1000, least=1, most=10**12)
+    seq_len: int = bounded(512, least=1, most=2**27)
+    global_batch_size: int = bounded(8, least=1, most=2**24)
+    """Sequences of an optimizer step."""
+    micro_batch_size: int | None = bounded(None, least=1, most=2**24)
+    """Sequences of a rank and forward pass; null: all that a rank gets. Accumulation follows."""
     precision: Precision = Precision.auto
     compile: bool | None = None
-    """torch.compile of blocks and loss; null: on GPUs only."""
+    """Whether torch.compile compiles blocks and loss; null: on GPUs only."""
     activation_checkpointing: bool = False
-    log_interval: int = 10
+    log_interval: int = bounded(10, least=1)
     resume: str = "auto"
-    """auto: continue the newest complete checkpoint of the run directory; never: start anew in a
-    directory that holds no run; a path: start from that checkpoint."""
+    """Where to start. auto: at the newest complete checkpoint of the run directory; never: anew, in
+    a directory that holds no run; a path: at that checkpoint."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""
-        for name in ("steps", "seq_len", "global_batch_size", "log_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size={self.micro_batch_size} must be at least 1")
+        check_bounds("", self)
         if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"data.vocab_size={self.data.vocab_size} exceeds "
@@ -125,7 +122,7 @@ class TrainConfig:
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """(sequences a rank and forward pass, forward passes a step) on `world_size` ranks."""
+        """Return (sequences a forward pass, forward passes a step) of one of `world_size` ranks."""
         if self.global_batch_size % world_size:
             raise ConfigError(
                 f"global_batch_size={self.global_batch_size} cannot be shared by "

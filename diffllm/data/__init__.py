@@ -1,4 +1,4 @@
-"""The data pipeline: corpus -> tokenizer -> token shards -> loader (README.md)."""
+"""The data pipeline: corpus, tokenizer, token shards, loader (README.md)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,13 +1,14 @@
-"""What the ``data`` group configures."""
+"""The config of the ``data`` group."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 
 class SampleBy(Enum):
-    """What one document of a plain-text file is, in the terms of `datasets`."""
+    """The unit of a plain-text file that becomes one document, in the terms of `datasets`."""
 
     document = "document"
     paragraph = "paragraph"
@@ -15,29 +16,29 @@ class SampleBy(Enum):
 
 
 READ_BY = {"paths": "files", "dataset": "hub", "name": "hub", "revision": "hub"}
-"""The only source that reads a field."""
+"""The fields that one source alone reads, each with that source."""
 
 
 @dataclass
 class DataConfig:
-    """Fields shared by every corpus; `source` says which fields below them apply."""
+    """The config of a corpus; `source` says which of the fields below it apply."""
 
     source: str = "stdlib"
     cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
     tokenizer: str | None = None
     """A sentencepiece .model file; null trains one on the corpus."""
-    vocab_size: int = "${model.vocab_size}"  # type: ignore[assignment]
-    """Pieces of a tokenizer that is trained here."""
-    tokenizer_sample_bytes: int = 8_000_000
-    """Text that a tokenizer is trained on, spread evenly over the corpus."""
-    heldout_fraction: float = 0.02
+    vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
+    """Number of pieces of a tokenizer that is trained here."""
+    tokenizer_sample_bytes: int = bounded(8_000_000, least=1)
+    """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
+    heldout_fraction: float = bounded(0.02, above=0, below=1)
     """Share of documents that are never trained on, chosen by a hash of their text."""
-    num_workers: int = 1
+    num_workers: int = bounded(1, least=0, most=256)
     """Loader processes a rank; 0 reads in the training process."""
-    prefetch_factor: int = 4
+    prefetch_factor: int = bounded(4, least=1, most=10_000)
     """Micro-batches each loader process prepares ahead."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (data=files): parquet, jsonl, json or txt, the last three also .gz or .zst."""
+    """Files or globs (data=files): parquet, jsonl, json or txt; the last three also .gz or .zst."""
     text_column: str = "text"
     sample_by: SampleBy = SampleBy.document
     dataset: str | None = None
@@ -47,28 +48,15 @@ class DataConfig:
     revision: str | None = None
 
     mask_documents: bool = False
-    """Attention stays inside a document, and positions start at 0 in each."""
+    """Keep attention inside a document, and start positions at 0 in each."""
     sample_prompt: str | None = None
-    """What the sample at the end of a run continues; null: the first held-out tokens."""
+    """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""
+        check_bounds("data.", self)
         if self.source not in ("stdlib", "files", "hub"):
             raise ConfigError(f"data.source={self.source!r} is not one of stdlib, files, hub")
-        if not 0 < self.heldout_fraction < 1:
-            raise ConfigError(
-                f"data.heldout_fraction={self.heldout_fraction} must lie between 0 and 1"
-            )
-        if self.vocab_size < 1:
-            raise ConfigError(f"data.vocab_size={self.vocab_size} must be at least 1")
-        if self.tokenizer_sample_bytes < 1:
-            raise ConfigError(
-                f"data.tokenizer_sample_bytes={self.tokenizer_sample_bytes} must be at least 1"
-            )
-        if self.num_workers < 0:
-            raise ConfigError(f"data.num_workers={self.num_workers} must be at least 0")
-        if self.prefetch_factor < 1:
-            raise ConfigError(f"data.prefetch_factor={self.prefetch_factor} must be at least 1")
         for name, source in READ_BY.items():
             if getattr(self, name) and self.source != source:
                 raise ConfigError(

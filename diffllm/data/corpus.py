@@ -1,4 +1,4 @@
-"""Where documents come from: every source becomes a `datasets.Dataset` with one column, "text"."""
+"""The sources of documents: each becomes a `datasets.Dataset` with one column, "text"."""
 
 import errno
 import glob
@@ -28,21 +28,21 @@ CACHE_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that are identified now and loaded only when something has to read them."""
+    """A corpus whose content is identified now and loaded only when something has to read it."""
 
     description: str
     identity: str
-    """Hash of the content and of what decides how documents are cut from it."""
+    """Hash of the content and of the settings that decide how documents are cut from it."""
     load: Callable[[], "Dataset"]
-    """The documents; raises DataError. Empty ones are still in."""
+    """Loads the documents, empty ones included; raises DataError."""
     skipped_empty: int = 0
-    """Files left out because nothing but whitespace is in them."""
+    """Number of files left out because they hold nothing but whitespace."""
     skipped_undecodable: int = 0
-    """Files left out because they are not UTF-8."""
+    """Number of files left out because they are not UTF-8."""
 
 
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """The corpus that `cfg` names, with its content identified.
+    """Open the corpus that `cfg` names, and identify its content.
 
     Raises:
         DataError: a source is missing, empty, of an unknown format or not UTF-8.
@@ -72,7 +72,7 @@ def _stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def python_files(root: Path) -> list[Path]:
-    """The .py files under `root`, sorted by relative path, installed packages left out."""
+    """List the .py files under `root`, sorted by relative path, without installed packages."""
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     found = []
     for directory, subdirectories, names in os.walk(root):
@@ -107,7 +107,7 @@ def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def _expand(pattern: str) -> list[Path]:
-    """One file, or the files that a glob finds, sorted."""
+    """Return the file of that name, or the files that a glob finds, sorted."""
     path = Path(pattern).expanduser().absolute()
     if path.is_file():
         return [path]
@@ -197,7 +197,7 @@ def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def _resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
-    """The commit that a branch or tag stood for when this cache first used it.
+    """Return the commit that a branch or tag stood for when this cache first used it.
 
     Asked once: every process and every later run then reads the same corpus, offline too.
     """
@@ -225,7 +225,7 @@ def _resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> st
 
 @cache
 def _datasets() -> ModuleType:
-    """The `datasets` module, imported when documents are read, with its own output off."""
+    """Import the `datasets` module when documents are read, with its own output off."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -269,7 +269,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _text_column(dataset: "Dataset", column: str, where: str) -> "Dataset":
-    """`dataset` with nothing but `column`, named "text"."""
+    """Return `dataset` with the column `column` alone, named "text"."""
     _check_column(dataset.column_names, column, where)
     dtype = dataset.features[column].dtype
     if dtype not in ("string", "large_string"):

@@ -1,4 +1,5 @@
-"""Content hashes of files, remembered by (path, size, mtime): a second run only stats them."""
+"""Content hashes of files, remembered by (path, size, mtime), so that a second run only stats
+them."""
 
 import codecs
 import hashlib
@@ -20,18 +21,18 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What reading a file once told about it."""
+    """The facts about a file that reading it once gave."""
 
     size: int
     mtime_ns: int
     sha256: str
     is_utf8: bool
     is_blank: bool
-    """Nothing in it but whitespace."""
+    """True if the file holds nothing but whitespace."""
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Facts about `paths`, in order; only files that are new or changed are read.
+    """Return facts about `paths`, in order; only files that are new or changed are read.
 
     Raises:
         DataError: a file cannot be read.
@@ -52,7 +53,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
 
 
 def combined_hash(parts: Sequence[object]) -> str:
-    """sha256 of a sequence of JSON values, in hexadecimal."""
+    """Compute the SHA-256 of a sequence of JSON values, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
 
 
@@ -96,7 +97,7 @@ def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = Fal
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
-    """The stored index; empty when it is missing, damaged or of another version."""
+    """Read the stored index; empty when it is missing, damaged or of another version."""
     try:
         stored = json.loads(path.read_bytes())
         if stored["version"] != INDEX_VERSION:

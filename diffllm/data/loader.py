@@ -25,7 +25,7 @@ WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 
 
 def sequences_in(stream: TokenStream, seq_len: int) -> int:
-    """How many sequences of seq_len inputs, and a target each, `stream` holds.
+    """Count the sequences of seq_len inputs, and a target each, that `stream` holds.
 
     Raises:
         DataError: not even one.
@@ -40,7 +40,8 @@ def sequences_in(stream: TokenStream, seq_len: int) -> int:
 
 
 def read_sequences(stream: TokenStream, seq_len: int, samples: np.ndarray) -> Batch:
-    """Inputs and targets, (m, T) int64 each, of samples (m,): sample i starts at token i * T."""
+    """Read inputs and targets, (m, T) int64 each, of samples (m,): sample i starts at token i *
+    T."""
     rows = [stream.tokens(i * seq_len, (i + 1) * seq_len + 1) for i in samples.tolist()]
     tokens = torch.from_numpy(np.stack(rows))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -54,7 +55,7 @@ def heldout_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Batch]:
-    """This rank's share of at most `sequences` sequences spread evenly over `stream`.
+    """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
 
     Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
     overlap; the last batch may be smaller and a rank may get none.
@@ -92,7 +93,8 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """
+        """Start at the global sample `start_sample`.
+
         Raises:
             DataError: the stream is shorter than one sequence.
             ConfigError: the global batch does not divide into micro batches of all ranks.
@@ -133,7 +135,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro batch; raises DataError if it cannot be read or a worker died."""
+        """Return the next micro batch; raises DataError if it cannot be read or a worker died."""
         if self._batches is None:
             self._batches = started(self._loader)
         try:
@@ -148,7 +150,7 @@ class TrainLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the first step that is not wholly consumed starts: seed, epoch, sample in it."""
+        """Return the start of the first step that is not wholly consumed: seed, epoch, sample."""
         step = self._consumed // self._micro_steps
         epoch, sample = divmod(
             self._sampler.start_sample + step * self._global_batch_size, self._samples
@@ -189,7 +191,7 @@ class TrainLoader:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Global sample indices of this rank's micro batches, from `start_sample` on, without end."""
+    """Yields the global sample indices of this rank's micro batches from `start_sample` on."""
 
     def __init__(
         self,
@@ -214,15 +216,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 class ShuffledSequences(Dataset[Batch]):
-    """Sequences by global sample index, each epoch in its own order."""
+    """The sequences of a stream by global sample index, each epoch in its own order."""
 
     def __init__(self, stream: TokenStream, seq_len: int, samples: int, seed: int) -> None:
         self._stream, self._seq_len = stream, seq_len
         self._samples, self._seed = samples, seed
 
     def __getitems__(self, indices: list[int]) -> Batch | DataError:
-        """(inputs, targets) of global samples (m,). An error travels as a value: raised in a
-        worker process, it would come back with a traceback for a message."""
+        """Return (inputs, targets) of global samples (m,)."""
         epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -235,7 +236,7 @@ class ShuffledSequences(Dataset[Batch]):
 
 
 def started(loader: Any) -> Iterator[Any]:
-    """Its iterator; that a worker died is found out by reading, and by reading only.
+    """Start the loader's iterator; only reading finds out that a worker died.
 
     The library would raise at once, in whatever the main thread is doing then.
     """
@@ -251,6 +252,6 @@ def _unchanged(batch: Batch | DataError) -> Batch | DataError:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """A stop request reaches a whole process group; only the trainer is to act on it."""
+    """Ignore stop signals in a worker: they reach the whole process group."""
     for number in WORKER_IGNORES:
         signal.signal(number, signal.SIG_IGN)

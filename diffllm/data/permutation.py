@@ -13,7 +13,7 @@ ROUNDS = 8
 
 
 def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where `indices` (any shape, integers in [0, n)) go in the order of (seed, epoch).
+    """Map `indices` (any shape, integers in [0, n)) to their places in the order of (seed, epoch).
 
     Returns int64 of the same shape. Integer arithmetic only: equal on every platform.
     """
@@ -26,7 +26,7 @@ def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """One pass over values (uint64, below 2**(2 * half)); keys (ROUNDS,) uint64."""
+    """Run one pass over values (uint64, below 2**(2 * half)); keys (ROUNDS,) uint64."""
     mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> bits, values & mask
     for key in keys:
@@ -35,7 +35,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64; uint64 arrays wrap around."""
+    """Apply the finaliser of splitmix64; uint64 arrays wrap around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

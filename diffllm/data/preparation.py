@@ -1,4 +1,4 @@
-"""From a data configuration to token shards: once a cache, then found again in a moment."""
+"""From a data config to token shards, which a cache keeps."""
 
 import shutil
 import time
@@ -26,11 +26,11 @@ class TokenData:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Counts, hashes and shards; raises DataError if it cannot be read."""
+        """Counts, hashes and shards; raises DataError if they cannot be read."""
         return Manifest.load(self.directory)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the shards were written with."""
+        """Load the tokenizer that the shards were written with."""
         return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
 
     def check(self) -> None:
@@ -43,12 +43,12 @@ class TokenData:
             )
 
     def split(self, name: str) -> TokenStream:
-        """The tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
+        """Open the tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
         return TokenStream(self.directory, self.manifest, name)
 
 
 def prepare(cfg: DataConfig) -> TokenData:
-    """The token shards of `cfg`'s corpus, made if the cache does not hold them yet.
+    """Return the token shards of `cfg`'s corpus, made if the cache does not hold them yet.
 
     Safe to call in any number of processes at once: one prepares, the others wait for it. To be
     called before process groups exist, for preparing can outlast their timeout.

@@ -1,4 +1,4 @@
-"""What data preparation says: a progress bar on a terminal, single lines otherwise."""
+"""Progress of data preparation: a bar on a terminal, single lines otherwise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

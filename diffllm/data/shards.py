@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens."""
+    """The record of one file of tokens."""
 
     file: str
     tokens: int
@@ -29,7 +29,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of one split; `bytes` is its text in UTF-8, `tokens` include an EOS a document."""
+    """The counts of one split: bytes of its text in UTF-8; tokens with one EOS a document."""
 
     documents: int
     tokens: int
@@ -39,22 +39,22 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory of token shards holds."""
+    """The record of a directory of token shards."""
 
     format_version: int
     source: str
     corpus: str
-    """Identity (hash) of the corpus."""
+    """Hash that identifies the corpus."""
     pieces_hash: str
     vocab_size: int
-    """Pieces of the tokenizer: every token is below it."""
+    """Number of pieces of the tokenizer: every token is below it."""
     eos_id: int
     dtype: str
-    """uint16 or uint32, little-endian."""
+    """Type of a token on disk: uint16 or uint32, little-endian."""
     skipped_empty: int
     skipped_undecodable: int
     heldout_unigram_entropy: float
-    """Nats a token: the loss of the best model that ignores context, on the held-out split."""
+    """Loss in nats a token of the best model that ignores context, on the held-out split."""
     splits: dict[str, Split]
 
     @classmethod
@@ -93,12 +93,12 @@ class Manifest:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type that holds every token, little-endian on every machine."""
+    """Return the smallest type that holds every token, little-endian on every machine."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class ShardWriter:
-    """Writes one split; a shard ends at exactly SHARD_TOKENS, inside a document if need be."""
+    """Writes one split in shards of exactly SHARD_TOKENS, cutting documents if need be."""
 
     def __init__(self, directory: Path, split: str, vocab_size: int) -> None:
         self._directory, self._split = directory, split
@@ -106,7 +106,7 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._open()
         self.counts = np.zeros(vocab_size, dtype=np.int64)
-        """Occurrences of each token, (vocab_size,)."""
+        """Occurrences of each token so far, (vocab_size,)."""
         self.documents = 0
         self.bytes = 0
 
@@ -144,13 +144,13 @@ class ShardWriter:
 
 
 class TokenStream:
-    """All tokens of one split, memory-mapped; cheap to pickle into loader processes.
+    """The tokens of one split, memory-mapped; cheap to pickle into loader processes.
 
     Sizes are compared with the manifest at once, checksums when a shard is first read.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
-        """Raises DataError if a shard is missing or its size is not the manifest's."""
+        """Open the shards; raises DataError if one is missing or its size is not the manifest's."""
         self.split = split
         self._directory = directory
         self._shards = manifest.splits[split].shards
@@ -164,7 +164,7 @@ class TokenStream:
         return int(self._ends[-1])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop), (stop - start,) int64, across shard borders."""
+        """Read tokens [start, stop), (stop - start,) int64, across shard borders."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
         out = np.empty(stop - start, dtype=np.int64)
@@ -216,5 +216,5 @@ class TokenStream:
 
 
 def again(directory: Path) -> str:
-    """What to do about a damaged one."""
+    """Return the advice for a damaged directory of shards."""
     return f"delete {directory} to prepare it again"

@@ -62,7 +62,7 @@ def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Man
 
 
 def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
-    """Which documents are held out: bool, one for each that is more than whitespace, in order.
+    """Choose held-out documents: bool, one for each that is more than whitespace, in order.
 
     The choice hangs on a hash of a document's text alone, so order does not matter and
     duplicates stay on one side. Each side gets at least one document.
@@ -92,7 +92,7 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
 
 
 def _batches(documents: "Dataset") -> Iterator[list[str]]:
-    """The texts that are more than whitespace, in order, in lists of about BATCH_BYTES."""
+    """Yield the texts that are more than whitespace, in order, in lists of about BATCH_BYTES."""
     batch: list[str] = []
     size = 0
     for rows in documents.iter(batch_size=64):
@@ -107,11 +107,11 @@ def _batches(documents: "Dataset") -> Iterator[list[str]]:
 
 
 def _entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution that counts (vocab_size,) describe."""
+    """Compute the entropy, in nats, of the distribution that counts (vocab_size,) describe."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
+    """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a sentencepiece model behind the few calls the rest needs."""
+"""Text to token ids and back, by a sentencepiece model."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceProcessor
 from diffllm.errors import DataError
 
 SPACE_MARK = "\u2581"
-"""What sentencepiece writes for a space inside a piece, and so cannot tell from one in text."""
+"""U+2581, which sentencepiece writes for a space in a piece and cannot tell from one in text."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
 
 
@@ -48,11 +48,11 @@ class Tokenizer:
         return cls(processor, str(path))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without EOS."""
+        """Encode `text` to token ids, without EOS."""
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Token ids of each text, in order, without EOS; `threads` work at once."""
+        """Encode each text to token ids, in order, without EOS, in `threads` threads."""
         ids = self._processor.encode(list(texts), num_threads=threads)
         if self._mark_bytes is None:
             return ids
@@ -62,22 +62,22 @@ class Tokenizer:
         ]
 
     def _encode_around_marks(self, text: str) -> list[int]:
-        """Spell U+2581 in its bytes, or it would come back as a space."""
+        """Encode text with U+2581 spelt in its bytes, or it would come back as a space."""
         assert self._mark_bytes is not None
         first, *rest = self._processor.encode(text.split(SPACE_MARK))
         return first + [token for part in rest for token in (*self._mark_bytes, *part)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; EOS and other control pieces are nothing in it."""
+        """Decode `ids` to text; EOS and other control pieces are nothing in it."""
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
-        """One token as the vocabulary spells it: U+2581 for a space, <0x0A> for a lone byte."""
+        """Return a token as the vocabulary spells it: U+2581 for a space, <0x0A> for a byte."""
         return self._processor.id_to_piece(token)
 
     @cached_property
     def pieces_hash(self) -> str:
-        """sha256 of what decides the tokens: the ordered pieces, and the ids of a probe text.
+        """SHA-256 of what decides the tokens: the ordered pieces, and the ids of a probe text.
 
         The bytes of a .model file differ between equal trainings, its pieces do not; the probe
         tells apart models with one vocabulary that normalise differently.

@@ -36,7 +36,7 @@ TRAINING: dict[str, Any] = {
 def train_tokenizer(
     documents: "Dataset", vocab_size: int, sample_bytes: int, threads: int
 ) -> bytes:
-    """A serialised sentencepiece model of exactly `vocab_size` pieces, trained on `documents`.
+    """Train a sentencepiece model of exactly `vocab_size` pieces; return it serialised.
 
     The pieces depend on the text, `vocab_size` and `sample_bytes` alone.
 
@@ -61,7 +61,7 @@ def train_tokenizer(
 
 
 def training_sample(documents: "Dataset", sample_bytes: int) -> Iterator[str]:
-    """About `sample_bytes` of text, in windows that lie evenly over the whole corpus."""
+    """Yield about `sample_bytes` of text, in windows that lie evenly over the whole corpus."""
     import pyarrow.compute
 
     lengths = pyarrow.compute.binary_length(documents.data.column("text")).fill_null(0)

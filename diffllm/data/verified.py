@@ -17,7 +17,7 @@ from filelock import FileLock
 from diffllm.files import replace_file
 
 VALID_SECONDS = 24 * 3600
-"""Age of a mark that still counts."""
+"""Seconds for which a mark counts."""
 
 
 def matches(path: Path, sha256: str) -> bool:
@@ -53,6 +53,6 @@ def is_marked(mark: Path, path: Path, sha256: str) -> bool:
 
 
 def identity_of(path: Path) -> str:
-    """What changes when a file is written to or replaced."""
+    """Return what changes when a file is written to or replaced: its inode, size and times."""
     stat = path.stat()
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"

@@ -1,1 +1,1 @@
-"""Processes, meshes and sharding; wraps a model from outside."""
+"""Processes, meshes and sharding, which wrap a model from outside."""

@@ -1,4 +1,4 @@
-"""Which collectives this process has called, from torch's flight recorder."""
+"""The collectives that this process has called, from torch's flight recorder."""
 
 import json
 import os
@@ -11,43 +11,43 @@ from diffllm.torch_versions import FLIGHT_RECORDERS
 
 RECORDED = 256
 BACKGROUND: set[str] = set()
-"""Groups in which a rank may wait long for another that is well, as in writing a checkpoint."""
+"""Names of groups in which a rank may wait long for a healthy one, as in saving a checkpoint."""
 
 
-class Call(NamedTuple):
-    """One collective."""
+class RecordedCall(NamedTuple):
+    """One collective that this process has called."""
 
     name: str
-    """'gloo:all_reduce of [3]', with the shapes that went in."""
+    """Operation and input shapes, as in 'gloo:all_reduce of [3]'."""
     group: str
-    """'gloo:0' and the like: backends count apart."""
+    """Backend and name, as in 'gloo:0': each backend counts its own groups."""
     number: int
-    """Its place in the group's order, the same on every rank."""
+    """Position in the group's order of collectives, the same on every rank."""
     age_s: float
 
 
 class Calls(NamedTuple):
     """The last collectives of this process."""
 
-    newest: Call | None = None
-    pending: Call | None = None
+    newest: RecordedCall | None = None
+    pending: RecordedCall | None = None
     """The oldest one that is not known to be complete; torch finds that out late."""
     numbers: dict[str, int] = {}  # noqa: RUF012
-    """The newest number in each group."""
+    """The number of the newest collective in each group."""
 
 
 def record_collectives() -> None:
-    """Have process groups that are made from here on record their last collectives."""
+    """Make process groups that are created from here on record their last collectives."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 
 
 def in_background(group: dist.ProcessGroup) -> None:
-    """Have nobody take a wait in this group for a hang."""
+    """Exclude this group from hang detection."""
     BACKGROUND.add(group.group_name)
 
 
 def recorded() -> Calls:
-    """What has been called so far; callable from any thread."""
+    """Return the last collectives of this process; callable from any thread."""
     entries = [
         e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
     ]
@@ -61,14 +61,14 @@ def recorded() -> Calls:
 
 
 def group_of(entry: dict[str, Any]) -> str:
-    """Backend and name of an entry's process group."""
+    """Return backend and name of an entry's process group."""
     return f"{entry['profiling_name'].partition(':')[0]}:{entry['process_group'][0]}"
 
 
-def call(entry: dict[str, Any]) -> Call:
-    """One entry of the recorder."""
+def call(entry: dict[str, Any]) -> RecordedCall:
+    """Read one entry of the recorder."""
     shapes = " ".join(str(shape) for shape in entry["input_sizes"][:2])
-    return Call(
+    return RecordedCall(
         f"{entry['profiling_name']} of {shapes}",
         group_of(entry),
         entry["collective_seq_id"],

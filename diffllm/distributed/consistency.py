@@ -1,4 +1,4 @@
-"""Whether the ranks agree on what they are about to do, and on what they hold."""
+"""Checks that the ranks agree on what they are about to do, and on the values they hold."""
 
 import hashlib
 import json
@@ -15,23 +15,24 @@ from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
 
 MOST = 5
-"""Differences that an error lists."""
+"""Number of differences that an error lists."""
 CHUNK = 2**26
-"""Bytes hashed at once."""
+"""Number of bytes hashed at once."""
 MIXER = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, as the weights times it are then, and spreads them over all bits."""
+"""Factor of the weights: odd, so that they are odd too, and large, so that it spreads over all
+bits."""
 
 
 class Disagreement(UserError):
-    """Ranks that should be alike are not."""
+    """Ranks that should be alike differ."""
 
 
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
     """Compare every rank's facts, through the store; no process group is needed.
 
     Args:
-        what: they are about, for the message.
-        facts: by name; compared as text.
+        what: the subject of the facts, for the message.
+        facts: values by name; compared as text.
 
     Raises:
         Disagreement: on every rank alike; names the ranks, the facts and their values.
@@ -57,7 +58,7 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 
 
 def disagreement(name: str, values: list[str | None]) -> str | None:
-    """'seed is 1 on rank 3, 0 on the others', or None where all are equal."""
+    """Describe values by rank: 'seed is 1 on rank 3, 0 on the others'; None where all are equal."""
     (common, count), *others = Counter(values).most_common()
     if not others:
         return None
@@ -73,13 +74,13 @@ def disagreement(name: str, values: list[str | None]) -> str | None:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """'rank 3', or 'ranks 1, 2 and 6 more'."""
+    """Name ranks: 'rank 3', or 'ranks 1, 2 and 6 more'."""
     shown = ", ".join(map(str, ranks[:4])) + f" and {len(ranks) - 4} more" * (len(ranks) > 4)
     return f"rank{'s'[: len(ranks) > 1]} {shown}"
 
 
 def code_version() -> dict[str, str]:
-    """Hash of the package's sources, and torch's version."""
+    """Hash the package's sources, and name torch's version."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -121,7 +122,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits, int64 scalar, computed where the tensor is.
+    """Hash a tensor's bits to an int64 scalar, on the tensor's device.
 
     The sum of 32-bit words times odd weights, modulo 2^64: any change of one word changes it.
     """

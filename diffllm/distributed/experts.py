@@ -1,4 +1,4 @@
-"""Expert parallelism, from outside: experts stay on their ranks, tokens travel to them and back.
+"""Expert parallelism from outside: experts stay on their ranks, tokens travel to them and back.
 
 Shapes: M rows (a token once for each expert it goes to), R rows received, D model width,
 E experts, n ranks that share them out.
@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 Sizes = tuple[list[int], list[int], Tensor]
-"""Rows to send to each rank, rows that come from each rank, and of which of this rank's experts
-those are: (n, E/n) int64, one line a rank."""
+"""Rows to send to each rank, rows to receive from each rank, and how many of the latter go to each
+of this rank's experts: (n, E/n) int64, one line a rank."""
 
 Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
-"""(rows of each expert (E,) int64, M, mesh) -> what to exchange."""
+"""A function of (rows of each expert (E,) int64, M, mesh) that sizes the exchange."""
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """What the ranks tell each other; the host waits for it, since it sizes the collectives."""
+    """Exchange the ranks' row counts; the host waits for them, since they size the collectives."""
     sent = counts.view(mesh.size(), -1)
     received = all_to_all_single(sent, None, None, mesh)
     send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
@@ -34,7 +34,9 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """As if all ranks, and all experts of one, got equally many rows: for tensors without data.
+    """Return the sizes for equally many rows a rank and expert, for tensors without data.
+
+    Rows then arrive in the right shape, but not at the right experts.
 
     What arrives is then of the right shape, but not of the right experts.
     """
@@ -46,7 +48,7 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def parts(total: int, n: int) -> list[int]:
-    """`total` in `n` parts that differ by one at most."""
+    """Divide `total` into `n` parts that differ by one at most."""
     return [total // n + (i < total % n) for i in range(n)]
 
 
@@ -72,7 +74,7 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
 
 def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable[..., Tensor]:
-    """The forward pass of `experts`, between two exchanges of rows."""
+    """Return the forward pass of `experts` between two exchanges of rows."""
     compute = experts.forward
 
     def forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable
 
 
 def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts rows by expert, and the one that puts them back; each (R,) int64.
+    """Return the order that sorts rows by expert, and the one that puts them back; each (R,) int64.
 
     Args:
         received: (n, E/n) int64, how the rows lie: by rank, then by expert.
@@ -103,7 +105,7 @@ def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order; the gradient is gathered too, where indexing would scatter it."""
+    """Reorders rows; the gradient is gathered too, where indexing would scatter it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -118,9 +120,9 @@ class _Reorder(torch.autograd.Function):
 
 @contextmanager
 def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Within, the parameters of `module` are the parts that this rank computes with.
+    """In this context, let the parameters of `module` be the parts that this rank computes with.
 
-    As `torch.func.functional_call` does it, but that would run the module's hooks once more.
+    `torch.func.functional_call` does the same, but would run the module's hooks once more.
     """
     params: dict[str, Any] = module._parameters
     whole = dict(params)

@@ -1,4 +1,4 @@
-"""A decoder made ready for training from outside: checkpointed, compiled, sharded with FSDP2.
+"""Preparation of a decoder for training from outside: checkpointed, compiled, sharded with FSDP2.
 
 Order: activation checkpointing, torch.compile, fully_shard; each wraps what came before. Where
 ranks share out experts, these are shared out and sharded first, and checkpointing is outside of
@@ -78,12 +78,12 @@ def parallelize(
 
 
 def with_replicas(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Of one dimension, what FSDP takes: with the replicas, if there are any, to sum over them."""
+    """Return FSDP's mesh for one dimension, with "replicate" before it where there are any."""
     return mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
 
 
 def placement(ranks: int, param: nn.Parameter) -> Shard | None:
-    """The dimension of experts (E, out, in) that FSDP shards; None for the default, dimension 0.
+    """Return the dimension of experts (E, out, in) that FSDP shards; None for its default, 0.
 
     The first that `ranks` divides: there can be more ranks than experts.
     """
@@ -97,7 +97,7 @@ def placement(ranks: int, param: nn.Parameter) -> Shard | None:
 
 
 def prefetch(layers: Any) -> None:
-    """Have each layer gather its experts, and the layer behind it, as soon as it starts.
+    """Make each layer gather its experts, and the layer behind it, as soon as it starts.
 
     By itself, FSDP gathers ahead of the device as far as the host runs ahead, which here is up to
     the next exchange of counts. In the backward pass the host waits only where activations are
@@ -111,7 +111,7 @@ def prefetch(layers: Any) -> None:
 def wrap_forward(
     layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
 ) -> None:
-    """Checkpointing and compilation of a layer; `one_graph` if it is one graph.
+    """Checkpoint and compile the forward pass of a layer; `one_graph` if it is one graph.
 
     Checkpointing inside a graph leaves it to the compiler what to keep. A layer that exchanges rows
     is several graphs, which only checkpointing outside of them can hold together.
@@ -127,7 +127,7 @@ def wrap_forward(
 
 
 def compile_between_exchanges(ffn: Any) -> None:
-    """What the graphs of a layer that exchanges rows leave out, as graphs of their own.
+    """Compile what the graphs of a layer that exchanges rows leave out, in graphs of its own.
 
     Each step has another number of rows. The shared expert stays apart: a graph waits for all of
     its inputs, so one that also took the rows on their way would begin when they have arrived.
@@ -139,7 +139,7 @@ def compile_between_exchanges(ffn: Any) -> None:
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, whose activations are computed again in the backward pass."""
+    """Return `forward` with activations that are computed again in the backward pass."""
 
     def run(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
@@ -148,7 +148,7 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that modules ask to keep in float32."""
+    """List the parameters that modules ask to keep in float32."""
     return {
         getattr(module, name)
         for module in model.modules()
@@ -157,12 +157,12 @@ def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that this rank holds; other tensors as they are."""
+    """Return the part of a sharded tensor that this rank holds; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_block(param: Tensor) -> LocalBlock:
-    """The block of a parameter, sharded or not, that this rank holds."""
+    """Return the block of a parameter, sharded or not, that this rank holds."""
     if not isinstance(param, DTensor):
         return whole(param)
     _, offset = compute_local_shape_and_global_offset(

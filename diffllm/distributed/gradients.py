@@ -1,4 +1,4 @@
-"""Gradient reductions that FSDP2 does not do."""
+"""Gradient reductions, norms and clipping that FSDP2 does not do."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -45,16 +45,16 @@ class Norms(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """L2 norm of all of them together, a float32 scalar."""
+        """L2 norm of all tensors together, a float32 scalar."""
         return self.squares.sum().sqrt().float()
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Of tensors that are sharded as `params` are, in one collective; no host synchronisation.
+    """Compute norms of tensors sharded as `params` are, in one collective, without a host sync.
 
     Args:
         params: DTensors, each over all ranks of a copy of the model, and replicated tensors.
-        tensors: what this rank holds, in the same order: the parameters, their gradients or so.
+        tensors: parts that this rank holds, in the same order: parameters, gradients, or others.
         mesh: the one of dense parameters.
     """
     named = dict(zip(params, tensors, strict=True))
@@ -68,5 +68,6 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
 
 
 def clip_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale what this rank holds, in place: a global `norm` above `max_norm` comes down to it."""
+    """Scale what this rank holds in place, so that a global `norm` above `max_norm` comes down to
+    it."""
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))

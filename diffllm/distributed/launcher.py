@@ -1,4 +1,4 @@
-"""What started this process, read from its environment variables: torchrun, srun, or nobody."""
+"""The launcher's environment variables, which say who this process is: torchrun, srun, or none."""
 
 import ctypes
 import os
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from diffllm.errors import LaunchError
 
 FIRST_PORT, PORTS = 12000, 20000
-"""Where ports that are derived from job ids lie: below what Linux gives to clients."""
+"""The range of ports derived from job ids, below those that Linux gives to clients."""
 PR_SET_PDEATHSIG = 1
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, world size, local rank): torchrun's variables, else those of an srun step, else alone.
+    """Read (rank, world size, local rank) from torchrun's or srun's variables; (0, 1, 0) if none.
 
     SLURM sets most of its variables in the shells of salloc and sbatch, too, and in the one that
     `srun --pty` opens. A training that is started there by hand is a single process.
@@ -31,7 +31,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 
 def place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int, int, int]:
-    """The values of three variables, once they make sense."""
+    """Return the values of three variables, checked to make sense."""
     for one, other in ((rank, size), (size, rank)):
         if one not in env:
             raise LaunchError(
@@ -45,7 +45,7 @@ def place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int
 
 
 def number(env: Mapping[str, str], name: str, least: int) -> int:
-    """The variable as a whole number."""
+    """Parse the variable as a whole number."""
     text = env[name].strip()
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise LaunchError(f"{name}={env[name]!r} must be a whole number, {least} or more")
@@ -53,7 +53,7 @@ def number(env: Mapping[str, str], name: str, least: int) -> int:
 
 
 def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """(address, port) where rank 0 answers: MASTER_ADDR and MASTER_PORT, else from SLURM's step.
+    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, else from SLURM's step.
 
     The address is the first node of the step, where task 0 runs. The port follows from the ids of
     job and step, so that the jobs of one node do not meet each other.
@@ -81,7 +81,7 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first name in SLURM's notation, such as "gpu[003-006,9]-ib,login1"."""
+    """Return the first name in SLURM's notation, such as "gpu[003-006,9]-ib,login1"."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 
 class Reduce(Enum):
-    """When ranks sum the gradients of accumulated micro-batches.
+    """The moment when ranks sum the gradients of accumulated micro-batches.
 
     last: once a step; until then each rank holds a float32 gradient of all parameters.
     every: after each micro-batch, so that a rank holds its shard only.
@@ -22,31 +23,30 @@ class Reduce(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the mesh, -1 taking the ranks that are left, and when gradients are reduced."""
+    """Sizes of the mesh, one of them -1 for the remaining ranks; when gradients are reduced."""
 
     replicate: int = 1
-    """Groups that each hold a full copy of the parameters (HSDP)."""
+    """Number of groups that each hold a full copy of the parameters (HSDP)."""
     shard: int = -1
-    """Ranks that a copy is sharded over (FSDP), beside those of `expert`."""
-    expert: int = 1
-    """Neighbouring ranks that share out the experts of every layer, and send each other tokens."""
+    """Number of ranks that a copy is sharded over (FSDP), beside those of `expert`."""
+    expert: int = bounded(1, least=1)
+    """Number of neighbouring ranks that share out every layer's experts and exchange tokens."""
     reduce: Reduce | None = None
-    """When gradients are reduced; null: last where that of all parameters is small, else every."""
+    """When gradients are reduced; null: `last` where all of them are small, else `every`."""
 
     def validate(self, n_experts: int) -> None:
         """Raise ConfigError for sizes that no world can have.
 
         Args:
-            n_experts: of each mixture-of-experts layer; 0 for a dense model.
+            n_experts: routed experts of each MoE layer; 0 for a dense model.
         """
+        check_bounds("parallel.", self)
         for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:
                 raise ConfigError(f"parallel.{name}={size} must be at least 1, or -1 for the rest")
         if self.replicate == self.shard == -1:
             raise ConfigError("only one of parallel.replicate and parallel.shard may be -1")
-        if self.expert < 1:
-            raise ConfigError(f"parallel.expert={self.expert} must be at least 1")
         if self.expert != 1 and not n_experts:
             raise ConfigError(
                 f"parallel.expert={self.expert} needs a mixture-of-experts model; "
@@ -58,7 +58,7 @@ class ParallelConfig:
             )
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
-        """(replicate, shard, expert) for `world_size` ranks.
+        """Return (replicate, shard, expert) for `world_size` ranks.
 
         Raises:
             ConfigError: they do not fill it.
@@ -78,7 +78,7 @@ class ParallelConfig:
 
 
 class Meshes(NamedTuple):
-    """The same ranks in the same order, as parameters see them."""
+    """The meshes over the same ranks in the same order, as parameters see them."""
 
     dense: DeviceMesh
     """Dimensions "replicate" and "fsdp", which is shard and expert together."""
@@ -87,12 +87,12 @@ class Meshes(NamedTuple):
 
     @property
     def one_rank(self) -> bool:
-        """Whether there is no other rank to share anything with."""
+        """True if there is no other rank to share anything with."""
         return self.dense.size() == 1
 
 
 def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:
-    """The meshes over all ranks; raises ConfigError if the sizes do not fill them.
+    """Build the meshes over all ranks; raises ConfigError if the sizes do not fill them.
 
     "expert" is the innermost dimension: tokens travel in every layer, so those ranks should be the
     closest.

@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of a scheduler that wants the machine back; a person's Ctrl-C is none."""
+"""Signals by which a scheduler takes the machine back; a person's Ctrl-C is not among them."""
 
 
 class StoppedEarly(BaseException):
-    """A signal, the argument, came before training began."""
+    """A signal, the argument, arrived before training began."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop: SIGTERM, SIGUSR1 or SIGINT.
+    """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT.
 
     Until `training` is set there is nothing to save, and a signal raises StoppedEarly. From then on
     it is noted, and a second SIGINT interrupts at once.
@@ -59,26 +59,23 @@ class StopRequest:
 
 
 class Agreed(NamedTuple):
-    """What the ranks agreed on at one step."""
+    """The agreement of the ranks at one step."""
 
     signal: signal.Signals | None
-    """One that some rank had received."""
+    """A signal that some rank had received; None without one."""
     save: bool
-    """Whether rank 0's clock asks for a checkpoint."""
+    """True if rank 0's clock asks for a checkpoint."""
 
 
 class Agreement:
-    """One small collective a step, which runs while the next step computes.
+    """The exchange of stop and save requests: one small collective a step, behind the next step.
 
     Nobody waits for it, and all ranks see the same answer one step later. Without other ranks the
     answer is that of the step itself.
     """
 
     def __init__(self, request: StopRequest, timeout: int):
-        """
-        Args:
-            timeout: seconds that a rank may wait for the others.
-        """
+        """Use `timeout` seconds as the longest that a rank may wait for the others."""
         self.request, self.group = request, None
         if dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))

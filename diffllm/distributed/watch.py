@@ -1,4 +1,4 @@
-"""Which rank is missing: a heartbeat of every rank, and an end for those that wait in vain.
+"""Detection of missing ranks: a heartbeat of every rank, and an end for those that wait in vain.
 
 A thread of every rank writes every second where the rank is and which collectives it has called.
 Rank 0 reads all of that, the others read rank 0's; so a rank costs a write and a read or two a
@@ -21,45 +21,46 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from diffllm.distributed.collectives import Call, Calls, recorded
+from diffllm.distributed.collectives import Calls, RecordedCall, recorded
 from diffllm.distributed.stop import StopRequest
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
 
 BEAT_S = 1.0
 SILENT_S = 4.0
-"""A rank without a beat for so long is gone, once a collective has failed."""
+"""Seconds without a beat after which a rank is gone, once a collective has failed."""
 STOPPING_S = 15.0
-"""And so long where somebody has asked to stop, and a scheduler may not wait."""
+"""The same limit where somebody has asked to stop, and a scheduler may not wait."""
 EXIT_S = 10.0
-"""How long a rank may take to exit with an error of its own, if the others hold it up."""
+"""Seconds in which a rank must exit after an error of its own, if the others hold it up."""
 LAST_WORDS_S = 5.0
-"""How long a rank that ends may take to tell the others and to write stack traces."""
+"""Seconds in which a rank that ends must tell the others and write stack traces."""
 LEAVE_S = 60.0
-"""How long rank 0, whose process may hold the store, waits at the end for the others to leave."""
+"""Seconds that rank 0, whose process may hold the store, waits at the end for the others to
+leave."""
 DEFAULT_GROUPS = ("gloo:0", "nccl:0")
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
 class Beat(NamedTuple):
-    """Where a rank is."""
+    """The heartbeat of a rank: where it is."""
 
     number: int
     place: str
-    """"step 41" and the like."""
+    """Place in the run, such as "step 41"."""
     place_s: float
-    """For how long."""
+    """Seconds spent at that place."""
     calls: Calls
     stopping: bool
-    """It has been asked to stop."""
+    """True if the rank has been asked to stop."""
     left: bool
-    """It is done, or has failed for a reason of its own."""
+    """True if the rank is done, or has failed for a reason of its own."""
     words: str
-    """That reason, or nothing."""
+    """The error that made it fail, or ""."""
 
 
 class Watch:
-    """Ends this process when a rank is missing, and says which; every rank makes one.
+    """A rank's watch on the others: ends this process when one is missing, and says which.
 
     `traces` may be set to a directory for the stack traces of that moment, `on_end` to something
     that has to happen before the process ends.
@@ -92,7 +93,7 @@ class Watch:
         self.place, self.since = place, time.monotonic()
 
     def close(self) -> None:
-        """Leave: from here on nobody waits for this rank. Returns once that is written.
+        """Leave: from here on no rank waits for this one. Returns once that is written.
 
         Rank 0 leaves last, but for ranks that take longer than LEAVE_S.
         """
@@ -109,7 +110,7 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Before an error ends this rank: end with the name of the missing rank if there is one.
+        """Before an error ends this rank, end with the name of a missing rank if there is one.
 
         An error of this rank's own is left for the others to read, and returns; exiting with it
         takes EXIT_S at most.
@@ -138,7 +139,7 @@ class Watch:
         self._end(message or f"a collective failed: {one_line(error)}")
 
     def _talk(self) -> None:
-        """A thread: write this rank's beat, read those of others."""
+        """Write this rank's beat and read those of others, on a thread of its own."""
         number = 0
         while not self.closed.wait(BEAT_S):
             number += 1
@@ -153,7 +154,7 @@ class Watch:
             self.answered = time.monotonic()
 
     def _judge(self) -> None:
-        """A thread: end this process if a rank is missing."""
+        """End this process if a rank is missing; runs on a thread of its own."""
         while not self.closed.wait(BEAT_S):
             others = list(self.beats.values())
             stopping = self.request.has_come() or any(beat.stopping for beat in others)
@@ -188,13 +189,13 @@ class Watch:
             self.beats[rank] = beat
 
     def _silence(self, rank: int) -> float:
-        """Seconds since a rank's last beat; none for one that has left, or without a store."""
+        """Return the seconds since a rank's last beat; 0 if it has left, or without a store."""
         if self.store_gone or (rank in self.beats and self.beats[rank].left):
             return 0.0
         return self.answered - self.heard[rank]
 
     def _store_message(self, limit: float) -> str:
-        """What is wrong, if the store that the ranks meet in does not answer."""
+        """Return the fault of the store that the ranks meet in, or "" while it answers."""
         if not self.store_gone and time.monotonic() - self.answered < limit:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -253,15 +254,15 @@ class Watch:
 
 
 def read_beat(text: bytes) -> Beat:
-    """From JSON, as `_beat` writes it."""
+    """Read a beat from JSON as `_beat` writes it."""
     beat = Beat(*json.loads(text))
     newest, pending, numbers = beat.calls
-    calls = Calls(newest and Call(*newest), pending and Call(*pending), numbers)
+    calls = Calls(newest and RecordedCall(*newest), pending and RecordedCall(*pending), numbers)
     return beat._replace(calls=calls)
 
 
 def one_line(error: BaseException) -> str:
-    """Its text, cut short."""
+    """Return an error's text as one line, cut short."""
     return " ".join(str(error).split())[:500]
 
 
@@ -275,7 +276,7 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def waits_s(beat: Beat) -> float:
-    """Seconds that a rank has been in its oldest open collective, and got nowhere else.
+    """Return the seconds that a rank has been in its oldest open collective, and got nowhere else.
 
     A save in the background may wait for a slow disk of another rank while steps go on.
     """
@@ -283,7 +284,7 @@ def waits_s(beat: Beat) -> float:
 
 
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
-    """Ranks that have not called the collective that a rank waits in."""
+    """List the ranks that have not called the collective that a rank waits in."""
     open_one = beat.calls.pending
     if not open_one:
         return []
@@ -294,7 +295,7 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, calls: Calls) -> str:
-    """One line: which ranks are missing, at what, and which wait for them in what.
+    """Say in one line which ranks are missing, where, and which ranks wait for them in what.
 
     Args:
         silent: ranks without a sign of life.
@@ -323,7 +324,7 @@ def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, c
 
 
 def missing(rank: int, beat: Beat | None) -> str:
-    """Of a rank without a sign of life."""
+    """Describe a rank without a sign of life."""
     if beat is None:
         return f"rank {rank} is missing: it never started"
     return (

@@ -22,16 +22,16 @@ LAST_UP_TO = 8 * 2**30
 
 
 class Weights(Protocol):
-    """The parameters of one rank."""
+    """The parameters that one rank updates and computes with."""
 
     choices: dict[str, Choice]
-    """Settings that the size of the model decided, by name."""
+    """The settings that the size of the model decided, by name."""
 
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
     def block(self, param: Tensor) -> LocalBlock:
-        """The part of a parameter of the model that this rank holds, for `Initializer`."""
+        """Return the part of a parameter of the model that this rank holds, for `Initializer`."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare for a forward and a backward pass, the `last` of a step or not."""
@@ -87,7 +87,7 @@ class OneRank:
 def empty_copies(
     params: dict[str, nn.Parameter], adjacent: tuple[str, ...], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Tensors in `dtype`, without values, for the parameters of a module, by name.
+    """Allocate tensors in `dtype` for the parameters of a module, by name.
 
     Those named in `adjacent`, each (E, F, D), are the slices [:, i F : (i + 1) F] of one tensor.
     """
@@ -145,7 +145,8 @@ def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> Choice:
 
 
 def gathered_numel(param: Tensor) -> int:
-    """How many values of a parameter a rank computes with: of experts, it has only its own."""
+    """Count the values of a parameter that a rank computes with: of experts, it has only its
+    own."""
     if isinstance(param, DTensor) and "expert" in (param.device_mesh.mesh_dim_names or ()):
         return param.numel() // param.device_mesh["expert"].size()
     return param.numel()

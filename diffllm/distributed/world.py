@@ -1,4 +1,4 @@
-"""Which process this is, and what the processes agree on before any process group exists."""
+"""The identity of this process, and what processes agree on before any process group exists."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.distributed.collectives import record_collectives
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
@@ -32,22 +33,17 @@ STOP_READ_S = 2
 
 @dataclass
 class DistributedConfig:
-    """How processes meet."""
+    """How processes meet and check each other."""
 
-    timeout: int = 600
-    """Seconds until a collective that does not complete ends the run."""
-    check_interval: int = 0
+    timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
+    """Seconds after which a collective that does not complete ends the run."""
+    check_interval: int = bounded(0, least=0)
     """Steps between checks that ranks with the same part of the model hold the same values; at the
     start that is always checked, and 0 leaves it at that."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a timeout that is not positive, or a negative interval."""
-        if self.timeout < 1:
-            raise ConfigError(f"distributed.timeout={self.timeout} must be at least 1 second")
-        if self.check_interval < 0:
-            raise ConfigError(
-                f"distributed.check_interval={self.check_interval} must not be negative"
-            )
+        """Raise ConfigError for values outside their range."""
+        check_bounds("distributed.", self)
 
 
 @dataclass
@@ -59,10 +55,10 @@ class World:
     local_rank: int
     store: dist.Store
     timeout: int = 600
-    """Seconds that ranks wait for rank 0."""
+    """Seconds that other ranks wait for rank 0."""
 
     def decide(self, key: str, choose: Callable[[], T]) -> T:
-        """What `choose` returns on rank 0 (JSON), or the UserError it raises, on every rank."""
+        """Return on every rank rank 0's result of `choose` (JSON), or raise its UserError."""
         if self.rank == 0:
             try:
                 result = choose()
@@ -93,7 +89,7 @@ class World:
             self.store.wait(read, timedelta(seconds=seconds))
 
     def _wait_for(self, key: str) -> bytes:
-        """What rank 0 writes; in slices, for no signal is handled while the store waits."""
+        """Wait for rank 0's word in slices, for no signal is handled while the store waits."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
@@ -107,7 +103,7 @@ class World:
                     ) from error
 
     def device(self) -> torch.device:
-        """This rank's GPU where there is one, else the CPU."""
+        """Return this rank's GPU where there is one, else the CPU."""
         if torch.cuda.is_available():
             if self.local_rank >= torch.cuda.device_count():
                 raise ConfigError(
@@ -119,7 +115,7 @@ class World:
         return torch.device("cpu")
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
-        """NCCL for GPU tensors and gloo for CPU tensors, or gloo alone."""
+        """Start NCCL for GPU tensors and gloo for CPU tensors, or gloo alone."""
         record_collectives()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -159,7 +155,7 @@ def join(cfg: DistributedConfig) -> World:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """A name for this meeting that its ranks share, whatever earlier ones have left in `store`.
+    """Agree on a name for this meeting of ranks, whatever earlier ones have left in `store`.
 
     torchrun's count of restarts does not do: when nodes come and go it can stay the same, or differ
     between nodes. So every rank leaves a word that nobody has used, and rank 0 answers to it.

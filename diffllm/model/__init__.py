@@ -1,4 +1,4 @@
-"""Single-device model code: decoder, attention variants, feed-forward layers."""
+"""Single-device model code: the decoder, its attention variants and feed-forward layers."""
 
 from diffllm.model.attention import discover
 from diffllm.model.config import ModelConfig

@@ -1,14 +1,14 @@
-"""A decision that the device takes, kept with its reason for whoever reads about the run."""
+"""A setting that the device decides, kept with its reason for whoever reads about the run."""
 
 from typing import Any, NamedTuple
 
 ASKED = "asked for"
-"""The reason of a choice that the config made."""
+"""The reason of a setting that the config decided."""
 
 
 class Choice(NamedTuple):
-    """A setting that was left to the device, and why it came out as it did."""
+    """The value of a setting that was left to the device, and the reason for it."""
 
     value: Any
     reason: str
-    """A short phrase that stands behind the value in brackets, e.g. "asked for"."""
+    """A short phrase that is shown behind the value in brackets, e.g. "asked for"."""

@@ -1,4 +1,4 @@
-"""Where the documents of packed rows begin.
+"""The documents of packed rows: where each begins, and which tokens see each other.
 
 Shapes: B batch, T tokens, n documents.
 """
@@ -13,15 +13,15 @@ class Documents(NamedTuple):
     """The documents of a batch whose rows are cut from one stream of documents."""
 
     positions: Tensor
-    """Of each token in its document, (B, T) int64."""
+    """Position of each token in its document, (B, T) int64."""
     ids: Tensor
-    """Which document of its row a token belongs to, (B, T) int64."""
+    """Index of each token's document in its row, (B, T) int64."""
     boundaries: Tensor
-    """Where documents start among the B * T tokens of all rows, and B * T: (n + 1,) int32."""
+    """Start of each document among the B * T tokens of all rows, then B * T: (n + 1,) int32."""
 
     @classmethod
     def of(cls, tokens: Tensor, end: int) -> "Documents":
-        """Documents end with the token `end`; rows begin and end with parts of one.
+        """Find documents, which end with the token `end`; rows begin and end with parts of one.
 
         tokens (B, T) int64; on the CPU, because the number of documents is needed.
         """
@@ -36,17 +36,17 @@ class Documents(NamedTuple):
         return cls(positions, ids, boundaries)
 
     def to(self, device: torch.device) -> "Documents":
-        """On another device, without anyone waiting."""
+        """Copy to another device, without a wait on the host."""
         return Documents(*(moved(part, device) for part in self))
 
     def mask(self) -> Tensor:
-        """(B, 1, T, T) boolean: True where a query sees a key, in its document and not after it."""
+        """Return (B, 1, T, T) bool: True where a query sees a key of its document, not later."""
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
         return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on another device; a GPU reads pinned memory, so nobody waits."""
+    """Copy a CPU tensor to a device; a GPU reads pinned memory, so the host does not wait."""
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)

@@ -34,10 +34,10 @@ def generate(
         temperature: 0 (below 1e-6) takes the most likely token.
         top_p: above 0; sample among the fewest tokens whose probabilities sum to at least this
             (Holtzman et al., arXiv 1904.09751).
-        seed: of the sampling; the same on every rank of a sharded model.
+        seed: seeds the sampling; the same on every rank of a sharded model.
         vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
         stop_token: ends a continuation, as its last token.
-        dtype: of the caches; the parameters' by default.
+        dtype: the caches' dtype; the parameters' by default.
 
     Returns:
         Each prompt with its continuation.
@@ -60,7 +60,7 @@ def generate(
     logits = read_prompts(model, [texts[row] for row in rows], caches, device)
     while True:
         for row, row_logits in zip(rows, logits[:, :vocab_size].float().split(1), strict=True):
-            token = sample(row_logits, temperature, top_p, generators[row])
+            token = draw_tokens(row_logits, temperature, top_p, generators[row])
             texts[row].append(int(token))
         going = [
             i
@@ -94,7 +94,7 @@ def read_prompts(
 
 
 def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]:
-    """One a prompt, from `seed`; from the next seed for a prompt that was there before."""
+    """Return one generator a prompt, from `seed`; a repeated prompt takes the next seed."""
     generators, times = [], Counter[tuple[int, ...]]()
     for prompt in prompts:
         generators.append(torch.Generator().manual_seed(seed + times[tuple(prompt)]))
@@ -102,8 +102,10 @@ def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]
     return generators
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """One token a row: logits (B, V) -> (B,) int64. Drawn on the CPU, so devices agree."""
+def draw_tokens(
+    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """Draw one token a row from logits (B, V): (B,) int64. Drawn on the CPU, so devices agree."""
     if temperature < 1e-6:
         return logits.argmax(-1)
     probs = torch.softmax(logits / temperature, dim=-1).cpu()

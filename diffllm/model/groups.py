@@ -1,4 +1,4 @@
-"""Which part of a model a parameter belongs to, from its name."""
+"""The part of a model that a parameter belongs to, told from its name."""
 
 ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
 OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
@@ -6,7 +6,7 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def group_of(name: str) -> str:
-    """The group of a parameter name such as `layers.3.attention.wq.weight`."""
+    """Return the group of a parameter name such as `layers.3.attention.wq.weight`."""
     parts = name.split(".")
     if "tok_embeddings" in parts:
         return "embedding"
@@ -22,7 +22,10 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """The part of a model that a parameter makes larger: finer than its group inside attention.
+    """Return the part of a model that a parameter counts to: finer than its group inside attention.
+
+    It is one of ATTENTION_COMPONENTS or OTHER_COMPONENTS. Any other parameter of an attention goes
+    by its own name, e.g. `sink`.
 
     One of ATTENTION_COMPONENTS or OTHER_COMPONENTS. What an attention has besides goes by its own
     name, e.g. `sink`.

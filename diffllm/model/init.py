@@ -21,16 +21,16 @@ LocalBlock = tuple[Tensor, tuple[int, ...], torch.Size]
 """The values of a parameter that this process holds, the index of the first of them in each
 dimension, and the full shape of the parameter."""
 Shard = Callable[[Tensor], LocalBlock]
-"""How to find the block of a parameter."""
+"""A function that finds the block of a parameter."""
 
 
 def whole(param: Tensor) -> LocalBlock:
-    """The block of an unsharded parameter: all of it."""
+    """Return the block of an unsharded parameter: all of it."""
     return param, (0,) * param.ndim, param.shape
 
 
 class Initializer:
-    """Fills parameters in place, each from its own name.
+    """Fills parameters in place, each from (seed, its own name).
 
     Args:
         seed: any integer.
@@ -83,7 +83,7 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """The numbers of the rows that a block of a tensor has parts of, rising, int64.
+    """Return the global row indices that a block of a tensor has parts of, ascending, int64.
 
     Args:
         local: the block's shape.
@@ -136,5 +136,5 @@ def in_threads(work: Callable[[T], None], items: list[T]) -> None:
 
 
 def named(module: nn.Module) -> dict[Tensor, str]:
-    """Parameter names by parameter, for `Initializer`."""
+    """Return parameter names by parameter, as `Initializer` takes them."""
     return {param: name for name, param in module.named_parameters()}

@@ -15,7 +15,7 @@ GPU_CHUNK, CPU_CHUNK = 4096, 512
 
 
 def loss_chunk(asked: int | None, device: torch.device) -> Choice:
-    """The number of tokens that have logits at once.
+    """Return the number of tokens that have logits at once.
 
     Args:
         asked: `model.loss_chunk`; None leaves it to the device.
@@ -28,18 +28,18 @@ def loss_chunk(asked: int | None, device: torch.device) -> Choice:
 
 
 class Loss(NamedTuple):
-    """Sums over tokens, float32 scalars: divide by a token count of your choice."""
+    """Sums over tokens, float32 scalars; a caller divides by its own token count."""
 
     nll: Tensor
-    """Sum of -log p(target)."""
+    """The sum of -log p(target), in nats."""
     z: Tensor
-    """Sum of logsumexp(logits)^2."""
+    """The sum of logsumexp(logits)^2."""
 
 
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk: (nll sum, z sum, d(nll + z_weight z)/d logits in the dtype of hidden).
+    """Compute one chunk: (nll sum, z sum, d(nll + z_weight z)/d logits in the dtype of hidden).
 
     hidden (n, D), weight (V, D), targets (n,) int64, negative ones ignored. The gradient is
     empty unless asked for.
@@ -98,7 +98,8 @@ def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are taken chunk by chunk in the forward pass, so logits never outlive a chunk."""
+    """Cross-entropy whose gradients are taken chunk by chunk in the forward pass, so that logits
+    never outlive a chunk."""
 
     @staticmethod
     def forward(
@@ -141,7 +142,7 @@ def chunked_cross_entropy(
     chunk: int = 2048,
     compute: Any = chunk_loss,
 ) -> tuple[Tensor, Loss]:
-    """Sum over tokens of the cross-entropy of `hidden @ weight.T`, plus z_weight times z.
+    """Sum the cross-entropy of `hidden @ weight.T` over tokens, plus z_weight times z.
 
     Args:
         hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64,

@@ -14,5 +14,5 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., dim) of any float dtype -> the same shape and dtype."""
+        """Normalise x (..., dim) of any float dtype; shape and dtype stay."""
         return F.rms_norm(x, (self.dim,), self.weight, self.eps)

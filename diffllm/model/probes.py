@@ -16,16 +16,16 @@ PROBED = ("attn_logit_top1", "attn_entropy", "attn_negative_share", "sink_mass",
 
 
 class Probe(NamedTuple):
-    """Where to look."""
+    """The query positions to look at, and what they see."""
 
     positions: Tensor
-    """Queries, the same in every row: (N,) int64."""
+    """Query positions, the same in every row: (N,) int64."""
     visible: Tensor
-    """What each may see: (B or 1, 1, N, T) boolean."""
+    """Keys that each query may see: (B or 1, 1, N, T) boolean."""
 
 
 def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
-    """A probe of the queries at `positions` (N,) in rows of `length` tokens."""
+    """Build a probe of the queries at `positions` (N,) in rows of `length` tokens."""
     keys = torch.arange(length, device=positions.device)
     visible = (keys <= positions[:, None])[None, None]
     if documents is not None:
@@ -36,7 +36,7 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
 
 @torch.no_grad()
 def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> dict[str, Tensor]:
-    """What one layer does at the probed positions, float32: scalars, and `lambda_head` (h,).
+    """Measure one layer's maps at probed positions, float32: scalars, and `lambda_head` (h,).
 
     attn_logit_top1: largest q k / sqrt(d) over visible keys. attn_entropy: of the softmax maps,
     in nats; a sink's share is left out. sink_mass: weight of the effective, signed map on the
@@ -48,7 +48,7 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
 
     Args:
         x: (B, T, D), what the layer read.
-        show: what it showed.
+        show: the tensors that it showed.
     """
     x, q, k = x[:, probe.positions], show["q"][:, probe.positions], show["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
@@ -67,7 +67,7 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """In nats, of each query's distribution over the keys: (..., S), not negative -> (...).
+    """Compute the entropy of each query's distribution over the keys, in nats: (..., S) -> (...).
 
     What a sink keeps is left out; 0 where it keeps everything.
     """
@@ -76,6 +76,6 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def negative_share(weights: Tensor) -> Tensor:
-    """Magnitude of each query's negative weights over that of all: (..., S) -> (...)."""
+    """Compute each query's share of negative weights in the sum of |weights|: (..., S) -> (...)."""
     total = weights.abs().sum(-1)
     return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)

@@ -10,13 +10,14 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
 
 
 class RopeScaling(Enum):
-    """How frequencies change for contexts longer than those of an earlier training.
+    """The scaling of frequencies for contexts longer than those of an earlier training.
 
     linear: all divided by the factor (Chen et al., arXiv 2306.15595).
     llama3: low ones divided, high ones kept, between them a blend (Llama 3.1).
@@ -33,29 +34,26 @@ class RopeScaling(Enum):
 class RopeConfig:
     """Frequencies theta^(-2c/d) for channel pairs c, scaled for long contexts."""
 
-    theta: float = 10_000.0
+    theta: float = bounded(10_000.0, least=1)
     scaling: RopeScaling = RopeScaling.none
-    factor: float = 1.0
-    """How many times longer the context is than `original_seq_len`."""
+    factor: float = bounded(1.0, least=1)
+    """The context's length over `original_seq_len`."""
     original_seq_len: int | None = None
-    """Context of the earlier training; llama3 and yarn need it."""
-    low_freq_factor: float = 1.0
-    """llama3: frequencies below this many turns in the original context are divided."""
+    """Context length of the earlier training, in tokens; llama3 and yarn need it."""
+    low_freq_factor: float = bounded(1.0, above=0)
+    """For llama3: frequencies below this many turns in the original context are divided."""
     high_freq_factor: float = 4.0
-    """llama3: those above this many turns stay."""
-    beta_slow: float = 1.0
-    """yarn: as low_freq_factor."""
+    """For llama3: frequencies above this many turns stay."""
+    beta_slow: float = bounded(1.0, above=0)
+    """For yarn: the counterpart of low_freq_factor."""
     beta_fast: float = 32.0
-    """yarn: as high_freq_factor."""
-    attention_factor: float | None = None
-    """yarn: multiplies cos and sin; null: 0.1 ln(factor) + 1."""
+    """For yarn: the counterpart of high_freq_factor."""
+    attention_factor: float | None = bounded(None, above=0)
+    """For yarn: the factor on cos and sin; null: 0.1 ln(factor) + 1."""
 
     def validate(self) -> None:
         """Raise ConfigError for values that no frequencies follow from."""
-        if self.theta < 1:
-            raise ConfigError(f"model.rope.theta={self.theta} must be at least 1")
-        if self.factor < 1:
-            raise ConfigError(f"model.rope.factor={self.factor} must be at least 1")
+        check_bounds("model.rope.", self)
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)
@@ -76,15 +74,11 @@ class RopeConfig:
                     f"model.rope.theta={self.theta} must exceed 1 for scaling={self.scaling.name}"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if not 0 < getattr(self, low) < getattr(self, high):
+            if not getattr(self, low) < getattr(self, high):
                 raise ConfigError(
-                    f"model.rope.{low}={getattr(self, low)} must be positive and less than "
+                    f"model.rope.{low}={getattr(self, low)} must be less than "
                     f"model.rope.{high}={getattr(self, high)}"
                 )
-        if self.attention_factor is not None and self.attention_factor <= 0:
-            raise ConfigError(
-                f"model.rope.attention_factor={self.attention_factor} must be positive"
-            )
 
 
 LONGER = (RopeScaling.linear, RopeScaling.llama3, RopeScaling.yarn)
@@ -100,7 +94,7 @@ USED_BY = {
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position of each channel pair, (d/2,) float64."""
+    """Return the radians a position of each channel pair, (d/2,) float64."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     original = cfg.theta**-exponents
     if cfg.scaling is RopeScaling.none:
@@ -114,14 +108,14 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
 
 
 def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """How far each frequency stays: linear in its turns over the original context."""
+    """Return how far each frequency stays, linear in its turns over the original context."""
     turns = length * original / (2 * math.pi)
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """How far each frequency stays: linear in the index of its channel pair (section 3.2), between
-    the pairs that turn beta_fast and beta_slow times, rounded outwards."""
+    """Return how far each frequency stays: linear in the index of its channel pair (section 3.2),
+    between the pairs that turn beta_fast and beta_slow times, rounded outwards."""
     head_dim = 2 * len(original)
 
     def pair(turns: float) -> float:
@@ -134,7 +128,7 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """What cos and sin are multiplied by: sqrt(1/t) of YaRN, section 3.4; 1 without it."""
+    """Return the factor on cos and sin: sqrt(1/t) of YaRN, section 3.4; 1 without it."""
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0
     if cfg.attention_factor is not None:
@@ -164,11 +158,11 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(factor * angles.sin())
 
     def forward(self, start: int, length: int) -> Rope:
-        """The tables of `length` positions from `start` on, each (length, 1, d)."""
+        """Return the tables of `length` positions from `start` on, each (length, 1, d)."""
         return self.cos[start : start + length], self.sin[start : start + length]
 
     def at(self, positions: Tensor) -> Rope:
-        """The tables of positions (B, T), each (B, T, 1, d)."""
+        """Return the tables of positions (B, T), each (B, T, 1, d)."""
         return self.cos[positions], self.sin[positions]
 
 

@@ -14,14 +14,14 @@ Stats = dict[str, Tensor]
 
 
 def combine_by(name: str) -> str:
-    """How values of this statistic combine: "min", "max" or "mean"."""
+    """Return how values of this statistic combine: "min", "max" or "mean"."""
     if name.endswith("_min"):
         return "min"
     return "max" if name.endswith(("_max", "_top1")) else "mean"
 
 
 def block_stats(x: Tensor, show: Shown | None) -> Stats:
-    """Statistics of one block, each a float32 scalar; none unless something is shown.
+    """Compute one block's statistics, each a float32 scalar; none unless something is shown.
 
     Args:
         x: the block's output (B, T, D).
@@ -45,7 +45,7 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
 
 
 def spread(name: str, values: Tensor) -> Stats:
-    """Mean, minimum and maximum."""
+    """Return mean, minimum and maximum."""
     return {
         f"{name}_mean": values.mean(),
         f"{name}_min": values.amin(),
@@ -54,7 +54,7 @@ def spread(name: str, values: Tensor) -> Stats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """E[(x - mean)^4] / E[(x - mean)^2]^2 over channels, mean over tokens; 3 for a normal law."""
+    """Compute E[(x - mean)^4] / E[(x - mean)^2]^2 over channels, mean over tokens; normal: 3."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -62,7 +62,7 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[Stats]) -> Stats:
-    """Statistics of L layers, each name (L,); fewer where the first layers lack it."""
+    """Stack the statistics of L layers to (L,) each; shorter where the first layers lack one."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }

@@ -1,4 +1,4 @@
-"""The decoder: Block, Transformer, initialisation.
+"""The decoder: its blocks, their stack, and its initialisation.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
@@ -45,8 +45,8 @@ class Block(nn.Module):
         diagnose: bool = False,
         probe: Probe | None = None,
     ) -> tuple[Tensor, Stats, Routed | None]:
-        """x (B, T, D) -> (B, T, D), this layer's statistics when diagnosing, and what routing left
-        behind in a layer of experts."""
+        """Compute the output (B, T, D) of x (B, T, D), this layer's statistics when diagnosing, and
+        the counts and losses of routing in a MoE layer."""
         show: Shown | None = {} if diagnose else None
         normed = self.attention_norm(x)
         x = x + self.attention(normed, rope, mask, cache, show)
@@ -62,19 +62,19 @@ class Block(nn.Module):
 
 
 class TrainOutput(NamedTuple):
-    """What a training forward pass gives."""
+    """The output of a training forward pass."""
 
     objective: Tensor
     """Sum over tokens of loss, weighted z-loss and the router's losses; differentiable, float32."""
     loss: Loss
     stats: Stats
-    """Each (L,), or (L, heads) for lambda_head; empty unless diagnosing."""
+    """Statistics by name, (L,) each, or (L, heads) for lambda_head; empty unless diagnosing."""
     routed: Routed | None
-    """Counts (layers of experts, E), and the router's losses summed over layers."""
+    """Token counts (MoE layers, E), and the router's losses summed over layers."""
 
 
 class Transformer(nn.Module):
-    """Llama-style decoder over any attention variant."""
+    """A Llama-style decoder over any attention variant."""
 
     layers: Any  # nn.ModuleList of Block
 
@@ -99,13 +99,13 @@ class Transformer(nn.Module):
         last: Tensor | None = None,
         probe: Tensor | None = None,
     ) -> Any:
-        """tokens (B, T) int64 -> logits (B, T, V), or a TrainOutput when targets are given.
+        """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput when targets are given.
 
         Args:
             targets: (B, T) int64.
             caches: one a layer, for decoding; tokens then follow what the caches hold.
             diagnose: also return each layer's statistics (with targets).
-            documents: of the tokens; attention stays inside them and their positions start at 0.
+            documents: the tokens' documents; attention stays inside them, positions start at 0.
             probe: (N,) int64, query positions whose maps are looked at when diagnosing.
             last: (B,) int64, the one position of each row whose logits are wanted: (B, V).
         """
@@ -156,23 +156,23 @@ class Transformer(nn.Module):
             router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
-        """What routers learn without a gradient, by name; part of a checkpoint."""
+        """Return what routers learn without a gradient, by name; part of a checkpoint."""
         return {name: b for name, b in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
-        """(layers of experts,): the largest bias of an expert minus the smallest."""
+        """Return the largest bias of an expert minus the smallest, (MoE layers,)."""
         biases = [layer.ffn.router.bias for layer in self.layers if layer.routes]
         return torch.stack([bias.max() - bias.min() for bias in biases])
 
     def active_parameters(self) -> int:
-        """Parameters that one token uses: all but those of experts that it does not go to."""
+        """Count the parameters of a token: all but those of experts that it does not go to."""
         total = sum(param.numel() for param in self.parameters())
         return total - sum(layer.ffn.idle_parameters() for layer in self.layers if layer.routes)
 
     def whole_sequences(
         self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
     ) -> tuple[Rope, Mask]:
-        """Positions and mask of sequences (B, T) from their start."""
+        """Return positions and mask of sequences (B, T) from their start."""
         self.check_length(tokens.shape[1])
         mask = self.layers[0].attention.training_mask(documents, tokens, dtype)
         if documents is None:
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return self.rope.at(documents.positions), mask
 
     def continued(self, cache: KVCache, tokens: Tensor) -> tuple[Rope, Mask]:
-        """Positions and mask of tokens (B, T) that follow what a cache holds."""
+        """Return positions and mask of tokens (B, T) that follow a cache's content."""
         self.check_length(cache.length + tokens.shape[1])
         if cache.lengths is None:
             return self.rope(cache.length, tokens.shape[1]), None
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """(V, D): the output projection, or the embedding when tied."""
+        """The output projection (V, D), which is the embedding when tied."""
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
     def reset_parameters(self, shard: Shard = whole) -> None:
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
     ) -> list[KVCache]:
-        """Empty caches of `length` positions; `dtype` is the parameters' by default."""
+        """Return empty caches of `length` positions; `dtype` is the parameters' by default."""
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
         return [
@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         return found | next((each.choices(device, dtype) for each in mixtures), {})
 
     def flops_per_token(self) -> float:
-        """Training FLOPs a token at `cfg.seq_len`: matrix products, attention counted causally."""
+        """Count training FLOPs a token at `cfg.seq_len`: matrix products, causal attention."""
         layers = sum(
             layer.attention.flops_per_token(self.cfg.seq_len) + layer.ffn.flops_per_token()
             for layer in self.layers
@@ -251,18 +251,18 @@ class Transformer(nn.Module):
         return layers + 6 * self.output_weight.numel()
 
     def kv_cache_bytes_per_token(self) -> int:
-        """Bytes that one position of one sequence holds in all caches, in bf16."""
+        """Count the bytes that one position of one sequence holds in all caches, in bf16."""
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
 
 
 def stack_routed(layers: list[Routed]) -> Routed:
-    """Counts stacked, losses added."""
+    """Stack the layers' counts and add their losses."""
     counts, balance, z = zip(*layers, strict=True)
     return Routed(torch.stack(counts), torch.stack(balance).sum(), torch.stack(z).sum())
 
 
 def build_model(cfg: ModelConfig) -> Transformer:
-    """An initialised decoder in float32 on the current default device.
+    """Build an initialised decoder in float32 on the current default device.
 
     Raises:
         ConfigError: the attention backend cannot run on that device.

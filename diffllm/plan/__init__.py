@@ -1,1 +1,1 @@
-"""What a training run would need of a cluster, found without one."""
+"""Planning: what a training run would need of a cluster, found without one."""

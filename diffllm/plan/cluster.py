@@ -1,4 +1,4 @@
-"""The cluster that a plan is for: what its user says about it, and what is assumed."""
+"""The cluster that a plan is for: what its user states, and what is assumed."""
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,7 @@ def key(help: str, default: Any) -> Any:
 
 @dataclass
 class Cluster:
-    """The keys of `diffllm plan` that no training run has."""
+    """The cluster's description, by the keys of `diffllm plan` that no training run has."""
 
     gpus: int = key("ranks, one a GPU", 8)
     gpu: str = key("its name, for peak and memory", "h200")
@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The GPU, with what the user says in place of what the table says.
+        """The GPU's numbers: the user's where stated, else the table's.
 
         Raises:
             ConfigError: it is unknown.
@@ -64,11 +64,11 @@ class Cluster:
         return Device(known.name if known else self.gpu, peak, memory)
 
     def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
-        """How many of the ranks the node with the fewest of them has; ranks fill nodes in order."""
+        """Count the given ranks in the node that has fewest of them; ranks fill nodes in order."""
         return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
 
     def seconds(self, call: Call) -> float:
-        """What a collective takes at the stated bandwidths.
+        """Return the seconds of a collective at the stated bandwidths.
 
         A ring enters and leaves a node once, and a group has as many rings as it has ranks in a
         node, each with a network card of its own. All to all, every rank sends for itself. Of a

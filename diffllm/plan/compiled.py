@@ -1,4 +1,4 @@
-"""torch.compile without kernels: graphs are cut as for a GPU, and only their memory is acted out.
+"""A stand-in for torch.compile: graphs are cut as for a GPU, and only their memory is acted out.
 
 What a forward graph keeps for its backward graph is decided by the partitioner of the default
 backend. Inside a graph, kernels cannot be had without a compiler for them; which results they
@@ -41,14 +41,14 @@ FUSED_TOO = {
     prims.convert_element_type,
     prims.iota,
 }
-"""Operations that a kernel computes on the way though torch does not call them pointwise."""
+"""Operations that a kernel computes in passing though torch does not call them pointwise."""
 
 RANDOM_STATE_BYTES = 16
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within, torch.compile makes functions for tensors without data."""
+    """Make torch.compile, in this context, build functions for tensors without data."""
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         return acted_out(graph.graph)
@@ -69,7 +69,7 @@ def compiling() -> Iterator[None]:
 
 
 def acted_out(graph: fx.Graph) -> Callable[[list[Any]], Any]:
-    """A function with the graph's inputs and outputs that holds memory as the graph would."""
+    """Return a function with the graph's inputs and outputs that holds memory as it would."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     constants = {node: node for node in graph.nodes if node.op == "get_attr"}
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -94,7 +94,7 @@ def acted_out(graph: fx.Graph) -> Callable[[list[Any]], Any]:
 
 
 def out(output: fx.Node) -> Any:
-    """What a graph returns, as nodes."""
+    """Return the nodes that a graph returns."""
     return output.args[0]
 
 
@@ -104,16 +104,16 @@ def drop(values: dict[fx.Node, Any], nodes: Any) -> None:
 
 
 def result(node: fx.Node) -> Any:
-    """Memory for what a node gives."""
+    """Allocate the memory of a node's result."""
     if "val" in node.meta:
-        return tree_map(allocated, node.meta["val"])
+        return tree_map(memory_for, node.meta["val"])
     # An operation that might be random was wrapped to save a state; only its parts have shapes.
     parts = {n.args[1]: result(n) for n in node.users if n.target is operator.getitem}
     return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
-def allocated(like: Any) -> Any:
-    """Memory for a tensor; what is not one stays."""
+def memory_for(like: Any) -> Any:
+    """Allocate the memory of a tensor; return anything else as it is."""
     if not isinstance(like, Tensor):
         return like
     if not all(isinstance(size, int) for size in like.shape):  # what else has no size of its own
@@ -122,7 +122,7 @@ def allocated(like: Any) -> Any:
 
 
 def value_of(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """The result of a node that is in memory, or is a view of one that is."""
+    """Return the result of a node that is in memory, or is a view of one that is."""
     if node in values:
         return values[node]
     parent = node.all_input_nodes[0]
@@ -139,7 +139,7 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose results are in memory of their own."""
+    """Return the nodes whose results are in memory of their own."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output" or is_kernel(node):
@@ -150,7 +150,7 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def last_readers(graph: fx.Graph, steps: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What is not needed any more behind each of `steps`, the inputs of the graph among it."""
+    """Return by step the nodes, inputs of the graph among them, that nothing reads after it."""
     needed = {
         source(n) for node in graph.nodes if node.op == "output" for n in node.all_input_nodes
     }
@@ -171,7 +171,7 @@ def last_readers(graph: fx.Graph, steps: list[fx.Node]) -> dict[fx.Node, list[fx
 
 
 def source(node: fx.Node) -> fx.Node:
-    """The node that `node` is a view or a part of, or itself."""
+    """Return the node that `node` is a view or a part of, or itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""From a simulated step to gibibytes, seconds and days."""
+"""The plan of a run: from a simulated step to gibibytes, seconds and days."""
 
 import difflib
 import re
@@ -22,38 +22,38 @@ class Flow(NamedTuple):
     kind: Collective
     ranks: int
     in_a_node: int
-    """Of those ranks, as many as share a node, in the node that has fewest."""
+    """The number of those ranks that share a node, in the node that has fewest."""
     calls: int
     sent: float
     """Bytes that leave the rank."""
     seconds: float
-    """At the stated bandwidths, one after the other."""
+    """Seconds at the stated bandwidths, one collective after the other."""
 
 
 class Assumption(NamedTuple):
-    """What nobody measured."""
+    """A value that the plan takes as given and nobody measured."""
 
     key: str
     value: Any
     why: str
     given: bool
-    """Whether the user said so."""
+    """True if the user stated it."""
 
 
 @dataclass
 class Plan:
-    """What a run would take."""
+    """The needs of a run: memory, time and traffic."""
 
     cfg: TrainConfig
     overrides: list[str]
     cluster: Cluster
     steps: dict[bool, Step]
-    """By activation checkpointing; the configured policy first."""
+    """The simulated step by activation checkpointing; the configured policy first."""
     assumptions: list[Assumption]
 
     @property
     def step(self) -> Step:
-        """With the configured policy."""
+        """The simulated step with the configured policy."""
         return self.steps[self.cfg.activation_checkpointing]
 
     @property
@@ -62,11 +62,11 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """Bytes of the device."""
+        """Memory of the device, in bytes."""
         return round(self.cluster.device.memory_gib * GIB)
 
     def free(self, step: Step) -> int:
-        """Bytes that a step leaves, negative where it does not fit."""
+        """Return the bytes that a step leaves free, negative where it does not fit."""
         return self.memory - self.reserve - step.peak.total
 
     @property
@@ -83,18 +83,18 @@ class Plan:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step, at the stated MFU."""
+        """Seconds that a step computes at the stated MFU."""
         cluster = self.cluster
         return self.flops_per_step / (cluster.gpus * cluster.device.peak_flops * cluster.mfu)
 
     @property
     def step_seconds(self) -> float:
-        """The stated MFU's, or what sending takes where that is longer."""
+        """Seconds of a step: computation at the stated MFU, or communication if that is longer."""
         return max(self.compute_seconds, self.communication_seconds)
 
     @property
     def mfu(self) -> float:
-        """What is left of the stated one."""
+        """MFU that is left of the stated one where communication takes longer."""
         return self.cluster.mfu * self.compute_seconds / self.step_seconds
 
     @property
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """For all tokens, or None where their number is not stated."""
+        """Seconds of the whole run, or None where the number of tokens is not stated."""
         return self.cluster.tokens and self.cluster.tokens / self.tokens_per_s
 
     @property
@@ -112,12 +112,12 @@ class Plan:
 
     @property
     def communication_seconds(self) -> float:
-        """Of a step, if one collective runs after the other."""
+        """Seconds that a step communicates, if one collective runs after the other."""
         return sum(flow.seconds for flow in self.flows)
 
 
 def flows(calls: list[Call], cluster: Cluster) -> list[Flow]:
-    """Collectives put together, the longest first."""
+    """Group collectives by kind and ranks, the longest group first."""
     groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
     for call in calls:
         near = cluster.fewest_in_a_node(call.ranks)
@@ -131,11 +131,11 @@ def flows(calls: list[Call], cluster: Cluster) -> list[Flow]:
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
-    """The plan of a training config on a cluster, with and without activation checkpointing.
+    """Plan a training config on a cluster, with and without activation checkpointing.
 
     Args:
         given: keys of `cluster` that the user set.
-        overrides: as for train.py.
+        overrides: those that train.py would get.
 
     Raises:
         ConfigError: a key or value is wrong, or the cluster cannot run the config.
@@ -151,7 +151,7 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
 
 
 def changed(made: Plan, words: tuple[str, ...], step: Step) -> Plan:
-    """The plan with other words on the command line, of which `step` is known already."""
+    """Plan with other words on the command line, for which `step` is already known."""
     keys = {word.partition("=")[0] for word in words}
     gpus = [int(word.partition("=")[2]) for word in words if word.startswith("gpus=")]
     cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
@@ -162,7 +162,7 @@ def changed(made: Plan, words: tuple[str, ...], step: Step) -> Plan:
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
-    """The training config, and what had to be assumed of it.
+    """Return the training config, and the assumptions that completing it took.
 
     The batch of the default experiment is for one small machine: where no batch is given, each rank
     has one micro-batch a step, of one sequence unless the user says more.
@@ -190,7 +190,7 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
 
 
 def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Assumption]:
-    """What the plan takes for granted, and which key says otherwise."""
+    """List what the plan takes for granted, with the keys that say otherwise."""
     device = cluster.device
     values = {
         "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name}, data sheet"),
@@ -213,7 +213,7 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
 
 
 def idealised(cfg: TrainConfig) -> dict[str, str]:
-    """What the plan leaves out, and no key changes."""
+    """List what the plan leaves out, and no key changes."""
     found = {
         "collectives": "at line rate, without latency, one after the other, all hidden behind the "
         "computation while they take less",

@@ -1,4 +1,5 @@
-"""Kernels that a GPU has and a CPU composes of smaller ones, for what they keep."""
+"""Stand-ins for kernels that a GPU has and a CPU composes of smaller ones, for the memory they
+keep."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from diffllm.model import loss
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """A context in which some operations take the memory that they take on a GPU.
+    """Return a context in which some operations take the memory that they take on a GPU.
 
     These are uncompiled RMSNorms and the loss's sum of weight gradients. What they return has no
     meaning.
@@ -42,7 +43,7 @@ def gpu_kernels() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and one number a row, as the fused kernel does."""
+    """An RMSNorm that keeps its input and one number a row, as the fused kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory of a process over time, from the storages that tensor operations make and drop."""
+"""Memory of a process over time, from the storages that tensor operations make and free."""
 
 import weakref
 from collections import Counter
@@ -15,23 +15,23 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 
 class Kind(Enum):
-    """What memory is for."""
+    """The purpose of memory."""
 
     parameters = "parameters"
     gradients = "gradients"
     optimizer = "optimizer state"
     activations = "activations"
-    """Made in a forward pass and kept for the backward pass."""
+    """Results of a forward pass kept for the backward pass."""
     communication = "communication"
     """Gathered parameters, gradients on their way to their ranks, buffers of collectives."""
     working = "working memory"
-    """Everything that lives shortly: results on the way, what is computed again."""
+    """Short-lived memory: intermediate results, and what is computed again."""
     other = "other state"
-    """What is there before the first step and none of the above: tables, windows."""
+    """Everything else that exists before the first step: tables, windows."""
 
 
-class Block:
-    """One storage; `kind` is None while nobody has said what it is for."""
+class MemoryBlock:
+    """One storage; `kind` is None until its purpose is known."""
 
     __slots__ = ("born", "kind", "ref", "size")
 
@@ -45,24 +45,24 @@ class Peak(NamedTuple):
     """The most memory that was in use at once."""
 
     total: int
-    """Bytes."""
+    """Size in bytes."""
     by_kind: dict[Kind, int]
     """Bytes of each kind at that moment; they sum to `total`."""
     event: int
-    """When: a position between those that `Memory.now` gave."""
+    """The moment, as a position between those that `Memory.now` gave."""
 
 
 class Memory:
-    """Bytes in use, event by event."""
+    """The bytes in use, event by event."""
 
     def __init__(self) -> None:
-        self.live: dict[int, Block] = {}
-        self.events: list[tuple[Block, int]] = []
+        self.live: dict[int, MemoryBlock] = {}
+        self.events: list[tuple[MemoryBlock, int]] = []
         self.fused = False
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Within, what no operation shows counts as well: storages emptied and filled in place.
+        """Count, in this context, what no operation shows: storages emptied and filled in place.
 
         Tensors by which DTensor finds out shapes, whole and never there, do not count.
         """
@@ -87,20 +87,20 @@ class Memory:
 
     @contextmanager
     def without_memory(self) -> Iterator[None]:
-        """Within, new storages count nothing: results that a fused kernel keeps to itself."""
+        """Count no new storages in this context: results that a fused kernel keeps to itself."""
         before, self.fused = self.fused, True
         try:
             yield
         finally:
             self.fused = before
 
-    def block(self, tensor: Tensor) -> Block:
-        """The block that a tensor lies in, new or known."""
+    def block(self, tensor: Tensor) -> MemoryBlock:
+        """Return the block that a tensor lies in, new or known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
             return self.live[key]
-        block = Block(0 if self.fused else storage.nbytes(), len(self.events))
+        block = MemoryBlock(0 if self.fused else storage.nbytes(), len(self.events))
         block.ref = weakref.ref(storage, partial(self._freed, key))
         self.live[key] = block
         self.events.append((block, block.size))
@@ -111,31 +111,31 @@ class Memory:
         self.events.append((block, -block.size))
 
     def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Say what tensors are for, whatever was said before."""
+        """Set the kind of tensors, whatever it was before."""
         for tensor in tensors:
             self.block(tensor).kind = kind
 
     def suggest(self, tensor: Tensor, kind: Kind) -> None:
-        """Say what a tensor is for, unless that is known."""
+        """Set the kind of a tensor, unless it is known."""
         block = self.block(tensor)
         block.kind = block.kind or kind
 
     def label_since(self, event: int, kind: Kind) -> None:
-        """Say what all is for that came since `event`, is still there and has no kind."""
+        """Set the kind of all blocks that came since `event`, still exist and have none."""
         for block in self.live.values():
             if block.born >= event and block.kind is None:
                 block.kind = kind
 
     def in_use(self, kind: Kind) -> int:
-        """Bytes of a kind at this moment."""
+        """Return the bytes of a kind at this moment."""
         return sum(block.size for block in self.live.values() if block.kind is kind)
 
     def now(self) -> int:
-        """This moment, for `peak` and `label_since`."""
+        """Return this moment, for `peak` and `label_since`."""
         return len(self.events)
 
     def peak(self, start: int, end: int) -> Peak:
-        """The highest point between two moments."""
+        """Return the highest point between two moments."""
         total = highest = sum(change for _, change in self.events[:start])
         at = start
         for i in range(start, end):

@@ -1,4 +1,4 @@
-"""What a training step does to memory and network, seen from below the autograd engine."""
+"""The observer of a training step: memory and network, seen from below the autograd engine."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from diffllm.plan.traffic import Call, Collective, call_of, tensors_in
 
 
 class Observer(TorchDispatchMode):
-    """Within, every operation's storages go to `memory` and every collective to `calls`."""
+    """A context that adds every operation's storages to `memory`, its collectives to `calls`."""
 
     supports_higher_order_operators = True
 
@@ -21,7 +21,7 @@ class Observer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code is watched when it runs, not when it is made."""
+        """Ignore the making of compiled code, which is watched when it runs."""
         return True
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""A training step of one rank of a cluster that is not there.
+"""A simulated training step of one rank of a cluster.
 
 The trainer builds and steps the model, on tensors without data and in a process group without
 other processes.
@@ -32,21 +32,21 @@ from diffllm.trainer import train_step
 
 CPU = torch.device("cpu")
 SIMULATED = 2
-"""Micro-batches that stand for any number: the last one, and one that others follow."""
+"""The number of micro-batches that stand for any number: the last, and one that others follow."""
 EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 
 @dataclass
 class Step:
-    """What one rank's training step takes. Bytes are of this rank."""
+    """The needs of one rank's training step, in bytes of this rank."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    """What one forward pass leaves for its backward pass."""
+    """Bytes that one forward pass leaves for its backward pass."""
     peak: Peak
-    """Of a step that measures all that steps measure."""
+    """Peak of a step that measures everything that steps measure."""
     when: str
     """The part of the step that the peak falls into."""
     calls: list[Call]
@@ -57,7 +57,7 @@ class Step:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """A process group whose collectives do nothing."""
+    """Start a process group, for this context, whose collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -68,7 +68,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """`cfg` with what a GPU would choose for it, as far as memory can tell the difference.
+    """Return `cfg` with a GPU's choices, as far as they change memory.
 
     All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
     """
@@ -86,7 +86,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """The step that `rank` of `world_size` would make.
+    """Simulate the step of `rank` among `world_size`.
 
     Raises:
         ConfigError: `world_size` ranks cannot run `cfg`.
@@ -114,7 +114,7 @@ class Watched:
     def __init__(self, t: Training, observer: Observer):
         self.t, self.memory, self.calls = t, observer.memory, observer.calls
         self.parts: list[tuple[int, int, str]] = []
-        """(event, call, what part of a step begins there)."""
+        """Parts of a step as (event, call, name), in order; a part begins at its event and call."""
         self.activations = 0
         states = [value for state in t.optimizer.state.values() for value in state.values()]
         self.memory.label(map(local, t.params.values()), Kind.parameters)
@@ -128,7 +128,7 @@ class Watched:
         t.optimizer.register_step_pre_hook(self.update_starts)
 
     def step(self, count: int) -> Step:
-        """One step, of which `count` micro-batches are to be told."""
+        """Observe one step, of which `count` micro-batches are to be reported."""
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start, self.memory.now())
@@ -147,7 +147,7 @@ class Watched:
         )
 
     def all_calls(self, count: int) -> list[Call]:
-        """The collectives of `count` micro-batches: the first stands for all but the last."""
+        """Return the collectives of `count` micro-batches, all but the last as the first one's."""
         starts = [call for _, call, part in self.parts if part == FORWARD]
         first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
         return [*first * max(0, count - len(starts)), *self.calls]
@@ -184,5 +184,5 @@ FORWARD = "forward pass"
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of what this rank holds of tensors, without what pads them."""
+    """Count the bytes of what this rank holds of tensors, without padding."""
     return sum(local(tensor).nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The nearest change with which a run fits."""
+"""The search for the nearest change with which a run fits."""
 
 from enum import Enum, auto
 from itertools import combinations, product
@@ -11,29 +11,29 @@ from diffllm.plan.estimate import Plan, planned_config
 from diffllm.plan.simulate import Step, simulate
 
 MORE_GPUS = (2, 4, 8, 16)
-"""Times as many that are tried."""
+"""Multiples of the number of GPUs that are tried."""
 
 Words = tuple[str, ...]
-"""What one change puts on the command line, in place of words with the same keys."""
+"""The words that a change puts on the command line, in place of words with the same keys."""
 
 
 class Change(NamedTuple):
-    """A plan that fits."""
+    """A change with which the plan fits."""
 
     words: Words
     step: Step
 
 
 class Miss(Enum):
-    """Why a change does not help."""
+    """The reason why a change does not help."""
 
     too_big = auto()
     invalid = auto()
-    """A batch or a mesh that so many ranks cannot have."""
+    """No such number of ranks can have this batch or mesh."""
 
 
 def nearest_change(plan: Plan) -> Change | None:
-    """The fewest changes with which `plan` fits; None if none that is tried does.
+    """Return the fewest changes with which `plan` fits; None if none that is tried does.
 
     Of as many changes, smaller micro-batches come before gradients that are reduced after each of
     them, before checkpointing, before more shards out of replicas, before more GPUs; of one, what
@@ -55,7 +55,7 @@ def nearest_change(plan: Plan) -> Change | None:
 
 
 def options(plan: Plan) -> list[list[Words]]:
-    """The kinds of changes there are, each with its values from near to far."""
+    """List the kinds of changes there are, each with its values from near to far."""
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
     waits = count > 1 and cfg.parallel.reduce is not Reduce.every
@@ -72,7 +72,7 @@ def options(plan: Plan) -> list[list[Words]]:
 
 
 def more_gpus(plan: Plan, times: int) -> Words:
-    """So many times as many GPUs, all of which go to shards: more replicas would save nothing."""
+    """Return words for more GPUs, all of which go to shards: more replicas would save nothing."""
     parallel, words = plan.cfg.parallel, (f"gpus={times * plan.cluster.gpus}",)
     if parallel.shard == -1:
         return words
@@ -85,14 +85,14 @@ def key_of(word: str) -> str:
 
 
 class Search:
-    """Changes of one plan, each simulated once."""
+    """The changes of one plan, each simulated once."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.seen: dict[Words, Change | Miss] = {}
 
     def outcome(self, values: tuple[Words, ...]) -> Change | Miss:
-        """With the words of all `values`; of words with one key, the first."""
+        """Simulate the words of all `values`; of words with one key, the first counts."""
         by_key: dict[str, str] = {}
         for word in (word for value in values for word in value):
             by_key.setdefault(key_of(word), word)
@@ -123,5 +123,5 @@ class Search:
 
 
 def fitting(plan: Plan, change: Change) -> Change | Miss:
-    """`change`, if it fits the device of `plan`."""
+    """Return `change` if it fits the device of `plan`."""
     return change if plan.free(change.step) >= 0 else Miss.too_big

@@ -1,4 +1,4 @@
-"""The collectives of a process: what it sends, over which ranks."""
+"""The collectives of a process: the bytes it sends, and the ranks it sends them to."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -14,7 +14,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Collective(Enum):
-    """What a collective does. Its bytes are those of the larger of what goes in and comes out."""
+    """The kinds of collectives. Their size is that of the larger of input and output, in bytes."""
 
     all_gather = "all-gather"
     reduce_scatter = "reduce-scatter"
@@ -23,7 +23,7 @@ class Collective(Enum):
     broadcast = "broadcast"
 
     def on_the_wire(self, size: int, ranks: int) -> float:
-        """Bytes that a rank sends: of a ring, or, all to all, of what is not its own."""
+        """Return the bytes that a rank sends: around a ring, or all to all, to the others."""
         if self is Collective.broadcast:
             return size
         return (2 if self is Collective.all_reduce else 1) * size * (ranks - 1) / ranks
@@ -38,12 +38,12 @@ class Call(NamedTuple):
 
     kind: Collective
     size: int
-    """Bytes."""
+    """Size in bytes."""
     ranks: tuple[int, ...]
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """The collective that an operation is; None for other operations.
+    """Return the collective that an operation is; None for other operations.
 
     Raises:
         NotImplementedError: it communicates in another way than all of a group together.
@@ -62,17 +62,17 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
 
 
 def total_bytes(value: Any) -> int:
-    """Of all tensors in a nested structure."""
+    """Sum the bytes of all tensors in a nested structure."""
     return sum(t.nbytes for t in tensors_in(value))
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """All tensors in a nested structure."""
+    """Iterate over all tensors in a nested structure."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:
-    """The process group among the arguments of an operation."""
+    """Find the process group among the arguments of an operation."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:

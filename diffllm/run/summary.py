@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from diffllm.build import Training
-from diffllm.choices import as_text
+from diffllm.choices import for_json
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData
 from diffllm.metrics.display import duration
@@ -55,7 +55,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "compute_dtype": dtype_name(t.compute_dtype),
         "torch": torch.__version__,
-        "choices": as_text(t.choices),
+        "choices": for_json(t.choices),
     }
 
 

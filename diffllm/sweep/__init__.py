@@ -1,1 +1,1 @@
-"""`train.py -m`: every combination of the swept values is a run of its own, in its own process."""
+"""Sweeps, `train.py -m`: every combination of the swept values is a run in a process of its own."""

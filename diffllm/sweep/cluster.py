@@ -34,17 +34,17 @@ CHECK_S = 30
 
 
 @dataclass
-class Cluster:
-    """Where jobs go."""
+class ClusterLauncher:
+    """The cluster that a sweep's jobs go to, as `hydra/launcher` and its keys describe it."""
 
     kind: str
-    """slurm or local."""
+    """Either "slurm" or "local"."""
     words: list[str]
-    """hydra/launcher=... and hydra.launcher.*."""
+    """The overrides hydra/launcher=... and hydra.launcher.*."""
 
     @classmethod
-    def of(cls, words: list[str], ranks: int) -> "Cluster | None":
-        """The cluster that the launcher's words ask for; None for Hydra's own launcher.
+    def of(cls, words: list[str], ranks: int) -> "ClusterLauncher | None":
+        """Read the cluster that the launcher's words ask for; None for Hydra's own launcher.
 
         Raises:
             ConfigError: no such launcher, a key it does not have, or no submitit.
@@ -71,7 +71,7 @@ class Cluster:
         return cluster
 
     def settings(self, sweep: str) -> dict[str, Any]:
-        """The launcher's keys."""
+        """Compose the launcher's keys."""
         GlobalHydra.instance().clear()
         words = [*self.words, f"run.sweep={sweep}", f"hydra.job.name={sweep}"]
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
@@ -85,7 +85,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks of a run."""
+        """Number of ranks of a run."""
         settings = self.settings("check")
         return settings["nodes"] * settings["tasks_per_node"]
 
@@ -123,7 +123,7 @@ class Cluster:
         return stops.received, endings
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
-        """submitit's handles by the runs' names; one job array for all that are new."""
+        """Submit new jobs as one job array; return submitit's handles by the runs' names."""
         import submitit
 
         settings = self.settings(directory.path.name)
@@ -152,7 +152,7 @@ class Cluster:
         return handles
 
     def executor(self, folder: str, settings: dict[str, Any]) -> Any:
-        """submitit's executor, with the launcher's keys under its names.
+        """Build submitit's executor, with the launcher's keys under its names.
 
         Raises:
             ConfigError: there is no such cluster here, or it refuses the keys.
@@ -178,7 +178,7 @@ class Cluster:
         return executor
 
     def ending(self, job: Job, handle: Any) -> Ending:
-        """How a job ended that is no longer in the queue."""
+        """Return how a job ended that is no longer in the queue."""
         import submitit
 
         try:
@@ -190,13 +190,13 @@ class Cluster:
 
 
 def first_failed(endings: list[Ending]) -> Ending:
-    """Of a run's ranks, the one that failed before the others and says why; else rank 0."""
+    """Return the rank that failed before the others and says why; rank 0 if there is none."""
     failed = [ending for ending in endings if ending.state == "failed"]
     return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
 
 
 def why(error: Exception) -> str:
-    """What submitit says of a job that gave no result: the scheduler's word, or the last line."""
+    """Return why a job gave no result: the scheduler's word, or the last line."""
     state = re.search(r"\(state: (.*?)\)", str(error))
     if state:
         return f"ended by the scheduler ({state[1]})"
@@ -222,7 +222,7 @@ def in_queue(job_id: str) -> bool:
 
 
 def slurm_job(folder: str, job_id: str, tasks: int) -> Any:
-    """submitit's handle on a job that an earlier sweep process submitted."""
+    """Return submitit's handle on a job that an earlier sweep process submitted."""
     import submitit
 
     return submitit.SlurmJob(folder, job_id, tasks=list(range(tasks)))

@@ -1,15 +1,15 @@
-"""A sweep from its command line to its table."""
+"""The course of a sweep, from its command line to its table."""
 
 import os
 import time
 from typing import Any
 
 from diffllm.distributed.world import DistributedConfig, World, join
-from diffllm.sweep.cluster import Cluster
+from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.job import Job
 from diffllm.sweep.local import run_here
 from diffllm.sweep.names import experiment_words, parse
-from diffllm.sweep.plan import SweepDirectory, plan
+from diffllm.sweep.plan import SweepDirectory, plan_jobs
 from diffllm.sweep.report import report, write_comparison
 
 
@@ -34,16 +34,16 @@ def sweep(words: list[str], script: str) -> int:
     if world.size > 1:  # the runs meet through the store that this process met through
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     directory: SweepDirectory | None = None
-    cluster: Cluster | None = None
+    cluster: ClusterLauncher | None = None
 
     def choose() -> list[dict[str, Any]]:
-        """Rank 0's plan: every run with its overrides."""
+        """Plan the sweep, on rank 0: every run with its overrides."""
         nonlocal directory, cluster
         own, launcher = parse([*experiment_words(words), *words])
         if not any(o.get_key_element() == "run.sweep" for o in own):
             own += parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
-        cluster = Cluster.of(launcher, world.size)
-        directory, runs = plan(own, cluster.world_size if cluster else world.size)
+        cluster = ClusterLauncher.of(launcher, world.size)
+        directory, runs = plan_jobs(own, cluster.world_size if cluster else world.size)
         return runs
 
     jobs = [Job(script, **run) for run in world.decide("sweep", choose)]
@@ -51,7 +51,7 @@ def sweep(words: list[str], script: str) -> int:
 
 
 def execute(
-    jobs: list[Job], world: World, cluster: Cluster | None, directory: SweepDirectory | None
+    jobs: list[Job], world: World, cluster: ClusterLauncher | None, directory: SweepDirectory | None
 ) -> int:
     """Run what is not finished, here or on a cluster, and report on rank 0, which has both."""
     if not directory:

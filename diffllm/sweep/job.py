@@ -1,4 +1,4 @@
-"""One run of a sweep, as a child process; imports little, for the tasks of a cluster's jobs."""
+"""A run of a sweep as a child process; imports little, for the tasks of a cluster's jobs."""
 
 import ctypes
 import os
@@ -21,24 +21,24 @@ ERROR = re.compile(
 
 
 class Ending(NamedTuple):
-    """How a run's process ended."""
+    """The end of a run's process."""
 
     state: str
-    """finished, stopped (saved; it can go on), or failed."""
+    """One of finished, stopped (saved; it can go on), or failed."""
     reason: str
     at: float
-    """When, in seconds since the epoch."""
+    """Time of the end, in seconds since the epoch."""
     silent: bool = False
-    """Failed without a word: a rank that leaves it to another to say why."""
+    """True if it failed without a word, as a rank does that leaves the reason to another."""
 
 
 @dataclass
 class Job:
-    """A run: what to start, and what is known of it."""
+    """A run: the command that starts it, and what is known of its state."""
 
     script: str
     number: int
-    """Its place in the sweep, from 1 to `total`."""
+    """Position in the sweep, from 1 to `total`."""
     total: int
     name: str
     path: str
@@ -46,11 +46,11 @@ class Job:
     steps: int
     words: list[str]
     finished: bool
-    """Before this sweep."""
+    """True if the run was finished before this sweep."""
 
     @property
     def log(self) -> Path:
-        """What the run's first process said on standard error, start by start."""
+        """Standard error of the run's first process, start by start."""
         return Path(f"{self.path}.log")
 
     @property
@@ -58,14 +58,14 @@ class Job:
         return Path(self.path, "summary.json").is_file()
 
     def progress(self) -> str:
-        """The newest checkpoint, in words."""
+        """Describe the newest checkpoint in words."""
         saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")
         steps = [int(file.parent.name.removeprefix("step-")) for file in saved]
         return f"saved at step {max(steps)} of {self.steps}" if steps else "nothing saved yet"
 
 
 class JobProcess:
-    """A job that has been started. Its standard error goes on to ours and to the job's log."""
+    """The process of a started job; its standard error goes on to ours and to the job's log."""
 
     def __init__(self, job: Job, rank: int = 0):
         self.job, self.rank, self.signalled = job, rank, False
@@ -95,7 +95,7 @@ class JobProcess:
         self.signalled = True
 
     def wait(self) -> Ending:
-        """How it ended; the log says so, too."""
+        """Wait for the end of the process, return it, and log it."""
         code = self.child.wait()
         at = time.time()
         try:
@@ -117,14 +117,17 @@ class JobProcess:
 
 
 def tie_to_parent() -> None:
-    """In the new process: the parent's death stops it, saved; a scheduler's SIGUSR2 does not."""
+    """Tie the new process, in which this runs, to its parent.
+
+    The parent's death stops it, saved; a scheduler's SIGUSR2 does not.
+    """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def last_error(log: Path, begin: int) -> str:
-    """The last line since byte `begin` that looks like an error, or the last line."""
+    """Return the last line since byte `begin` that looks like an error, or the last line."""
     with open(log, errors="replace") as file:
         file.seek(begin)
         lines = [line.strip() for line in file if line.strip()]

@@ -10,7 +10,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stops:
-    """While open, SIGINT and SIGTERM are noted, and passed on to the job that runs."""
+    """A context in which SIGINT and SIGTERM are noted, and passed on to the job that runs."""
 
     def __enter__(self) -> "Stops":
         self.received = 0

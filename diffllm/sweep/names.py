@@ -1,4 +1,4 @@
-"""From the command line of a sweep to its jobs, and from a job's values to the name of its run."""
+"""The jobs that a sweep's command line makes, and the names of their runs."""
 
 import hashlib
 import itertools
@@ -23,7 +23,7 @@ LONGEST = 40
 
 
 def experiment_words(words: list[str]) -> list[str]:
-    """The values that the chosen experiment sweeps over, as overrides: its hydra.sweeper.params."""
+    """Return the chosen experiment's swept values, its hydra.sweeper.params, as overrides."""
     chosen = [word for word in words if word.startswith("experiment=")]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
@@ -35,7 +35,7 @@ def experiment_words(words: list[str]) -> list[str]:
 
 
 def parse(words: list[str]) -> tuple[list[Override], list[str]]:
-    """The overrides of the runs, the last one for each key, and the words about Hydra's launcher.
+    """Return the runs' overrides, the last for each key, and the words about Hydra's launcher.
 
     Raises:
         ConfigError: a word that Hydra's grammar does not know, or a key that a sweep sets itself.
@@ -72,12 +72,12 @@ def parse(words: list[str]) -> tuple[list[Override], list[str]]:
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
-    """The overrides of every job; the values of the last swept key change fastest."""
+    """List the overrides of every job; the values of the last swept key change fastest."""
     return [list(job) for job in itertools.product(*(choices(o) for o in overrides))]
 
 
 def choices(override: Override) -> list[str]:
-    """One override for every value."""
+    """Split an override into one for every value."""
     word, key = str(override.input_line), override.get_key_element()
     if not override.is_sweep_override():
         return [word]
@@ -97,7 +97,7 @@ def choices(override: Override) -> list[str]:
 
 
 def run_name(cfg: TrainConfig, keys: list[str]) -> str:
-    """What the values of `keys` make of a run: diff_v1-lr0.001-seed0.
+    """Name a run after the values of `keys`: diff_v1-lr0.001-seed0.
 
     The name depends on a value, not on its spelling, and two values never have one name.
     """
@@ -107,7 +107,7 @@ def run_name(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
-    """The end of each key that no other key has; nothing for a config group."""
+    """Return the end of each key that no other key has; nothing for a config group."""
     paths = {key: key.lstrip("+").split(".") for key in keys}
     labels = {}
     for key, path in paths.items():
@@ -119,7 +119,7 @@ def short_labels(keys: list[str]) -> dict[str, str]:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """A typed config's value of a dotted key, or the choice in a config group."""
+    """Return a typed config's value of a dotted key, or the choice in a config group."""
     if key in GROUPS:
         return cfg.run.choices[key]
     value: Any = cfg
@@ -129,7 +129,7 @@ def value_of(cfg: TrainConfig, key: str) -> Any:
 
 
 def label_value(label: str, value: Any) -> str:
-    """seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
+    """Label a value: seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     text = plain(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
@@ -140,7 +140,7 @@ def label_value(label: str, value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """A value as text; a list of one text is that text."""
+    """Return a value as text; a list of one text is that text."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):

@@ -1,4 +1,4 @@
-"""What a sweep will run: every job checked, and compared with what its directory already holds."""
+"""The plan of a sweep: every job checked, and compared with what its directory already holds."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from diffllm.sweep.names import combinations, run_name
 
 
 class SweepDirectory:
-    """Rank 0's hold on `outputs/<sweep>/`; one sweep at a time.
+    """The directory `outputs/<sweep>/`, held by rank 0; one sweep at a time.
 
     sweep.json has the keys that name its runs, and for each run the overrides of these keys.
     """
@@ -47,13 +47,15 @@ class SweepDirectory:
         write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")
 
     def announce(self, jobs: list[Job]) -> None:
-        """Say what there is to do."""
+        """Say how many runs there are, and how many are finished."""
         done = sum(job.finished for job in jobs)
         others = f", {done} of them finished" if done else ""
         print(f"sweep {self.path}: {len(jobs)} runs{others}", flush=True)
 
 
-def plan(overrides: list[Override], world_size: int) -> tuple[SweepDirectory, list[dict[str, Any]]]:
+def plan_jobs(
+    overrides: list[Override], world_size: int
+) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check every job, take the sweep's directory, find out which runs are finished.
 
     Returns:
@@ -101,7 +103,7 @@ def plan(overrides: list[Override], world_size: int) -> tuple[SweepDirectory, li
 
 
 def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
-    """The keys that name the runs: those of the directory's sweep, if it has one already."""
+    """Return the keys that name the runs: those of the directory's sweep, if it has one already."""
     keys = directory.record["keys"]
     if keys is None:
         return swept

@@ -1,4 +1,4 @@
-"""What is said when a sweep has ended."""
+"""The table and the lines that end a sweep."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each task of a cluster's job does: one rank of one run."""
+"""The task of a cluster's job: one rank of one run."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from diffllm.sweep.job import Ending, Job, JobProcess
 
 
 class ClusterTask:
-    """Called by submitit in every task of a job, with the job as its argument."""
+    """The callable that submitit calls in every task of a job, with the job as its argument."""
 
     process: JobProcess | None = None
 
@@ -31,7 +31,7 @@ class ClusterTask:
             self.process.stop(number)
 
     def checkpoint(self, job: Job) -> Any:
-        """Preempted, or out of time: let the run save; submitit puts the job back in the queue."""
+        """Let a preempted run, or one out of time, save; submitit queues the job again."""
         from submitit.helpers import DelayedSubmission
 
         if self.process:

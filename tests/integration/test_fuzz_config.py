@@ -13,7 +13,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.overrides import GROUPS
-from diffllm.config.values import LARGEST, check_values, leaves
+from diffllm.config.values import check_values, leaves
 from diffllm.diagnostics import probe_positions
 from diffllm.errors import LONGEST, ConfigError
 from diffllm.model import ModelConfig, build_model
@@ -553,9 +553,26 @@ def test_the_real_command(
     assert not missing, line
 
 
-def test_every_limit_is_of_a_key() -> None:
-    variants = [*KEYS, "model.attention.query_heads"]
-    assert set(LARGEST) <= set(variants)
-    for key, largest in LARGEST.items():
-        if key in KEYS:
-            assert_refused([*BASE, f"{key}={largest + 1}"], key, str(largest))
+def bounds_below(node: Any, prefix: str = "") -> Iterator[tuple[str, str, float]]:
+    """(dotted key, rule, bound) of every bound that a field below a config dataclass declares."""
+    for f in fields(node):
+        value = getattr(node, f.name)
+        if is_dataclass(value):
+            yield from bounds_below(value, f"{prefix}{f.name}.")
+        for rule, bound in f.metadata.items():
+            yield f"{prefix}{f.name}", rule, bound
+
+
+BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PARTS_OF_A_RUN)]
+
+
+@pytest.mark.parametrize(("key", "rule", "bound"), BOUNDS)
+def test_the_first_value_beyond_a_bound_is_refused(key: str, rule: str, bound: float) -> None:
+    kind = base_type(KEYS[key][0])[0]
+    step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
+    value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)
+    cfg = with_value(DENSE, key, kind(value))
+    for check in (cfg.validate, functools.partial(checked, cfg)):
+        line = line_of(check)
+        assert line is not None
+        assert key.split(".")[-1] in line

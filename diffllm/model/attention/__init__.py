@@ -1,4 +1,4 @@
-"""The attention family: one file a variant, found by looking."""
+"""The attention variants: one file each, found by importing every module of this folder."""
 
 import importlib
 import pkgutil

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from diffllm.model.config import ModelConfig
 
 Shown = dict[str, Tensor]
-"""What a layer lays open for diagnostics: "q" and "k" as projected, "context" (B, T, heads, width),
-"lambda", "gate"."""
+"""The tensors that a layer hands to diagnostics, by name: "q" and "k" as projected, "context" (B,
+T, heads, width), "lambda", "gate"."""
 
 Maps = dict[str, Tensor]
 """Explicit maps by name, (B, heads, T, S) each; the last one weights the values."""
@@ -37,20 +37,20 @@ Maps = dict[str, Tensor]
 
 @dataclass
 class AttentionConfig:
-    """Base of every variant's config; composing it without a variant is an error."""
+    """The base of every variant's config; composing it without a variant is an error."""
 
     backend: Backend = Backend.sdpa
-    """Which kernel attends; decoding steps go through SDPA, or explicit maps with `reference`."""
+    """The kernel of training; decoding goes through SDPA, or explicit maps with `reference`."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
-        """The module of layer `layer_idx` (from 0)."""
+        """Return the module of layer `layer_idx` (from 0)."""
         raise NotImplementedError(f"{type(self).__name__} does not build an attention module")
 
     def validate(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model shape that this variant cannot take."""
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        """The width of the widest of queries, keys and values that a kernel gets on `device`."""
+        """Return the width of the widest of queries, keys and values on `device`."""
         return model.head_dim
 
     @property
@@ -64,7 +64,7 @@ class AttentionConfig:
         """Decide what is left to the device in training, by name: "attention" is the kernel.
 
         Args:
-            dtype: of queries and keys.
+            dtype: that of queries and keys.
             documents: whether queries see their own document only.
         """
         width = self.kernel_width(model, device)
@@ -75,7 +75,7 @@ class AttentionConfig:
         }
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """The same config, with all that `device` decides about the shapes of tensors filled in."""
+        """Return this config with `device`'s choices of tensor shapes filled in."""
         return self
 
     def prepare(
@@ -88,7 +88,7 @@ class AttentionConfig:
         """Make the kernel ready on `device`, before anything is built.
 
         Args:
-            dtype: of queries and keys, where it is known already.
+            dtype: that of queries and keys, where it is known already.
             documents: whether queries will see their own document only.
 
         Raises:
@@ -99,7 +99,7 @@ class AttentionConfig:
 
 
 class KVCache:
-    """Keys and values of the positions decoded so far, preallocated: (B, K, S_max, d) each.
+    """The keys and values of all positions decoded so far, preallocated: (B, K, S_max, d) each.
 
     Heads come before positions, so that a decoding step reads each head's keys in one sweep.
 
@@ -117,7 +117,7 @@ class KVCache:
         self.k = torch.zeros(k_shape, dtype=dtype, device=device)
         self.v = torch.zeros(v_shape, dtype=dtype, device=device)
         self.length = 0
-        """Positions in use, by the longest row."""
+        """Positions in use, of the longest row."""
         self.lengths: Tensor | None = None
         """Positions in use by each row, (B,) int64; None where all rows are equally long."""
 
@@ -159,7 +159,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Projections, RoPE and cache that the variants share.
+    """The base of the variants' modules: projections, RoPE and KV cache.
 
     Args:
         model: the decoder's shape.
@@ -170,7 +170,7 @@ class Attention(nn.Module):
     fp32_parameters: tuple[str, ...] = ()
     """Names of own parameters that mixed precision must leave in float32."""
     maps_note: str = ""
-    """What a reader of `maps` has to know besides their names."""
+    """A remark on the maps for readers of a figure, empty if the names say enough."""
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
@@ -204,11 +204,11 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         show: Shown | None = None,
     ) -> Tensor:
-        """x (B, T, D), normalised -> (B, T, D).
+        """Attend: x (B, T, D), normalised -> (B, T, D).
 
         Args:
             rope: tables of the T positions.
-            mask: what `training_mask` made, or a boolean tensor; None is causal.
+            mask: from `training_mask`, or a boolean tensor; None is causal.
             cache: earlier positions; extended in place.
             show: filled with what diagnostics read, when given.
         """
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         return self.wo(context.flatten(2))
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D) -> q (B, T, n_query_heads, d), k and v (B, T, K, d), q and k rotated."""
+        """Project and rotate: x (B, T, D) -> q (B, T, n_query_heads, d), k and v (B, T, K, d)."""
         q = self.wq(x).unflatten(-1, (self.n_query_heads, self.head_dim))
         k = self.wk(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
         v = self.wv(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
@@ -233,51 +233,51 @@ class Attention(nn.Module):
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
     ) -> Tensor:
-        """The vectors (B, T, heads, width) that enter `wo`: what a variant is about."""
+        """Return the vectors (B, T, heads, width) that enter `wo`; each variant defines its own."""
         raise NotImplementedError
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """The explicit maps, (B, heads, T, S) each, by name; the last is what weights the values.
+        """Return the explicit maps by name, (B, heads, T, S) each; the last one weights the values.
 
         For figures, probes and tests; gates and head norms act behind it.
         """
         return {"map": attention_weights(q, k, mask)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """`ops.attend` through the configured backend."""
+        """Call `ops.attend` with the configured backend."""
         return attend(q, k, v, mask, self.backend)
 
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
-        """The mask that `forward` wants for a batch of tokens (B, T); the same for all layers."""
+        """Return the mask that `forward` of any layer takes for a batch of tokens (B, T)."""
         width = self.kernel_width(tokens.device)
         return training_mask(documents, tokens, self.backend, dtype, width, self.explicit_mask)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Truncated normal; the output projection at `out_std`. Norms are the decoder's to fill."""
+        """Fill matrices from a truncated normal, `wo` at `out_std`; the decoder fills the norms."""
         for linear in (self.wq, self.wk, self.wv):
             init.normal_(linear.weight, std, truncate=3)
         init.normal_(self.wo.weight, out_std, truncate=3)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs a token: projections and causal maps, forward and backward."""
+        """Count training FLOPs a token: projections and causal maps, forward and backward."""
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
         return 6 * matrices + self.map_flops_per_token(seq_len)
 
     def map_flops_per_token(self, seq_len: int, value_dim: int | None = None) -> float:
-        """Training FLOPs a token of q k and of weights times v, over (seq_len + 1) / 2 keys."""
+        """Count training FLOPs a token of q k and weights times v, over (seq_len + 1) / 2 keys."""
         width = self.head_dim + (value_dim or self.head_dim)
         return 3 * 2 * self.n_query_heads * width * (seq_len + 1) / 2
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        """An empty cache of `length` positions."""
+        """Return an empty cache of `length` positions."""
         shape = (batch, self.n_kv_heads, length, self.head_dim)
         return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Bytes that one position of one sequence holds in this layer's cache (bf16: 2)."""
+        """Count the bytes of one position of one sequence in this cache (2 a value in bf16)."""
         cache = self.new_cache(1, 1, torch.float32, "meta")
         return (cache.k.numel() + cache.v.numel()) * bytes_per_value

@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
 from diffllm.model.attention.kernels import Kernel
@@ -24,11 +25,11 @@ from diffllm.model.rope import Rope
 from diffllm.registry import schema
 
 FAST_WIDTH = 128
-"""The width of heads up to which kernels of GPUs are at their best."""
+"""The widest heads for which GPU kernels run at full speed."""
 
 
 class Values(Enum):
-    """How the values of a pair, 2d wide, reach the kernel; one kernel call either way.
+    """The layout of a pair's values, 2d wide, for the kernel; one kernel call either way.
 
     auto: the faster of the two on the device, see `values_layout`.
     wide: unchanged.
@@ -41,7 +42,7 @@ class Values(Enum):
 
 
 def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice:
-    """`Values.wide` or `Values.split`, for tensors on `device`."""
+    """Choose `Values.wide` or `Values.split` for tensors on `device`."""
     if values is not Values.auto:
         return Choice(values, ASKED)
     if device.type == "cuda" and 2 * head_dim > FAST_WIDTH:
@@ -53,14 +54,14 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice
 @dataclass
 class DiffV1Config(AttentionConfig):
     head_norm: bool = True
-    """RMSNorm over the 2d channels of a head; without it the factor (1 - lambda_init) stays."""
-    head_norm_eps: float = 1e-5
+    """RMSNorm over the 2d channels of a head; the factor (1 - lambda_init) stays without it."""
+    head_norm_eps: float = bounded(1e-5, above=0)
     lambda_init: float | None = None
     """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
     clamp: bool = False
     """Clamp the map at 0 and renormalise it: needs the explicit map, for small models only."""
     values: Values = Values.auto
-    """How the kernel gets values; the results are the same."""
+    """The layout in which the kernel gets values; the results are the same."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV1Attention":
         return DiffV1Attention(model, self, layer_idx)
@@ -79,10 +80,6 @@ class DiffV1Config(AttentionConfig):
             )
         if self.clamp and self.values is Values.split:
             raise ConfigError("model.attention.values=split has no effect on a clamped map")
-        if self.head_norm_eps <= 0:
-            raise ConfigError(
-                f"model.attention.head_norm_eps={self.head_norm_eps} must be positive"
-            )
         if self.lambda_init == 1:
             raise ConfigError(
                 "model.attention.lambda_init=1 leaves no context: 1 - lambda_init is a factor of it"
@@ -112,7 +109,7 @@ class DiffV1Config(AttentionConfig):
 
 
 def lambda_init_at(layer_idx: int) -> float:
-    """0.8 - 0.6 exp(-0.3 l), l from 0 (section 2.1)."""
+    """Return 0.8 - 0.6 exp(-0.3 l) for layer l, counted from 0 (section 2.1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
 
 
@@ -142,7 +139,7 @@ class DiffV1Attention(Attention):
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D) -> q (B, T, H, d), k (B, T, K, d), v (B, T, K/2, 2d).
+        """Project and rotate: x (B, T, D) -> q (B, T, H, d), k (B, T, K, d), v (B, T, K/2, 2d).
 
         In q and k, all first members of a pair come before all second ones.
         """
@@ -185,7 +182,7 @@ class DiffV1Attention(Attention):
         return KVCache((batch, 2 * pairs, length, d), (batch, pairs, length, 2 * d), dtype, device)
 
     def lambda_value(self) -> Tensor:
-        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32 ()."""
+        """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
         dtype = at_least_float32(self.lambda_q1.dtype)
         q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
@@ -202,7 +199,7 @@ class DiffV1Attention(Attention):
 
 
 def clamped(weights: Tensor) -> Tensor:
-    """Negative weights to 0, the rest to sum 1; a row without a positive weight is all zeros.
+    """Clamp negative weights to 0, scale rows to sum 1; without a positive one a row is 0.
 
     weights (..., T, S), differences of two maps.
     """
@@ -212,5 +209,5 @@ def clamped(weights: Tensor) -> Tensor:
 
 
 def by_map(heads: Tensor) -> Tensor:
-    """(B, T, 2n, d) of adjacent pairs -> all first members, then all second members."""
+    """Reorder adjacent pairs of heads (B, T, 2n, d): all first members, then all second."""
     return heads.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3)

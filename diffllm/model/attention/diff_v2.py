@@ -19,14 +19,14 @@ FIXED = 0.5
 
 
 class Pairing(Enum):
-    """Which query heads make a pair: 2i and 2i+1, which share key and value, or i and H+i."""
+    """The pairing of query heads: 2i with 2i+1, which share key and value, or i with H+i."""
 
     adjacent = "adjacent"
     halves = "halves"
 
 
 class Lambda(Enum):
-    """Where lambda comes from; per token and head unless said otherwise.
+    """The source of lambda, which is per token and head unless said otherwise.
 
     sigmoid: sigmoid(w_lambda x). raw: w_lambda x. scalar: sigmoid of one learned number a head.
     fixed: `lambda_value`. none: 1.
@@ -45,9 +45,9 @@ class DiffV2Config(AttentionConfig):
     pairing: Pairing = Pairing.adjacent
     lambda_form: Lambda = Lambda.sigmoid
     lambda_value: float = FIXED
-    """Of lambda_form=fixed."""
+    """The constant lambda, read by lambda_form=fixed only."""
     head_norm: bool = False
-    """V1's RMSNorm a head, over head_dim, without its factor."""
+    """Normalise each head over head_dim as V1 does, without V1's factor."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV2Attention":
         return DiffV2Attention(model, self)
@@ -102,7 +102,7 @@ class DiffV2Attention(Attention):
         return {"map 1": map1, "map 2": map2, "difference": map1 - lam * map2}
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """The first and the second members of all pairs among 2H heads in dimension `dim`."""
+        """Return the first and second members of all pairs among 2H heads in dimension `dim`."""
         if self.cfg.pairing is Pairing.adjacent:
             first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
         else:
@@ -110,7 +110,7 @@ class DiffV2Attention(Attention):
         return first, second
 
     def lambda_values(self, x: Tensor) -> Tensor:
-        """x (B, T, D) -> lambda in float32 or wider, broadcastable to (B, T, H)."""
+        """Compute lambda from x (B, T, D): float32 or wider, broadcastable to (B, T, H)."""
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:
             value = 1.0 if form is Lambda.none else self.cfg.lambda_value

@@ -1,4 +1,4 @@
-"""The flash-attn package: which version is here, and whether it runs."""
+"""The flash-attn package: the version that is installed, and whether it runs on a device."""
 
 import functools
 import importlib.util
@@ -19,14 +19,14 @@ def installed(module: str) -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """CUDA's compute capability of `device`; zeros where there is no CUDA."""
+    """Return CUDA's compute capability of `device`; zeros where there is no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability(device)
 
 
 def flash_version(device: torch.device) -> int:
-    """The newest version of flash-attn here that runs on `device`, 4 or 2; 0 without any."""
+    """Return the newest version of flash-attn here that runs on `device`, 4 or 2; 0 without any."""
     if not installed("flash_attn"):
         return 0
     if capability(device)[0] in HOPPER_OR_BLACKWELL and installed("flash_attn.cute"):
@@ -66,7 +66,7 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """The reason why flash-attn-4 cannot mask documents on `device`, or "" if it can.
+    """Return the reason why flash-attn-4 cannot mask documents on `device`, or "" if it can.
 
     If it can, it takes the place of torch's own flash kernels from here on.
     """

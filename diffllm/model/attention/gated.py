@@ -14,7 +14,7 @@ from diffllm.registry import schema
 
 
 class Gate(Enum):
-    """One gate value for every channel, or one for every head."""
+    """The granularity of the gate: one value for every channel, or one for every head."""
 
     elementwise = "elementwise"
     headwise = "headwise"

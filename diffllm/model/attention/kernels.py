@@ -28,7 +28,7 @@ from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 
 class Kernel(StrEnum):
-    """The attention kernels of training, each in the words that a run's headline has for it."""
+    """The attention kernels of training, each named in the words of a run's headline."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -62,11 +62,11 @@ def training_kernel(
     documents: bool,
     explicit_mask: bool = False,
 ) -> Choice:
-    """The `Kernel` that attends in a training forward pass.
+    """Choose the `Kernel` that attends in a training forward pass.
 
     Args:
-        dtype: of queries and keys.
-        width: of the widest of queries, keys and values.
+        dtype: that of queries and keys.
+        width: the largest of queries, keys and values.
         documents: whether queries see their own document only.
         explicit_mask: the variant masks documents by a boolean tensor, because no kernel knows its
             map.
@@ -94,14 +94,15 @@ def training_kernel(
 
 
 def asked_flash(documents: bool) -> Choice:
-    """The kernel of `backend=flash`, which `prepare_backend` has made ready."""
+    """Return the kernel of `backend=flash`, which `prepare_backend` has made ready."""
     if sdpa_is_flash_4():
         return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, ASKED)
     return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, ASKED)
 
 
 def document_kernel(device: torch.device, width: int) -> Choice:
-    """The kernel for masked documents in half precision on a GPU, where none was asked for."""
+    """Choose the kernel for masked documents in half precision on a GPU, where none was asked
+    for."""
     if capability(device)[0] not in HOPPER_OR_BLACKWELL:
         return Choice(Kernel.varlen, "documents")
     if not (fault := flash_4_fault(device, width)):
@@ -123,8 +124,8 @@ def prepare_backend(
     """Make `backend` ready on `device`, before anything is built.
 
     Args:
-        width: of the widest of queries, keys and values.
-        dtype: of queries and keys, where it is known already.
+        width: the largest of queries, keys and values.
+        dtype: that of queries and keys, where it is known already.
         documents: whether a kernel will have to mask documents.
 
     Raises:

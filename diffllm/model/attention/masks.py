@@ -25,13 +25,13 @@ def training_mask(
     width: int,
     explicit_mask: bool = False,
 ) -> Mask:
-    """The mask of a batch, as `ops.attend` wants it; made once for all layers.
+    """Build the mask of a batch in the form that `ops.attend` takes; one mask serves all layers.
 
     Args:
         documents: None where a row is one document.
         tokens: (B, T); only their shape and device count.
-        dtype: of queries and keys.
-        width: of the widest of queries, keys and values.
+        dtype: that of queries and keys.
+        width: the largest of queries, keys and values.
         explicit_mask: documents as a boolean tensor even where there are kernels for them.
     """
     length, device = tokens.shape[1], tokens.device
@@ -45,7 +45,7 @@ def training_mask(
 
 
 def packed(documents: Documents, length: int) -> Packed:
-    """Documents of rows of `length` tokens, for kernels that want to know where each begins.
+    """Pack documents in rows of `length` tokens for kernels that take the boundaries of documents.
 
     The number of documents differs from batch to batch, and must not compile a graph for each:
     it is marked as dynamic, and every batch says that its longest document is a whole row.
@@ -56,7 +56,7 @@ def packed(documents: Documents, length: int) -> Packed:
 
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """The causal mask, for every row and head."""
+    """Build the causal block mask that every row and head shares."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -65,7 +65,7 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
-    """The causal mask within documents, for every head; ids (B, T) as in `Documents`."""
+    """Build the causal mask within documents for every head; ids (B, T) as in `Documents`."""
     batch, length = ids.shape
 
     def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -76,5 +76,5 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """`create_block_mask`, compiled on GPUs, where it would otherwise make several T * T masks."""
+    """Return `create_block_mask`, compiled on GPUs, where it would make several T * T masks."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask

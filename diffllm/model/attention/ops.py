@@ -1,4 +1,4 @@
-"""The one place that calls an attention kernel.
+"""The calls of attention kernels; no other module calls one.
 
 Shapes: B batch, T query tokens, S key tokens, H query heads, K kv heads, d width of q and k,
 dv width of v.
@@ -20,19 +20,19 @@ from diffllm.model.dtypes import at_least_float32
 from diffllm.torch_versions import VARLEN_GQA
 
 NARROW = 32
-"""Head width up to which the fused CPU kernel trains faster in float32 than in bf16
-(forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
+"""The head width up to which the fused CPU kernel trains faster in float32 than in bf16 (forward
+and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
-"""Width of heads that FlashAttention kernels take at most."""
+"""The widest heads that FlashAttention kernels take."""
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
 """The module by which torch's dispatcher finds flash-attn-4, and the name it goes by there."""
 
 
 class Backend(Enum):
-    """Which kernel attends in training.
+    """The kernel that attends in training.
 
     sdpa: torch's scaled_dot_product_attention, on any device.
     flash: the flash-attn package, version 4 on Hopper and Blackwell where installed, else 2.
@@ -47,17 +47,18 @@ class Backend(Enum):
 
 
 class Packed(NamedTuple):
-    """Documents of a batch, end to end, for variable-length kernels."""
+    """The documents of a batch, end to end, as variable-length kernels take them."""
 
     boundaries: Tensor
-    """Where each starts among the B * T tokens, and B * T: (n + 1,) int32."""
+    """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
     longest: int
-    """No document is longer."""
+    """Upper bound on the length of a document, in tokens."""
 
 
 Mask = Tensor | Packed | BlockMask | None
-"""What a query may see: None, what comes before it; a boolean tensor, True where it may look,
-broadcastable to (B, H, T, S); or the documents in the form that a kernel wants, always causal."""
+"""The positions that a query sees. None: those up to its own. A boolean tensor, True where it may
+look, broadcastable to (B, H, T, S). Or the documents in the form that a kernel wants, always
+causal."""
 
 
 def attend(
@@ -68,7 +69,7 @@ def attend(
     backend: Backend = Backend.sdpa,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k / sqrt(d)) v. Query head h reads key head h // (H / K).
+    """Compute softmax(q k / sqrt(d)) v. Query head h reads key head h // (H / K).
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j goes
@@ -76,7 +77,7 @@ def attend(
         mask: see `Mask`. Without one the last query is aligned with the last key.
         backend: for T > 1, unless it is `reference`; a tensor mask goes through SDPA or explicit
             maps.
-        scale: of q k; d^-0.5 by default.
+        scale: the factor on q k; d^-0.5 by default.
 
     Returns:
         (B, T, H, dv) in the dtype of q.
@@ -98,7 +99,7 @@ def attend(
 
 
 def repeated(v: Tensor, k: Tensor) -> Tensor:
-    """v with as many heads as k: all of them over and over."""
+    """Repeat v's heads, all in their order, until there are as many as of k."""
     times = k.shape[2] // v.shape[2]
     return v if times == 1 else v.repeat(1, 1, times, 1)
 
@@ -109,7 +110,7 @@ def for_all_heads(mask: Tensor) -> bool:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros up to one width, for kernels that know only one; they add nothing to q k."""
+    """Pad q, k and v with zeros, which leave q k as it is, for kernels that know one width."""
     width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     return q, k, v
@@ -126,7 +127,7 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which SDPA on a GPU does without cuDNN.
+    """Return a context in which SDPA on a GPU does without cuDNN.
 
     cuDNN plans a kernel for every new length of keys, so at every token that is generated, and
     keeps them all. Entering sets torch's switches for the whole process, which takes some 25 us:
@@ -136,7 +137,7 @@ def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Through torch's scaled_dot_product_attention; arguments and result as for `attend`."""
+    """Attend through torch's scaled_dot_product_attention; arguments and result as for `attend`."""
     dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
     if q.device.type == "cpu":
         q, k, v = same_width(q, k, v)  # else the unfused path, three times as slow
@@ -164,8 +165,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """A decoding step, T = 1: the heads of a group are the queries of one kernel call, so each
-    key and value is read once and not once a head."""
+    """Attend in a decoding step, T = 1: the heads of a group are the queries of one kernel call, so
+    each key and value is read once and not once a head."""
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
     values = v.transpose(1, 2)
@@ -184,7 +185,7 @@ def sdpa_is_flash_4() -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal, through the flash-attn package."""
+    """Attend causally through the flash-attn package."""
     dv = v.shape[-1]
     q, k, v = same_width(q, k, v, multiple=8)
     if sdpa_is_flash_4():
@@ -198,7 +199,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
 ) -> Tensor:
-    """Causal within documents, through a variable-length kernel."""
+    """Attend causally within documents, through a variable-length kernel."""
     dv, shape = v.shape[-1], q.shape[:3]
     q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v, multiple=8))
     ends, longest = documents
@@ -219,7 +220,7 @@ def varlen(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Through FlexAttention, which is a fused kernel only when compiled."""
+    """Attend through FlexAttention, which is a fused kernel only when compiled."""
     kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out: Tensor = kernel(
         q.transpose(1, 2),
@@ -234,14 +235,14 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tens
 
 @functools.cache
 def compiled_flex() -> Callable[..., Tensor]:
-    """One compiled copy for all layers that are not themselves compiled."""
+    """Return the compiled FlexAttention that all layers which are not compiled themselves share."""
     return torch.compile(flex_attention, dynamic=False)
 
 
 def attention_weights(
     q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """The explicit map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
+    """Compute the explicit map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
 
     Arguments as for `attend`. Memory grows with T * S: for teaching, tests and figures.
     """
@@ -253,7 +254,7 @@ def attention_weights(
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
+    """Compute q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = at_least_float32(q.dtype)
     q = q.unflatten(2, (k.shape[2], -1))
@@ -261,6 +262,6 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """weights (B, H, T, S) times v (B, S, K, dv) -> (B, T, H, dv), in the dtype of weights."""
+    """Multiply weights (B, H, T, S) by v (B, S, K, dv): (B, T, H, dv) in the weights' dtype."""
     v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))

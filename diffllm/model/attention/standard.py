@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
 from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
@@ -16,11 +17,11 @@ from diffllm.model.init import Initializer
 from diffllm.registry import schema
 
 SINK_CHANNELS = 8
-"""What q and k gain for a learned sink; kernels want widths in multiples of 8."""
+"""Channels that q and k gain for a learned sink: 8, because kernels want multiples of 8."""
 
 
 class Sink(Enum):
-    """What the softmax denominator holds besides the keys.
+    """The term that the softmax denominator holds besides the keys.
 
     learned: exp(s) with one logit s a head (gpt-oss; attention sinks, arXiv 2309.17453).
     one: 1 (off-by-one softmax, Miller 2023).
@@ -34,8 +35,8 @@ class Sink(Enum):
 @schema(group="attention", name="standard", package="model.attention")
 @dataclass
 class StandardConfig(AttentionConfig):
-    query_heads: float = 1.0
-    """Query heads over the baseline's."""
+    query_heads: float = bounded(1.0, above=0, most=64)
+    """Number of query heads over the baseline's `n_heads`."""
     sink: Sink = Sink.none
 
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
@@ -50,7 +51,7 @@ class StandardConfig(AttentionConfig):
 
     def validate(self, model: ModelConfig) -> None:
         heads = self.query_heads * model.n_heads
-        if heads != round(heads) or heads < 1 or round(heads) % model.n_kv_heads:
+        if heads != round(heads) or round(heads) % model.n_kv_heads:
             raise ConfigError(
                 f"model.attention.query_heads={self.query_heads} times "
                 f"model.n_heads={model.n_heads} must be a multiple of "
@@ -82,14 +83,15 @@ class StandardAttention(Attention):
         return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """With a sink, rows sum to less than 1: the sink has the rest."""
+        """Return the maps of `Attention.maps`; with a sink, rows sum to less than 1, the sink
+        having the rest."""
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink_logit())
         return {"map": attention_weights(q, k, mask, scale)[:, :, -x.shape[1] :, 1:]}
 
     def sink_logit(self) -> Tensor | None:
-        """(H,), None for a logit of 0."""
+        """Return the sink's logit of each head, (H,); None for a logit of 0."""
         return self.sink if self.sink_kind is Sink.learned else None
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
@@ -101,7 +103,7 @@ class StandardAttention(Attention):
 def with_sink(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Arguments of `attend` whose softmax denominator also holds exp(logit), 1 without one.
+    """Return arguments of `attend` whose softmax denominator also holds exp(logit), 1 without one.
 
     The sink is a key in front of all others whose value is zero, so any kernel computes it and its
     gradient. A key of zeros has logit 0. For a learned logit, q and k get more channels, one of
@@ -131,5 +133,5 @@ def with_sink(
 
 
 def in_front(heads: Tensor) -> Tensor:
-    """(B, T, heads, width) with a position of zeros before the first."""
+    """Prepend a position of zeros to x (B, T, heads, width)."""
     return torch.cat((torch.zeros_like(heads[:, :1]), heads), dim=1)

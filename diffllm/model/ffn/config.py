@@ -1,20 +1,21 @@
-"""The mixture of experts that takes a feed-forward layer's place."""
+"""The config of the mixture of experts that takes a feed-forward layer's place."""
 
 from dataclasses import dataclass
 from enum import Enum
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 
 class Score(Enum):
-    """What turns a token's router logits into scores."""
+    """The function that turns a token's router logits into scores."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
 
 
 class Balance(Enum):
-    """Over which tokens the load-balancing loss compares experts."""
+    """The tokens over which the load-balancing loss compares experts."""
 
     sequence = "sequence"
     global_batch = "global_batch"
@@ -24,58 +25,46 @@ class Balance(Enum):
 class MoEConfig:
     """Dropless top-k routing over SwiGLU experts, with balancing by bias, by loss, or both."""
 
-    n_experts: int = 0
-    """Routed experts of a layer; 0: a dense model, whose other fields here are not read."""
-    top_k: int = 2
-    """Experts that a token goes to."""
-    expert_dim: int = 0
-    """Width of an expert, and of each shared one."""
-    n_shared: int = 0
+    n_experts: int = bounded(0, least=0, most=2**16)
+    """Routed experts of a layer; 0 is a dense model, for which the other fields are not read."""
+    top_k: int = bounded(2, least=1, most=2**16)
+    """Experts that a token is routed to."""
+    expert_dim: int = bounded(0, least=0, most=2**24)
+    """Width of each routed and of each shared expert."""
+    n_shared: int = bounded(0, least=0, most=2**10)
     """Experts that every token goes to, as one SwiGLU of n_shared * expert_dim."""
-    n_dense_layers: int = 0
-    """First layers that stay dense, `ffn_dim` wide."""
+    n_dense_layers: int = bounded(0, least=0)
+    """Number of first layers that stay dense, `ffn_dim` wide."""
     score: Score = Score.sigmoid
     renormalise: bool = True
     """Make the weights of a token's top_k experts sum to 1."""
-    routed_scaling: float = 1.0
+    routed_scaling: float = bounded(1.0, above=0)
     """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
-    bias_update_rate: float = 1e-3
-    """Change an optimizer step of the bias that balances experts without a loss (Wang et al.,
-    arXiv 2408.15664); 0: no bias. The default is for sigmoid scores; of softmax, whose scores are
-    1 / n_experts on average, it would be several percent a step from 32 experts on."""
-    balance_loss: float = 0.0
-    """Weight of the load-balancing loss of a layer; the losses of layers add up."""
+    bias_update_rate: float = bounded(1e-3, least=0)
+    """Change of the balancing bias at an optimizer step (Wang et al., arXiv 2408.15664); 0: no
+    bias. The default is for sigmoid scores; of softmax, whose scores are 1 / n_experts on average,
+    it would be several percent a step from 32 experts on."""
+    balance_loss: float = bounded(0.0, least=0)
+    """Weight of the load-balancing loss of a layer; the losses of layers are summed."""
     balance_over: Balance = Balance.global_batch
     """sequence: DeepSeek-V3's, equations 17 to 20. global_batch: the experts' shares of the whole
     batch (Qiu et al., arXiv 2501.11873), of the optimizer step before."""
-    router_z_loss: float = 0.0
+    router_z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(router logits)^2) of a layer (ST-MoE, arXiv 2202.08906)."""
 
     def validate(self, n_layers: int) -> None:
         """Raise ConfigError for a mixture that cannot be built."""
-        for name in ("n_experts", "expert_dim", "n_shared", "n_dense_layers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.moe.{name}={getattr(self, name)} must not be negative")
-        for name in ("bias_update_rate", "balance_loss", "router_z_loss"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"model.moe.{name}={getattr(self, name)} must not be negative")
-        if self.routed_scaling <= 0:
-            raise ConfigError(f"model.moe.routed_scaling={self.routed_scaling} must be positive")
-        if self.top_k < 1:
-            raise ConfigError(
-                f"model.moe.top_k={self.top_k} must lie between 1 and model.moe.n_experts"
-            )
+        check_bounds("model.moe.", self)
         if self.n_experts == 0:
             return
         if self.top_k > self.n_experts:
             raise ConfigError(
-                f"model.moe.top_k={self.top_k} must lie between 1 and "
-                f"model.moe.n_experts={self.n_experts}"
+                f"model.moe.top_k={self.top_k} must be at most model.moe.n_experts={self.n_experts}"
             )
         if self.expert_dim < 1:
             raise ConfigError(f"model.moe.expert_dim={self.expert_dim} must be at least 1")
         if self.n_dense_layers >= n_layers:
             raise ConfigError(
                 f"model.moe.n_dense_layers={self.n_dense_layers} must be less than "
-                f"model.n_layers={n_layers}, and not negative"
+                f"model.n_layers={n_layers}"
             )

@@ -19,18 +19,17 @@ ALIGNMENT = 16
 MOST_GROUPS = 1024
 """The number of experts from which on torch has no grouped product on CUDA."""
 JOIN_FROM = 4
-"""With this many times F rows an expert, one product for gate and up is worth a copy of their
-weights."""
+"""Rows an expert over F from which one product for gate and up is worth copying their weights."""
 GROUPED = "grouped"
 LOOPED = "one an expert"
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts, each on rows of its own."""
+    """E SwiGLU experts as stacked weights; each runs on its own rows."""
 
     adjacent = ("w1", "w3")
-    """Parameters that may be allocated, in this order, as the halves [:, :F] and [:, F:] of one
-    contiguous (E, 2 F, D): gate and up are then one product without a copy."""
+    """The two parameters that may be allocated, in this order, as the halves [:, :F] and [:, F:] of
+    one contiguous (E, 2 F, D): gate and up are then one product without a copy."""
 
     def __init__(self, n_experts: int, dim: int, expert_dim: int):
         super().__init__()
@@ -40,7 +39,7 @@ class Experts(nn.Module):
         self.activation: Any = weighted_swiglu
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """weight * w2(silu(w1 x) * w3 x), each row through its expert.
+        """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert.
 
         The weight is applied before w2: that is the same, and needs no output kept for its
         gradient.
@@ -62,14 +61,14 @@ class Experts(nn.Module):
         return expert_linear(self.activation(weights, *gate_up), self.w2, ends)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """As SwiGLU's: truncated normal, the output projections at `out_std`."""
+        """Fill as SwiGLU does: from a truncated normal, the output projections at `out_std`."""
         init.normal_(self.w1, std, truncate=3)
         init.normal_(self.w3, std, truncate=3)
         init.normal_(self.w2, out_std, truncate=3)
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
-    """The activation weight * silu(gate) * up: (M, F) in the dtype of gate.
+    """Compute the activation weight * silu(gate) * up: (M, F) in the dtype of gate.
 
     Args:
         weights: (M,) float.
@@ -88,7 +87,7 @@ def grouped_product(
     """Whether one product takes all experts: `GROUPED` or `LOOPED`.
 
     Args:
-        widths: of the rows that go in and come out; both have to be aligned.
+        widths: those of the rows that go in and come out; both have to be aligned.
     """
     if device.type not in ("cpu", "cuda"):
         return Choice(LOOPED, f"torch groups none on {device.type}")
@@ -120,7 +119,7 @@ def leaves_garbage(device: torch.device) -> bool:
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> Choice:
-    """The mean number of rows of an expert from which gate and up are one product; None if never.
+    """Return the mean rows of an expert from which gate and up are one product; None if never.
 
     One product spares the backward pass the sum of two gradients (M, D). Unless w1 and w3 lie side
     by side, it copies both, forward and backward.
@@ -148,7 +147,7 @@ def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
-    """Two tensors (E, F, D) as one (E, 2 F, D): a view if they are its halves, else a copy."""
+    """Join two tensors (E, F, D) to one (E, 2 F, D): a view if they are its halves."""
     n_experts, width, dim = w1.shape
     behind = w1.data_ptr() + width * dim * w1.element_size()
     one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
@@ -162,7 +161,7 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The products of rows (M, in), sorted by expert, and their expert's weight: (M, out).
+    """Multiply rows (M, in), sorted by expert, with their expert's weight: (M, out).
 
     Args:
         weight: (E, out, in), in the dtype of x.
@@ -176,7 +175,7 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """The gradient (E, out, in) of a weight, from that of the output (M, out) and x (M, in)."""
+    """Compute a weight's gradient (E, out, in) from the output's (M, out) and x (M, in)."""
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
         out = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
@@ -189,13 +188,13 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("diffllm::expert_gate_up", mutates_args=())
 def expert_gate_up(x: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """The products of x with w1 and w3, (E, F, D) each, side by side: (M, 2 F)."""
+    """Multiply x with w1 and w3, (E, F, D) each, side by side: (M, 2 F)."""
     return expert_linear(x, joined(w1, w3), ends)
 
 
 @torch.library.custom_op("diffllm::expert_gate_up_input_grad", mutates_args=())
 def expert_gate_up_input_grad(grad: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """The gradient (M, D) of x in `expert_gate_up`, from that of the output (M, 2 F)."""
+    """Compute the gradient (M, D) of x in `expert_gate_up` from that of the output (M, 2 F)."""
     return expert_linear(grad, joined(w1, w3).transpose(1, 2), ends)
 
 

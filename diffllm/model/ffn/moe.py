@@ -1,4 +1,4 @@
-"""A mixture of experts: route, sort tokens by expert once, run the experts, bring back.
+"""A mixture of experts: route, sort tokens by expert once, run the experts, bring the results back.
 
 Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts a token, M = N k rows.
 """
@@ -24,19 +24,19 @@ from diffllm.model.init import Initializer
 
 
 class Routed(NamedTuple):
-    """What routing leaves behind, of one layer or stacked over L layers of experts."""
+    """Token counts and losses of routing, of one layer or stacked over L MoE layers."""
 
     counts: Tensor
-    """(E,) int64, tokens that each expert got."""
+    """Tokens that each expert got, (E,) int64."""
     balance: Tensor
-    """Load-balancing loss, summed over tokens; differentiable; 0 where it has no weight."""
+    """Load-balancing loss, summed over tokens; differentiable; 0 if its weight is 0."""
     z: Tensor
-    """logsumexp(router logits)^2, summed over tokens; differentiable; 0 where it has no weight."""
+    """logsumexp(router logits)^2, summed over tokens; differentiable; 0 if its weight is 0."""
 
 
 class MoE(nn.Module):
-    """Sum over a token's experts of weight * expert(x), plus the shared experts. No capacity:
-    every token reaches all of its experts, and rows are as many as there are."""
+    """The sum over a token's experts of weight * expert(x), plus the shared experts. No capacity:
+    every token reaches all of its experts, and no row is padding."""
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
@@ -46,7 +46,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, show: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """x (B, T, D) -> (B, T, D), and what routing left behind.
+        """Compute the output (B, T, D) of x (B, T, D), and the counts and losses of its routing.
 
         Args:
             show: takes "router", the shares (N, E) of each token's experts.
@@ -72,7 +72,7 @@ class MoE(nn.Module):
         return out.view_as(x), self.routed(routing, counts, x.shape[1])
 
     def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
-        """Counts and losses; `length` is the T of the sequences that were routed."""
+        """Return counts and losses of a routing; `length` is the T of the routed sequences."""
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
             balance = sequence_balance(routing.shares, routing.experts, length)
@@ -83,7 +83,7 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Truncated normal; the output projections at `out_std`."""
+        """Fill matrices from a truncated normal, the output projections at `out_std`."""
         self.router.reset_parameters(init, std)
         self.experts.reset_parameters(init, std, out_std)
         if self.shared is not None:
@@ -105,17 +105,17 @@ class MoE(nn.Module):
         }
 
     def idle_parameters(self) -> int:
-        """Parameters that one token does not use: those of the experts it does not go to."""
+        """Count the parameters of the experts that a token does not go to."""
         each = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
         return (self.cfg.n_experts - self.cfg.top_k) * each
 
     def flops_per_token(self) -> int:
-        """Training FLOPs a token: 2 forward and 4 backward for every weight that it uses."""
+        """Count training FLOPs a token: 2 forward and 4 backward for every weight that it uses."""
         return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
 
 
 class _Send(torch.autograd.Function):
-    """Each token's row once for each of its experts, in their order."""
+    """Copies each token's row once for each of its experts, in their order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """The sum of what a token's experts gave: the transpose of `_Send`."""
+    """Sums the experts' outputs of each token: the transpose of `_Send`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -145,5 +145,5 @@ class _Return(torch.autograd.Function):
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
-    """(M, D) in the experts' order -> (n, D), summed over each token's rows."""
+    """Sum each token's rows: (M, D) in the experts' order -> (n, D)."""
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what keeps experts equally busy.
+"""The router: which experts a token goes to, and what keeps experts equally busy.
 
 Shapes: N tokens, T tokens of a sequence, E experts, k experts a token.
 """
@@ -22,20 +22,20 @@ SPLIT = "bf16 products, float32 sums"
 
 
 class Routing(NamedTuple):
-    """Of N tokens."""
+    """The routing of N tokens."""
 
     experts: Tensor
-    """(N, k) int64, distinct in each row."""
+    """Indices of each token's experts, (N, k) int64, distinct in each row."""
     weights: Tensor
-    """(N, k) float32: what the experts' outputs are multiplied with."""
+    """Factors on the experts' outputs, (N, k) float32."""
     shares: Tensor
-    """(N, E) float32: all scores, each row summing to 1."""
+    """Scores of all experts, scaled so that each row sums to 1: (N, E) float32."""
     logits: Tensor
-    """(N, E) float32."""
+    """Router logits, (N, E) float32."""
 
 
 class Router(nn.Module):
-    """Top-k of the scores plus a bias; the weights are the scores without it.
+    """A linear layer that takes the top k of scores plus a bias; the weights are scores without it.
 
     The bias moves only where experts are chosen, so it has no gradient: after each optimizer
     step it goes up for experts with less than the mean of the tokens, down for those with more
@@ -54,7 +54,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(cfg.n_experts))
 
     def forward(self, x: Tensor) -> Routing:
-        """x (N, D) of any float dtype; everything inside is in float32 at least."""
+        """Route x (N, D) of any float dtype; everything inside is in float32 at least."""
         logits = router_logits(x, self.weight)
         if self.cfg.score is Score.softmax:
             scores = shares = logits.softmax(-1)
@@ -83,14 +83,14 @@ class Router(nn.Module):
         self.load.copy_(torch.where(keep, self.load, load))
 
     def reset_parameters(self, init: Initializer, std: float) -> None:
-        """Truncated normal; no bias, and experts taken to be equally busy."""
+        """Fill the matrix from a truncated normal; start with no bias and equally busy experts."""
         init.normal_(self.weight, std, truncate=3)
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.load)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """The product of x (N, D) and the transpose of weight (E, D): (N, E), float32 at least."""
+    """Multiply x (N, D) with the transpose of weight (E, D): (N, E), float32 at least."""
     dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
@@ -98,7 +98,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def router_product(device: torch.device, dtype: torch.dtype) -> Choice:
-    """The product of tokens of `dtype` and the router's weight: `FLOAT32` or `SPLIT`."""
+    """Choose the product of tokens of `dtype` and the router's weight: `FLOAT32` or `SPLIT`."""
     if dtype != torch.bfloat16:
         return Choice(FLOAT32, f"tokens are {dtype_name(dtype)}")
     if device.type != "cuda" or IS_ROCM:
@@ -107,7 +107,7 @@ def router_product(device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
-    """T times the balance loss of a sequence, summed over sequences: a scalar.
+    """Return T times the balance loss of a sequence, summed over sequences: a scalar.
 
     The loss is sum over experts of f P, f the tokens that chose the expert over the uniform
     number, P the mean share (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): 1 when balanced.
@@ -123,7 +123,7 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
-    """The balance loss summed over tokens: a scalar.
+    """Return the balance loss summed over tokens: a scalar.
 
     Args:
         shares: (N, E), differentiable.

@@ -53,5 +53,5 @@ def split(x: Tensor) -> list[Tensor]:
 
 
 def float32_mm(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two bf16 matrices in float32; CUDA only, and without a derivative."""
+    """Multiply two bf16 matrices in float32; CUDA only, and without a derivative."""
     return torch.mm(a, b, out_dtype=torch.float32)

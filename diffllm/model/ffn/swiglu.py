@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, arXiv 2002.05202)."""
+"""The dense feed-forward layer, SwiGLU (Shazeer, arXiv 2002.05202)."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from diffllm.model.init import Initializer
 
 
 class SwiGLU(nn.Module):
-    """w2(silu(w1 x) * w3 x)."""
+    """A feed-forward layer that computes w2(silu(w1 x) * w3 x)."""
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
@@ -16,15 +16,15 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim)."""
+        """Compute the layer's output (B, T, dim) of x (B, T, dim)."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Truncated normal; the output projection at `out_std`."""
+        """Fill matrices from a truncated normal, the output projection at `out_std`."""
         init.normal_(self.w1.weight, std, truncate=3)
         init.normal_(self.w3.weight, std, truncate=3)
         init.normal_(self.w2.weight, out_std, truncate=3)
 
     def flops_per_token(self) -> int:
-        """Training FLOPs a token: 2 forward and 4 backward for every weight."""
+        """Count training FLOPs a token: 2 forward and 4 backward for every weight."""
         return 6 * sum(p.numel() for p in self.parameters())
