@@ -374,7 +374,9 @@ def test_a_negative_interval_is_refused():
 def reduced_with_nan(values):
     """What rank 0 and rank 1 make of a statistic of each kind, NaN on one rank only."""
     own = torch.tensor(values[torch.distributed.get_rank()])
-    stats = {name: own.clone() for name in ("x_min", "x_max", "hidden_top1", "attn_entropy")}
+    stats = {
+        name: own.clone() for name in ("lambda_min", "lambda_max", "hidden_top1", "attn_entropy")
+    }
     return {name: value.tolist() for name, value in reduce_stats(stats, 1).items()}
 
 
@@ -385,4 +387,4 @@ def test_a_nan_on_one_rank_is_seen_on_all(rank, tmp_path):
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):
         for name, row in reduced.items():
             assert [math.isfinite(value) for value in row] == [False, True, False], name
-        assert reduced["x_max"][1] == reduced["attn_entropy"][1] == 2.0
+        assert reduced["lambda_max"][1] == reduced["attn_entropy"][1] == 2.0

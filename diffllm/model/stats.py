@@ -1,8 +1,6 @@
 """In-block statistics: computed where the tensors are, handed out detached.
 
-The name says how values combine over micro-batches and ranks: `*_min` by minimum, `*_max` and
-`*_top1` by maximum, the rest by mean. Every rank sees equally many tokens, so means of means are
-exact.
+How values combine over micro-batches and ranks stands in the row of each: diffllm/metrics/table.py.
 """
 
 import torch
@@ -11,13 +9,6 @@ from torch import Tensor
 from diffllm.model.attention.base import Shown
 
 Stats = dict[str, Tensor]
-
-
-def combine_by(name: str) -> str:
-    """How values of this statistic combine: "min", "max" or "mean"."""
-    if name.endswith("_min"):
-        return "min"
-    return "max" if name.endswith(("_max", "_top1")) else "mean"
 
 
 def block_stats(x: Tensor, show: Shown | None) -> Stats:
