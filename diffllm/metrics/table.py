@@ -262,7 +262,8 @@ METRICS: tuple[Metric, ...] = (
 
     Metric(
         "expert_load_max/*", EXPERTS,
-        "Tokens of the global batch that the busiest expert got, over the uniform number", "load", summary="max",
+        "Tokens of the global batch that the busiest expert got, over the uniform number", "load",
+        summary="max",
         plots=(Curve("Load of the busiest expert, highest layer",
                      "Of the layer where it is highest at that step.", log=True),
                Layers("Load of the busiest expert, by layer", "Over experts.")),
