@@ -23,6 +23,12 @@ OUTLIERS = Section(
     "Outliers",
     "Of the outputs of blocks; large ones cost precision in bf16 and in quantisation.",
 )
+RESIDUAL = Section(
+    "Residual stream",
+    "Residual stream",
+    "RMS over tokens and channels of the residual stream that a block reads, and of what its "
+    "attention and its feed-forward layer add to the stream.",
+)
 ATTENTION = Section(
     "Attention",
     "Attention maps",
@@ -47,7 +53,7 @@ EXPERTS = Section(
     "balanced.",
 )
 SECTIONS = (
-    LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, ATTENTION, LAMBDA, GATE, PERFORMANCE, EXPERTS,
+    LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, EXPERTS,
 )  # fmt: skip
 """In the order of the dashboard, the report and docs/metrics.md."""
 
@@ -188,6 +194,28 @@ METRICS: tuple[Metric, ...] = (
         column=Column("largest context RMS of a token and head at the last diagnosed step, over "
                       "layers and seeds; the larger the more seeds there are",
                       "last", "max", "max"),
+    ),
+
+    Metric(
+        "residual_rms/*", RESIDUAL,
+        "RMS of the residual stream that a block reads, over tokens and channels", "RMS",
+        combine="rms", summary="max",
+        plots=(Layers("RMS of the residual stream, by layer", "Before the block adds to it.",
+                      log=True),),
+    ),
+    Metric(
+        "attn_write_rms/*", RESIDUAL,
+        "RMS of what a block's attention adds to the residual stream, over tokens and channels",
+        "RMS", combine="rms", summary="max",
+        plots=(Layers("RMS of what attention adds, by layer", "Its output projection's output.",
+                      log=True),),
+    ),
+    Metric(
+        "ffn_write_rms/*", RESIDUAL, "RMS of what a block's feed-forward layer, or its experts, "
+        "add to the residual stream, over tokens and channels", "RMS",
+        combine="rms", summary="max",
+        plots=(Layers("RMS of what the feed-forward layer adds, by layer",
+                      "Weighted sums of experts where there are any.", log=True),),
     ),
 
     Metric(

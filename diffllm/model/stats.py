@@ -17,7 +17,8 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
     Args:
         x: the block's output (B, T, D).
         show: "context" (B, T, heads, width) before wo; "lambda", "gate", and "router" (N, E), the
-            shares of each token's experts, where there is one.
+            shares of each token's experts, where there is one; "residual", "attn_write" and
+            "ffn_write" (B, T, D), the block's input and what is added to it.
     """
     if show is None:
         return {}
@@ -32,6 +33,9 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
             stats["gate_mean"] = show["gate"].float().mean()
         if "router" in show:
             stats["router_entropy"] = torch.special.entr(show["router"]).sum(-1).mean()
+        for name in ("residual", "attn_write", "ffn_write"):
+            if name in show:
+                stats[f"{name}_rms"] = show[name].float().square().mean().sqrt()
     return stats
 
 

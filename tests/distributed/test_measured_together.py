@@ -23,6 +23,7 @@ from diffllm.trainer import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]
+WRITES = ("residual_rms", "attn_write_rms", "ffn_write_rms")
 ALL = Due(statistics=True, probes=True, update=True)
 
 
@@ -76,13 +77,18 @@ def listen(model):
 
     def keep(store, name, what):
         def hook(_, args, out):
-            store[name] = (args[0] if what == "input" else out).detach()
+            found = args[0] if what == "input" else out
+            store[name] = (found[0] if isinstance(found, tuple) else found).detach()
 
         return hook
 
     for store, layer in zip(heard, model.layers, strict=True):
         attention = layer.attention
-        layer.register_forward_hook(lambda _, args, out, s=store: s.update(out=out[0].detach()))
+        layer.register_forward_hook(
+            lambda _, args, out, s=store: s.update(out=out[0].detach(), residual=args[0].detach())
+        )
+        attention.register_forward_hook(keep(store, "attn_write", "output"))
+        layer.ffn.register_forward_hook(keep(store, "ffn_write", "output"))
         layer.attention_norm.register_forward_hook(keep(store, "normed", "output"))
         last = getattr(attention, "head_norm", attention.wo)
         last.register_forward_hook(keep(store, "context", "input"))
@@ -104,6 +110,10 @@ def block_values(layer, heard):
         "context_rms_max": rms.max(),
         "hidden_top1": x.abs().max(),
         "hidden_kurtosis": kurtosis.mean(),
+        **{
+            f"{name}_rms": heard[name].double().square().mean().sqrt()
+            for name in ("residual", "attn_write", "ffn_write")
+        },
     }
     if "w_gate" in heard:
         values["gate_mean"] = torch.sigmoid(heard["w_gate"]).mean()
@@ -203,3 +213,37 @@ def test_compiled_it_is_the_same_from_two_graphs(variant, tmp_path):
     for _, graphs in ranks:
         assert graphs[1] > graphs[0] > 0
         assert graphs[2:] == graphs[1:2] * 5, "compiled again"
+
+
+MOE = ["model.moe.n_experts=4", "model.moe.top_k=2", "model.moe.expert_dim=16"]
+
+
+def written(extra):
+    """What is written to the residual stream of a decoder with experts, first step."""
+    values, _ = measured("diff_v2", [*MOE, *extra])
+    return {name: values[name] for name in values if name.split("/")[0] in WRITES}
+
+
+@pytest.mark.parametrize(
+    "compiled", ["compile=false", pytest.param("compile=true", marks=pytest.mark.slow)]
+)
+def test_what_experts_write_is_the_same_on_one_rank_and_two(compiled, tmp_path):
+    cfg = config("diff_v2", *MOE)
+    model = build_model(cfg.model)
+    heard = listen(model)
+    model(global_batch(cfg, 0)[:, :-1])
+    expected = {
+        f"{name}/layer_{i:02d}": value
+        for i, layer in enumerate(model.layers)
+        for name, value in block_values(layer, heard[i]).items()
+        if name in WRITES
+    }
+    runs = [
+        *run_ranks(written, 1, tmp_path, [compiled]),
+        *run_ranks(written, 2, tmp_path, [compiled]),
+        *run_ranks(written, 2, tmp_path, [compiled, "parallel.expert=2"]),
+    ]
+    for values in runs:
+        assert values == pytest.approx(expected, rel=1e-4)
+    assert runs[1] == runs[2]
+    assert runs[3] == runs[4]
