@@ -6,7 +6,7 @@ from functools import reduce
 
 import numpy as np
 
-from diffllm.report.comparison import Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
 
 Array = np.ndarray
@@ -118,7 +118,7 @@ def shown_at_end(row: Row) -> list[Run]:
 
 def at_end(row: Row, quantity: str) -> Band | None:
     """Of every layer, at the last logged step that these runs have in common."""
-    logged = [(run.metrics.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
+    logged = [(run.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
     logged = [(layers, series) for layers, series in logged if series.values.size]
     if not logged:
         return None

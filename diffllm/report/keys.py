@@ -76,7 +76,7 @@ def distinguish(runs: list[Run]) -> Keys:
     solved for. A fact that only some runs know differs between these and the others; where
     none knows it, the config keys behind it decide alone.
     """
-    values = [settings(run) for run in runs]
+    values = [deciding_values(run) for run in runs]
     count_targets_as_matched(values)
     for key, source in FOLLOWS.items():
         if all(each[key] == each[source] for each in values):
@@ -106,8 +106,8 @@ def distinguish(runs: list[Run]) -> Keys:
     return Keys(swept, incomparable, [{k: each.get(k) for k in kept} for each in values])
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """What decides the result of a run, seeds aside: flat config keys, the variant, facts."""
+def deciding_values(run: Run) -> dict[str, Any]:
+    """All that decides a run's result, seeds aside: flat config keys, the variant, facts."""
     cfg = run.cfg
     values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
     values["attention"] = run.variant

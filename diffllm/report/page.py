@@ -9,13 +9,16 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from diffllm.errors import ConfigError
+from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
-from diffllm.report.comparison import Comparison, Row
+from diffllm.report.comparison import Comparison
+from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import compact, fixed
+from diffllm.report.rows import Row
 from diffllm.report.sections import sections
-from diffllm.report.settings import settings, summary
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import table_columns
+from diffllm.report.table import csv_text, table_columns
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,30 @@ class RunLine:
     tokens: str
     loss: str
     state: str
+
+
+def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
+    """Write report.html and report.csv, each in one step.
+
+    Raises:
+        ConfigError: `directory` is None, or cannot be written.
+
+    Returns:
+        The page and the table.
+    """
+    if directory is None:
+        raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
+    texts = {"report.html": page(comparison).encode(), "report.csv": csv_text(comparison).encode()}
+    html, table = (directory / name for name in texts)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            replace_file(directory / name, text)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror}); choose another with out=DIR"
+        ) from error
+    return html, table
 
 
 def page(comparison: Comparison) -> str:

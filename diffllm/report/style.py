@@ -13,49 +13,31 @@ from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diffllm.report.comparison import Row
+from diffllm.config.compose import variants
+from diffllm.report.rows import Row, variant_order
 
 FOREGROUND, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
 THEME = {FOREGROUND: "--fg", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
 
-HUES = {
-    "grey": ("#69707a", "#a9b0ba"),
-    "green": ("#00875f", "#35cfa0"),
-    "blue": ("#0068b0", "#5db5f5"),
-    "vermillion": ("#d4480b", "#ff7d4a"),
-    "purple": ("#a63a92", "#ea8fd6"),
-    "amber": ("#b07d00", "#f0c24b"),
-    "indigo": ("#4a38b8", "#a79ffa"),
-    "cyan": ("#0e93b8", "#86e0f7"),
-    "wine": ("#7b1b45", "#e0608f"),
-    "brown": ("#6e5138", "#cfae8e"),
-}
+HUES = (
+    ("#69707a", "#a9b0ba"),
+    ("#00875f", "#35cfa0"),
+    ("#0068b0", "#5db5f5"),
+    ("#d4480b", "#ff7d4a"),
+    ("#a63a92", "#ea8fd6"),
+    ("#b07d00", "#f0c24b"),
+    ("#4a38b8", "#a79ffa"),
+    ("#0e93b8", "#86e0f7"),
+    ("#7b1b45", "#e0608f"),
+    ("#6e5138", "#cfae8e"),
+)
 """On white and on near black: Okabe and Ito's first, told apart with any colour vision."""
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
 )  # fmt: skip
+SOLID = 4
+"""Variants that share a dash; the first have solid lines."""
 MARKERS = "os^Dv<>ph"
-VARIANTS = {
-    "standard": ("grey", 0),
-    "gated": ("green", 0),
-    "diff_v1": ("blue", 0),
-    "diff_v2": ("vermillion", 0),
-    "diff_v2_unshared_kv": ("purple", 1),
-    "diff_v2_no_lambda": ("amber", 1),
-    "diff_v2_no_sigmoid": ("indigo", 2),
-    "diff_v2_head_norm": ("cyan", 3),
-    "diff_v2_lambda_scalar": ("wine", 2),
-    "diff_v2_lambda_fixed": ("amber", 3),
-    "standard_1p5x_heads": ("brown", 1),
-    "standard_sink": ("wine", 3),
-    "standard_off_by_one": ("brown", 2),
-    "gated_headwise": ("green", 2),
-    "diff_v1_no_head_norm": ("cyan", 1),
-    "diff_v1_lambda_const": ("blue", 2),
-    "diff_v1_clamped": ("indigo", 1),
-}
-"""Hue and dash of each variant, the same in every report."""
-
 WIDTH, HEIGHT, SMALL = 360, 236, 11.0
 """Of a figure and its text, in CSS pixels at its natural size."""
 RC = {
@@ -119,10 +101,10 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
     variants = [row.runs[0].variant if row.runs else row.label for row in rows]
     styles = []
     for i, (row, variant) in enumerate(zip(rows, variants, strict=True)):
-        hue, dash = VARIANTS.get(variant) or fallback(variant)
+        hue, dash = hue_and_dash(variant)
         nth, count = variants[:i].count(variant), variants.count(variant)
         shade = 0.55 * nth / max(count - 1, 1)
-        light, dark = HUES[hue]
+        light, dark = hue
         styles.append(
             RowStyle(
                 index=i,
@@ -136,11 +118,16 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
     return styles
 
 
-def fallback(variant: str) -> tuple[str, int]:
-    """Hue and dash of a variant that is not ours: by its name, so that they stay."""
-    number = zlib.crc32(variant.encode())
-    hues = list(HUES)[4:]
-    return hues[number % len(hues)], number // len(hues) % len(DASHES)
+def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
+    """Hue and dash by a variant's place among all variants, the same in every report.
+
+    A name that is none of these has a place behind them that depends on the name alone.
+    """
+    known = sorted(variants(), key=variant_order)
+    place = len(known) + zlib.crc32(variant.encode()) % len(HUES)
+    if variant in known:
+        place = known.index(variant)
+    return HUES[place % len(HUES)], place // SOLID % len(DASHES)
 
 
 def mixed(colour: str, other: str, share: float) -> str:
@@ -161,7 +148,7 @@ def place(figure: Figure, left: float, top: float, right: float, bottom: float) 
     return figure.add_axes((*box, 1 - (left + right) / width, 1 - (top + bottom) / height))
 
 
-NUMBER = re.compile(r"-?\d+\.\d+")
+COORDINATE = re.compile(r"-?\d+\.\d+")
 
 
 def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "") -> str:
@@ -199,5 +186,5 @@ def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "") -
 
 def shortened(attribute: re.Match[str]) -> str:
     """Four digits a coordinate: a tenth of a pixel."""
-    numbers = NUMBER.sub(lambda m: f"{float(m[0]):.4g}", attribute[2])
+    numbers = COORDINATE.sub(lambda m: f"{float(m[0]):.4g}", attribute[2])
     return f'{attribute[1]}="{" ".join(numbers.split())}"'
