@@ -4,19 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    NullLocator,
-    ScalarFormatter,
-)
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.report.bands import Band, over_time, thinned
 from diffllm.report.numbers import compact, short
@@ -112,14 +105,9 @@ def draw_layers(
         value, name = reference
         axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(
-            name,
-            (1, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color=MUTED,
-        )
+            name, (1, value), (0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", color=MUTED,
+        )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
     figure.text(1, 0.012, "layer", ha="right", va="bottom", color=MUTED)
@@ -142,15 +130,9 @@ def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle], log: bool) -> f
             line = {**style.line, **marker, "linewidth": 0.7, "markersize": 2}
             axes.plot(x, positive(y) if log else y, **line)  # type: ignore[arg-type]
         if (band.high > band.low).any():
-            axes.fill_between(
-                band.x,
-                low,
-                band.high,
-                color=style.colour,
-                alpha=0.16 if len(styles) <= MANY else 0.09,
-                linewidth=0,
-                gid=style.gid,
-            )
+            alpha = 0.16 if len(styles) <= MANY else 0.09
+            how = {"color": style.colour, "alpha": alpha, "linewidth": 0, "gid": style.gid}
+            axes.fill_between(band.x, low, band.high, **how)  # type: ignore[arg-type]
     return end
 
 
@@ -172,17 +154,13 @@ def positive(values: np.ndarray) -> np.ndarray:
 def name_axes(axes: Axes, unit: str) -> None:
     """The unit above the scale, where it needs no turned head."""
     axes.annotate(
-        unit,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(2 - LEFT, 9),
-        textcoords="offset points",
+        unit, (0, 1), (2 - LEFT, 9), xycoords="axes fraction", textcoords="offset points",
         color=MUTED,
-    )
+    )  # fmt: skip
     axes.tick_params(labelsize=SMALL, pad=3)
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    plain = ScalarFormatter(useOffset=False)
+    plain = ticker.ScalarFormatter(useOffset=False)
     plain.set_scientific(False)
     axes.yaxis.set_major_formatter(plain)
 
@@ -195,8 +173,8 @@ def logarithmic(axes: Axes) -> None:
     subs: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
     if decades < 0.6:
         subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y, 4)))
 
 
@@ -268,14 +246,9 @@ def draw_map(values: np.ndarray, maps: Maps) -> Figure:
     axes = place(figure, MAP_LEFT, MAP_TOP, MAP_RIGHT, MAP_BOTTOM)
     n_layers = len(values)
     axes.imshow(
-        np.ma.masked_invalid(values),
-        cmap=maps.scale.colours,
-        norm=maps.scale.norm,
-        origin="lower",
-        extent=(0, maps.tokens or 1, -0.5, n_layers - 0.5),
-        aspect="auto",
-        interpolation="none",
-    )
+        np.ma.masked_invalid(values), cmap=maps.scale.colours, norm=maps.scale.norm, origin="lower",
+        extent=(0, maps.tokens or 1, -0.5, n_layers - 0.5), aspect="auto", interpolation="none",
+    )  # fmt: skip
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
@@ -302,8 +275,8 @@ def draw_bar(maps: Maps) -> Figure:
     norm = maps.scale.norm
     low, high = float(norm.vmin or 0), float(norm.vmax or 0)
     ticks = np.geomspace(low, high, 4) if isinstance(norm, LogNorm) else np.linspace(low, high, 5)
-    bar.ax.xaxis.set_major_locator(FixedLocator(ticks.tolist()))
-    bar.ax.xaxis.set_minor_locator(NullLocator())
+    bar.ax.xaxis.set_major_locator(ticker.FixedLocator(ticks.tolist()))
+    bar.ax.xaxis.set_minor_locator(ticker.NullLocator())
     bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x, 2)))
     bar.ax.tick_params(labelsize=SMALL, color=MUTED, length=3, pad=2)
     return figure

@@ -1,4 +1,4 @@
-"""What tells runs apart: config keys and hashes, and which of them forbid a comparison."""
+"""The config keys and hashes that tell runs apart, and which of them forbid a comparison."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ CORPUS = (
 )  # fmt: skip
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
 FACTS = {"corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",)}
-"""What run.json knows, and the keys that it settles: two paths may hold the same text."""
+"""Facts of run.json, and the keys that each settles: two paths may hold the same text."""
 CAUSES = {
     "corpus": CORPUS,
     "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS),
     "compute_dtype": ("precision",),
 }
-"""What a difference in such a fact can come from; then it need not be told in a label too."""
+"""Where a difference in such a fact can come from; then a label need not tell it too."""
 
 MATCH = "model.match_params_to"
 SETTLED = {key for keys in FACTS.values() for key in keys}
@@ -53,12 +53,12 @@ SPEED = (
     "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
     "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
 )  # fmt: skip
-"""What decides speed alone: run.json's facts and config keys."""
+"""Facts and config keys that decide speed alone."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What differs between runs."""
+    """The differences between runs."""
 
     swept: list[str]
     """The keys that tell rows apart: `attention`, then the others by name."""

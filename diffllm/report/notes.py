@@ -42,7 +42,7 @@ UNSET: tuple[Any, ...] = (None, [], "")
 
 
 def run_notes(run: Run) -> list[str]:
-    """What is missing of a run."""
+    """Sentences about a run that is incomplete or diverged."""
     notes = []
     if run.summary is None:
         notes.append(
@@ -150,7 +150,7 @@ def as_words(key: str, value: Any) -> str:
 
 
 def ffn_width(rows: list[Row]) -> str:
-    """Of all rows, or which have which where parameters were matched; with experts, of one."""
+    """FFN width as text, with row labels where widths differ; for MoE, one expert's."""
     labels: dict[int, list[str]] = {}
     for row in rows:
         for width in dict.fromkeys(width_of(run.cfg.model) for run in row.runs):

@@ -20,17 +20,10 @@ FOREGROUND, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
 THEME = {FOREGROUND: "--fg", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
 
 HUES = (
-    ("#69707a", "#a9b0ba"),
-    ("#00875f", "#35cfa0"),
-    ("#0068b0", "#5db5f5"),
-    ("#d4480b", "#ff7d4a"),
-    ("#a63a92", "#ea8fd6"),
-    ("#b07d00", "#f0c24b"),
-    ("#4a38b8", "#a79ffa"),
-    ("#0e93b8", "#86e0f7"),
-    ("#7b1b45", "#e0608f"),
-    ("#6e5138", "#cfae8e"),
-)
+    ("#69707a", "#a9b0ba"), ("#00875f", "#35cfa0"), ("#0068b0", "#5db5f5"), ("#d4480b", "#ff7d4a"),
+    ("#a63a92", "#ea8fd6"), ("#b07d00", "#f0c24b"), ("#4a38b8", "#a79ffa"), ("#0e93b8", "#86e0f7"),
+    ("#7b1b45", "#e0608f"), ("#6e5138", "#cfae8e"),
+)  # fmt: skip
 """On white and on near black: Okabe and Ito's first, told apart with any colour vision."""
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
@@ -43,28 +36,14 @@ WIDTH, HEIGHT, SMALL = 360, 236, 11.0
 RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "diffllm",
-    "font.size": SMALL,
-    "text.parse_math": False,
-    "text.color": FOREGROUND,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "figure.dpi": 72,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": FOREGROUND,
-    "ytick.labelcolor": FOREGROUND,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "axes.unicode_minus": True,
-}
+    "font.size": SMALL, "text.parse_math": False, "text.color": FOREGROUND,
+    "figure.facecolor": "none", "figure.dpi": 72,
+    "axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": True,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "xtick.color": MUTED, "xtick.labelcolor": FOREGROUND, "xtick.major.size": 3,
+    "ytick.color": MUTED, "ytick.labelcolor": FOREGROUND, "ytick.major.size": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +60,7 @@ class RowStyle:
 
     @property
     def gid(self) -> str:
-        """Of its artists; becomes a class in the page."""
+        """Id of its artists; becomes a class in the page."""
         return f"row-{self.index}"
 
     @property
@@ -91,7 +70,7 @@ class RowStyle:
 
     @property
     def line(self) -> dict[str, object]:
-        """Of matplotlib's plot."""
+        """Options of matplotlib's plot."""
         dashes = (0, self.dash) if self.dash else "-"
         return {"color": self.colour, "linestyle": dashes, "gid": self.gid}
 
@@ -104,17 +83,9 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
         hue, dash = hue_and_dash(variant)
         nth, count = variants[:i].count(variant), variants.count(variant)
         shade = 0.55 * nth / max(count - 1, 1)
-        light, dark = hue
-        styles.append(
-            RowStyle(
-                index=i,
-                label=row.label,
-                light=mixed(light, "#000000", shade),
-                dark=mixed(dark, "#ffffff", shade),
-                dash=DASHES[(dash + nth) % len(DASHES)],
-                marker=MARKERS[i % len(MARKERS)],
-            )
-        )
+        light, dark = mixed(hue[0], "#000000", shade), mixed(hue[1], "#ffffff", shade)
+        dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
+        styles.append(RowStyle(i, row.label, light, dark, dashes, marker))
     return styles
 
 

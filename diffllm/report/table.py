@@ -71,7 +71,7 @@ class Cell:
     detail: str = ""
     """In small print: the interval, the count behind a share."""
     tag: str = ""
-    """What to know about the number: "no difference shown", "1 of 3 seeds diverged"."""
+    """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
     forest: Markup | None = None
 
 
