@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diffllm.config.compose import variants
-from diffllm.report.rows import Row, variant_order
+from diffllm.report.rows import FIRST, Row, variant_order
 
 FOREGROUND, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
 THEME = {FOREGROUND: "--fg", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
@@ -28,8 +28,6 @@ HUES = (
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
 )  # fmt: skip
-SOLID = 4
-"""Variants that share a dash; the first have solid lines."""
 MARKERS = "os^Dv<>ph"
 WIDTH, HEIGHT, SMALL = 360, 236, 11.0
 """Of a figure and its text, in CSS pixels at its natural size."""
@@ -92,13 +90,18 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
 def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
     """Hue and dash by a variant's place among all variants, the same in every report.
 
-    A name that is none of these has a place behind them that depends on the name alone.
+    Those that rows begin with have hues of their own and solid lines. A name that is none of all
+    has a place behind them that depends on the name alone.
     """
     known = sorted(variants(), key=variant_order)
     place = len(known) + zlib.crc32(variant.encode()) % len(HUES)
     if variant in known:
         place = known.index(variant)
-    return HUES[place % len(HUES)], place // SOLID % len(DASHES)
+    nth = place - len(FIRST)
+    if nth < 0:
+        return HUES[place], 0
+    others = HUES[len(FIRST) :]
+    return others[nth % len(others)], 1 + nth % (len(DASHES) - 1)
 
 
 def mixed(colour: str, other: str, share: float) -> str:
