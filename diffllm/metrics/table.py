@@ -214,7 +214,7 @@ METRICS: tuple[Metric, ...] = (
         "ffn_write_rms/*", RESIDUAL, "RMS of what a block's feed-forward layer, or its experts, "
         "add to the residual stream, over tokens and channels", "RMS",
         combine="rms", summary="max",
-        plots=(Layers("RMS of what the feed-forward layer adds, by layer",
+        plots=(Layers("RMS of what the FFN adds, by layer",
                       "Weighted sums of experts where there are any.", log=True),),
     ),
 
