@@ -2,6 +2,7 @@
 # make test    set up, then lint, format check, types and tests
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
+# make docs    docs/metrics.md, from the table of metrics
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
   resume.py missing_ranks.py masked_runs.py moe_runs.py skipped_runs.py)
 
-.PHONY: train test test-slow test-torch test-cluster gpu-wheels gpu-data lint clean
+.PHONY: train test test-slow test-torch test-cluster gpu-wheels gpu-data docs lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -49,6 +50,9 @@ gpu-wheels:
 
 gpu-data: $(READY)
 	$(BIN)/python benchmarks/harness/corpus.py
+
+docs: $(READY)
+	$(BIN)/python -m diffllm.metrics.document > docs/metrics.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diffllm.report.bands import band_of, smoothed
-from diffllm.report.columns import csv_text
-from diffllm.report.comparison import Comparison, Estimate, Row
-from diffllm.report.output import read
+from diffllm.report.comparison import Comparison, read
+from diffllm.report.rows import Estimate, Row
+from diffllm.report.table import csv_text
 
 RESULTS = Path(__file__).parent / "results" / "compare_small"
 BASELINES = ("standard", "diff_v2")

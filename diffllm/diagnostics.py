@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.bounds import bounded, check_bounds
-from diffllm.model.probes import PROBED
-from diffllm.model.stats import Stats, combine_by
+from diffllm.metrics.table import metric_of
+from diffllm.model.stats import Stats
 
-REDUCE = {"mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+MERGE: dict[str, Any] = {
+    "mean": torch.add,
+    "rms": torch.hypot,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+"""What makes one of two micro-batches: means become sums, and RMS roots of sums of squares."""
+SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
+OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Due(NamedTuple):
         return {
             name: value
             for name, value in stats.items()
-            if (self.probes if name in PROBED else self.statistics)
+            if (self.probes if metric_of(name).probe else self.statistics)
         }
 
 
@@ -70,31 +78,31 @@ def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) 
 
 
 def merge(into: Stats, new: Stats) -> Stats:
-    """Combine the statistics of two micro-batches; means become sums until `reduce_stats`."""
+    """Combine the statistics of two micro-batches, as `MERGE` says, until `reduce_stats`."""
     if not into:
         return new
-    combine: dict[str, Any] = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
-    return {name: combine[combine_by(name)](into[name], new[name]) for name in new}
+    return {name: MERGE[metric_of(name).combine](into[name], new[name]) for name in new}
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine over ranks, one packed collective a kind; float32, equal on all ranks."""
+    """Combine over ranks, one packed collective an operation; float32, equal on all ranks."""
     reduced: Stats = {}
-    for kind, op in REDUCE.items():
-        names = [name for name in stats if combine_by(name) == kind]
-        if not names:
+    for op, kinds in OPS.items():
+        found = {name: value for name, value in stats.items() if metric_of(name).combine in kinds}
+        if not found:
             continue
-        packed = torch.cat([stats[name].flatten() for name in names])
-        if kind != "mean":  # minima and maxima of some backends leave NaN out
-            packed = packed.nan_to_num(
-                math.inf if kind == "max" else -math.inf, math.inf, -math.inf
-            )
+        roots = [name for name in found if metric_of(name).combine == "rms"]
+        flat = found | {name: found[name].square() for name in roots}
+        packed = torch.cat([value.flatten() for value in flat.values()])
+        if op != SUM:  # minima and maxima of some backends leave NaN out
+            packed = packed.nan_to_num(math.inf if op == MAX else -math.inf, math.inf, -math.inf)
         dist.all_reduce(packed, op)
-        if kind == "mean":
+        if op == SUM:
             packed = packed / (micro_batches * dist.get_world_size())
-        parts = packed.split([stats[name].numel() for name in names])
-        for name, part in zip(names, parts, strict=True):
-            reduced[name] = part.view_as(stats[name])
+        parts = packed.split([value.numel() for value in found.values()])
+        for (name, value), part in zip(found.items(), parts, strict=True):
+            reduced[name] = part.view_as(value)
+        reduced |= {name: reduced[name].sqrt() for name in roots}
     return reduced
 
 

@@ -21,6 +21,7 @@ from diffllm.distributed.gradients import Norms
 from diffllm.metrics.display import Display
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.mfu import mfu, peak_flops
+from diffllm.metrics.table import metric_of
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
@@ -175,6 +176,8 @@ class Recorder:
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One line: step, tokens, values."""
         if self.outputs is not None:
+            for name in values:
+                metric_of(name)  # raises for a name that has no row
             line = {"step": step, "tokens": step * self.tokens_per_step, **values}
             self.outputs.file.write(line)
             self.outputs.wandb.log(line)

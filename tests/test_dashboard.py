@@ -12,16 +12,17 @@ import pytest
 import wandb
 import wandb_workspaces.workspaces.interface as interface
 import wandb_workspaces.workspaces.internal as internal
-from wandb_file import covers
+from wandb_file import covers, examples
 
-from diffllm.metrics.dashboard import SECTIONS
-from diffllm.metrics.names import SUMMARIES
+from diffllm.metrics.dashboard import panels as panels_of_the_table
+from diffllm.metrics.table import METRICS
 from diffllm.tools import main
 
+NAMES = [metric.name for metric in METRICS]
 WHERE = ["entity=a-team", "project=a-project"]
 ORDER = [
-    "Loss", "Spikes", "Gradient norm", "Context RMS", "Outliers", "Attention", "Lambda and gate",
-    "Performance", "Experts",
+    "Loss", "Spikes", "Gradient norm", "Context RMS", "Outliers", "Residual stream", "Attention",
+    "Lambda and gate", "Performance", "Experts",
 ]  # fmt: skip
 
 
@@ -70,18 +71,9 @@ def test_every_section_has_panels_over_tokens_and_runs_are_grouped(capsys):
     assert grouping == [{"section": "config", "name": "run.value.choices.attention"}]
 
 
-def examples(pattern: str) -> list[str]:
-    """Names that a line of the table of names stands for."""
-    if pattern.endswith("_*"):
-        return [pattern[:-1] + "00/layer_00", pattern[:-1] + "11/layer_31"]
-    if pattern == "grad_norm/*":
-        return ["grad_norm/embedding", "grad_norm/lambda"]
-    return [pattern[:-1] + "layer_00", pattern[:-1] + "layer_31"] if "*" in pattern else [pattern]
-
-
 def test_every_metric_is_drawn_by_one_panel():
     found = panels(written([]))
-    for pattern in SUMMARIES:
+    for pattern in NAMES:
         for name in examples(pattern):
             assert covers(pattern, name)
             drawn = [p for configs in found.values() for p in configs if draws(p, name)]
@@ -89,8 +81,8 @@ def test_every_metric_is_drawn_by_one_panel():
 
 
 def test_nothing_is_drawn_that_is_not_a_metric():
-    drawn = [name for section in SECTIONS.values() for panel in section for name in panel]
-    assert sorted(drawn) == sorted(SUMMARIES)
+    drawn = [name for s in panels_of_the_table().values() for panel in s for name in panel]
+    assert sorted(drawn) == sorted(NAMES)
 
 
 def test_name_and_file_can_be_chosen_and_a_key_alone_does_not_go_online(monkeypatch):

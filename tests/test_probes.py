@@ -13,14 +13,16 @@ from diffllm import build_model, load_config
 from diffllm.config.compose import variants
 from diffllm.diagnostics import DiagnosticsConfig, Due, named_values, probe_positions, reduce_stats
 from diffllm.errors import ConfigError
+from diffllm.metrics.table import METRICS
 from diffllm.model.documents import Documents
-from diffllm.model.probes import PROBED, entropy, probe_at, probe_stats
+from diffllm.model.probes import entropy, probe_at, probe_stats
 from diffllm.model.rope import apply_rope
 from diffllm.trainer import due
 
 LENGTH, END = 12, 7
 POSITIONS = torch.tensor([1, 4, 10])
-COMMON = set(PROBED) - {"lambda_head"}
+PROBED = {metric.quantity for metric in METRICS if metric.probe}
+COMMON = PROBED - {"lambda_head"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -205,8 +207,8 @@ def test_lambda_is_named_by_head_and_layer():
 def test_only_what_is_due_is_kept():
     model, tokens = tiny("diff_v2"), rows()
     stats = model(tokens, tokens, diagnose=True, probe=POSITIONS).stats
-    assert set(Due(probes=True).chosen(stats)) == set(PROBED)
-    assert set(Due(statistics=True).chosen(stats)) == set(stats) - set(PROBED)
+    assert set(Due(probes=True).chosen(stats)) == PROBED
+    assert set(Due(statistics=True).chosen(stats)) == set(stats) - PROBED
     assert Due(True, True).chosen(stats).keys() == stats.keys()
     assert Due(update=True).chosen(stats) == {}
     assert not Due(update=True).diagnose

@@ -15,13 +15,16 @@ from diffllm.errors import ConfigError
 from diffllm.model.attention.ops import attend
 from diffllm.model.stats import block_stats
 
+WRITES = ("residual_rms", "attn_write_rms", "ffn_write_rms")
 COMMON = {
     "hidden_top1",
     "hidden_kurtosis",
     "context_rms",
     "context_rms_min",
     "context_rms_max",
+    *WRITES,
 }
+ADDED = {"residual": 5.0, "attn_write": 0.3, "ffn_write": 2.0}
 LAMBDA = {"lambda_mean", "lambda_min", "lambda_max"}
 EXPECTED = {
     "standard": COMMON,
@@ -73,7 +76,8 @@ def test_block_stats_equal_an_explicit_recomputation():
     x = torch.randn(2, 5, 12)
     x[1, 3, 7] = -40.0
     context, lam, gate = torch.randn(2, 5, 3, 6), torch.rand(2, 5, 3), torch.rand(2, 5, 3, 6)
-    stats = block_stats(x, {"context": context, "lambda": lam, "gate": gate})
+    added = {name: scale * torch.randn(2, 5, 12) for name, scale in ADDED.items()}
+    stats = block_stats(x, {"context": context, "lambda": lam, "gate": gate, **added})
     rms = [
         math.sqrt(sum(c.item() ** 2 for c in context[b, t, h]) / 6)
         for b in range(2)
@@ -95,6 +99,10 @@ def test_block_stats_equal_an_explicit_recomputation():
         "lambda_min": lam.min().item(),
         "lambda_max": lam.max().item(),
         "gate_mean": gate.double().mean().item(),
+        **{
+            f"{name}_rms": math.sqrt(sum(v**2 for v in value.double().flatten().tolist()) / 120)
+            for name, value in added.items()
+        },
     }
     assert {name: value.item() for name, value in stats.items()} == pytest.approx(expected)
     assert all(s.dtype == torch.float32 and s.shape == () for s in stats.values())
@@ -210,9 +218,11 @@ def test_micro_batches_combine_to_the_statistics_of_the_whole(micro_batches):
     x = torch.randn(8, 5, 16) * torch.arange(1, 9).view(8, 1, 1)
     context, lam = torch.randn(8, 5, 2, 4) * x[:, :, :2, None], torch.rand(8, 5, 2)
     gate = torch.rand(8, 5, 2, 4)
+    added = {name: torch.randn(8, 5, 16) * x * scale for name, scale in ADDED.items()}
 
     def stats(rows):
         shown = {"context": context[rows], "lambda": lam[rows], "gate": gate[rows]}
+        shown |= {name: value[rows] for name, value in added.items()}
         return {name: value.view(1) for name, value in block_stats(x[rows], shown).items()}
 
     merged, size = {}, 8 // micro_batches
@@ -366,6 +376,32 @@ def test_the_gate_of_gated_attention_is_the_sigmoid_of_w_gate():
         torch.testing.assert_close(out.stats["gate_mean"][i], torch.sigmoid(logits).mean())
 
 
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
+def test_what_is_written_to_the_residual_stream_in_float64(variant):
+    model, (inputs, targets) = tiny(variant), batch()
+    stats = model(inputs, targets, diagnose=True).stats
+    model.double()
+    x = model.tok_embeddings(inputs)
+    rope = model.rope(0, inputs.shape[1])
+    for i, layer in enumerate(model.layers):
+        attended = layer.attention(layer.attention_norm(x), rope)
+        fed = layer.ffn(layer.ffn_norm(x + attended))
+        for name, value in zip(WRITES, (x, attended, fed), strict=True):
+            expected = value.square().mean().sqrt().item()
+            assert stats[name][i].dtype == torch.float32
+            assert stats[name][i].item() == pytest.approx(expected, rel=1e-5), name
+        x = x + attended + fed
+
+
+def test_rms_combine_by_the_root_of_the_mean_of_squares():
+    parts = [torch.tensor([3.0, math.nan, 1e-3]), torch.tensor([4.0, 1.0, 1e-3])]
+    merged = merge({"residual_rms": parts[0]}, {"residual_rms": parts[1]})
+    first, second, third = reduce_stats(merged, 2)["residual_rms"].tolist()
+    assert first == pytest.approx(math.sqrt((9 + 16) / 2))  # not 3.5, the mean of roots
+    assert math.isnan(second)
+    assert third == pytest.approx(1e-3)
+
+
 def test_a_negative_interval_is_refused():
     with pytest.raises(ConfigError, match=r"diagnostics.interval=-1"):
         DiagnosticsConfig(interval=-1).validate()
@@ -374,7 +410,10 @@ def test_a_negative_interval_is_refused():
 def reduced_with_nan(values):
     """What rank 0 and rank 1 make of a statistic of each kind, NaN on one rank only."""
     own = torch.tensor(values[torch.distributed.get_rank()])
-    stats = {name: own.clone() for name in ("x_min", "x_max", "hidden_top1", "attn_entropy")}
+    stats = {
+        name: own.clone()
+        for name in ("lambda_min", "lambda_max", "hidden_top1", "attn_entropy", "residual_rms")
+    }
     return {name: value.tolist() for name, value in reduce_stats(stats, 1).items()}
 
 
@@ -385,4 +424,4 @@ def test_a_nan_on_one_rank_is_seen_on_all(rank, tmp_path):
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):
         for name, row in reduced.items():
             assert [math.isfinite(value) for value in row] == [False, True, False], name
-        assert reduced["x_max"][1] == reduced["attn_entropy"][1] == 2.0
+        assert reduced["lambda_max"][1] == reduced["attn_entropy"][1] == 2.0

@@ -19,10 +19,11 @@ from wandb_file import OfflineRun
 
 from diffllm.errors import ConfigError
 from diffllm.metrics import wandb_run
-from diffllm.metrics.names import SUMMARIES
+from diffllm.metrics.table import METRICS
 from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode, run_tags
 
 KEY = "0123456789" * 4
+SUMMARIES = {metric.name: metric.summary for metric in METRICS}
 CHOICES = {"attention": "diff_v2", "model": "tiny"}
 
 

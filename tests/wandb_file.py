@@ -84,3 +84,12 @@ def complete_records(path: Path) -> list[Record]:
 def covers(pattern: str, name: str) -> bool:
     """Whether a name of the table, or one with a `*` at its end, stands for this metric."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def examples(pattern: str) -> list[str]:
+    """Names that a line of the table of names stands for."""
+    if pattern.endswith("_*"):
+        return [pattern[:-1] + "00/layer_00", pattern[:-1] + "11/layer_31"]
+    if pattern == "grad_norm/*":
+        return ["grad_norm/embedding", "grad_norm/lambda"]
+    return [pattern[:-1] + "layer_00", pattern[:-1] + "layer_31"] if "*" in pattern else [pattern]

@@ -2,54 +2,20 @@
 
 from typing import Any
 
-# Section by section, each panel the metrics it draws, as diffllm/metric_names.py writes them.
-SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "Loss": (("train/loss",), ("eval/loss",), ("train/z_loss",), ("train/lr",)),
-    "Spikes": (
-        ("spikes/loss_total", "spikes_olmo2/loss_total"),
-        ("spikes/grad_total", "spikes_olmo2/grad_total"),
-        ("spikes/loss_score", "spikes_olmo2/loss_score"),
-        ("spikes/grad_score", "spikes_olmo2/grad_score"),
-        ("spikes/loss_rolling_total", "spikes_olmo2/loss_rolling_total"),
-        ("spikes/grad_rolling_total", "spikes_olmo2/grad_rolling_total"),
-        ("spikes/loss_rolling_score", "spikes_olmo2/loss_rolling_score"),
-        ("spikes/grad_rolling_score", "spikes_olmo2/grad_rolling_score"),
-        ("spikes/skipped_total",),
-    ),
-    "Gradient norm": (
-        ("train/grad_norm",),
-        ("grad_norm/*",),
-        ("train/update_norm",),
-        ("train/param_norm",),
-    ),
-    "Context RMS": (("context_rms/*",), ("context_rms_min/*",), ("context_rms_max/*",)),
-    "Outliers": (("hidden_top1/*",), ("hidden_kurtosis/*",), ("attn_logit_top1/*",)),
-    "Attention": (("attn_entropy/*",), ("sink_mass/*",), ("attn_negative_share/*",)),
-    "Lambda and gate": (
-        ("lambda_mean/*",),
-        ("lambda_min/*",),
-        ("lambda_max/*",),
-        ("lambda_head_*",),
-        ("gate_mean/*",),
-    ),
-    "Performance": (
-        ("perf/tokens_per_s",),
-        ("perf/step_ms",),
-        ("perf/data_ms",),
-        ("perf/mfu",),
-        ("perf/peak_memory_gib",),
-    ),
-    "Experts": (
-        ("router_entropy/*",),
-        ("expert_load_max/*",),
-        ("expert_load_min/*",),
-        ("router_bias_range/*",),
-        ("train/balance_loss",),
-        ("train/router_z_loss",),
-    ),
-}
+from diffllm.metrics.table import METRICS, SECTIONS
+
 OPEN = ("Loss", "Spikes", "Gradient norm")
 """Sections that are unfolded at first: wandb fetches what a panel draws when it is shown."""
+
+
+def panels() -> dict[str, list[tuple[str, ...]]]:
+    """By title of a section, the metrics that each of its plots draws."""
+    drawn: dict[str, dict[str, tuple[str, ...]]] = {each.dashboard: {} for each in SECTIONS}
+    for metric in METRICS:
+        plots = drawn[metric.section.dashboard]
+        key = metric.panel or metric.name
+        plots[key] = (*plots.get(key, ()), metric.name)
+    return {title: list(plots.values()) for title, plots in drawn.items()}
 
 
 def workspace(entity: str, project: str, name: str) -> Any:
@@ -70,11 +36,11 @@ def workspace(entity: str, project: str, name: str) -> Any:
     sections = [
         ws.Section(
             name=title,
-            panels=[plot(metrics) for metrics in panels],
+            panels=[plot(metrics) for metrics in drawn],
             is_open=title in OPEN,
             panel_settings=ws.SectionPanelSettings(x_axis="tokens"),
         )
-        for title, panels in SECTIONS.items()
+        for title, drawn in panels().items()
     ]
     variant = ws.Config("run.choices.attention")
     return ws.Workspace(
@@ -88,5 +54,5 @@ def workspace(entity: str, project: str, name: str) -> Any:
 
 
 def as_json(view: Any) -> str:
-    """What saving the workspace would send: the view, its spec under "spec"."""
+    """The JSON that saving the workspace would send: the view, its spec under "spec"."""
     return view._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)

@@ -63,6 +63,11 @@ class Display:
             self.live = None
 
 
+def to_stderr(text: str) -> None:
+    """Print a warning as one line on stderr, in place of line breaks a space."""
+    print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
 def duration(seconds: float) -> str:
     """h:mm:ss or m:ss."""
     minutes, s = divmod(round(seconds), 60)

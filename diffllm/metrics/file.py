@@ -3,11 +3,11 @@
 import contextlib
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from diffllm.files import replace_file
+from diffllm.metrics.display import to_stderr
 
 
 class MetricsFile:
@@ -43,7 +43,9 @@ class MetricsFile:
         self.waiting.append(json.dumps(finite).encode() + b"\n")
         problem = self._write_waiting()
         if problem and not known:
-            say(f"{self.path} cannot be written, lines are kept until it can: {problem}")
+            to_stderr(
+                f"warning: {self.path} cannot be written, lines are kept until it can: {problem}"
+            )
 
     def _write_waiting(self) -> str | None:
         """Write what waits, in order; why not, if something is left."""
@@ -66,10 +68,5 @@ class MetricsFile:
         """Try once more what still waits."""
         problem = self._write_waiting()
         if problem:
-            say(f"{self.path} lacks its last {len(self.waiting)} lines: {problem}")
+            to_stderr(f"warning: {self.path} lacks its last {len(self.waiting)} lines: {problem}")
         self.file.close()
-
-
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)

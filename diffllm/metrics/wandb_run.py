@@ -11,7 +11,6 @@ import netrc
 import os
 import queue
 import secrets
-import sys
 import threading
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.errors import ConfigError
-from diffllm.metrics.names import SUMMARIES
+from diffllm.metrics.display import to_stderr
+from diffllm.metrics.table import METRICS
 
 ONLINE_SECONDS = 20
 """How long the server may take to answer before the run is recorded offline."""
@@ -182,7 +182,7 @@ class WandbRun:
     def _give_up(self, why: str) -> None:
         if self.working:
             self.working = False
-            say(f"wandb stopped working, training goes on: {why}")
+            to_stderr(f"wandb stopped working, training goes on: {why}")
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
@@ -196,15 +196,15 @@ def start(mode: str, options: dict[str, Any]) -> Any:
     except Exception as error:
         if mode != "online":
             raise
-        say(f"wandb cannot go online, the run is recorded offline: {error!r}")
+        to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
         tear_down()  # the service would refuse the run's id as one in use
         run = wandb.init(mode="offline", settings=settings, **options)
     run.define_metric("step", hidden=True)
     run.define_metric("tokens", hidden=True)
-    for name, summary in SUMMARIES.items():
+    for metric in METRICS:
         # the last value is kept anyway; asked for, it would stand under <name>.last
-        asked = None if summary == "last" else summary
-        run.define_metric(name, step_metric="tokens", summary=asked)
+        asked = None if metric.summary == "last" else metric.summary
+        run.define_metric(metric.name, step_metric="tokens", summary=asked)
     return run
 
 
@@ -223,8 +223,3 @@ def abandon_service() -> None:
 
         wandb.setup()._connection._proc._process.kill()  # type: ignore[union-attr]
     tear_down()
-
-
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(" ".join(line.split()), file=sys.stderr)

@@ -12,8 +12,6 @@ from diffllm.model.attention.base import Attention, Shown
 from diffllm.model.attention.ops import attention_scores
 from diffllm.model.documents import Documents
 
-PROBED = ("attn_logit_top1", "attn_entropy", "attn_negative_share", "sink_mass", "lambda_head")
-
 
 class Probe(NamedTuple):
     """The query positions to look at, and what they see."""

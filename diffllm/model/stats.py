@@ -1,8 +1,6 @@
 """In-block statistics: computed where the tensors are, handed out detached.
 
-The name says how values combine over micro-batches and ranks: `*_min` by minimum, `*_max` and
-`*_top1` by maximum, the rest by mean. Every rank sees equally many tokens, so means of means are
-exact.
+How values combine over micro-batches and ranks stands in the row of each: diffllm/metrics/table.py.
 """
 
 import torch
@@ -13,20 +11,14 @@ from diffllm.model.attention.base import Shown
 Stats = dict[str, Tensor]
 
 
-def combine_by(name: str) -> str:
-    """Return how values of this statistic combine: "min", "max" or "mean"."""
-    if name.endswith("_min"):
-        return "min"
-    return "max" if name.endswith(("_max", "_top1")) else "mean"
-
-
 def block_stats(x: Tensor, show: Shown | None) -> Stats:
     """Compute one block's statistics, each a float32 scalar; none unless something is shown.
 
     Args:
         x: the block's output (B, T, D).
         show: "context" (B, T, heads, width) before wo; "lambda", "gate", and "router" (N, E), the
-            shares of each token's experts, where there is one.
+            shares of each token's experts, where there is one; "residual", "attn_write" and
+            "ffn_write" (B, T, D), the block's input and what is added to it.
     """
     if show is None:
         return {}
@@ -41,6 +33,9 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
             stats["gate_mean"] = show["gate"].float().mean()
         if "router" in show:
             stats["router_entropy"] = torch.special.entr(show["router"]).sum(-1).mean()
+        for name in ("residual", "attn_write", "ffn_write"):
+            if name in show:
+                stats[f"{name}_rms"] = show[name].float().square().mean().sqrt()
     return stats
 
 

@@ -49,12 +49,15 @@ class Block(nn.Module):
         the counts and losses of routing in a MoE layer."""
         show: Shown | None = {} if diagnose else None
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, rope, mask, cache, show)
+        attended = self.attention(normed, rope, mask, cache, show)
+        between = x + attended
         if self.routes:
-            out, routed = self.ffn(self.ffn_norm(x), show)
+            fed, routed = self.ffn(self.ffn_norm(between), show)
         else:
-            out, routed = self.ffn(self.ffn_norm(x)), None
-        x = x + out
+            fed, routed = self.ffn(self.ffn_norm(between)), None
+        if show is not None:
+            show |= {"residual": x, "attn_write": attended, "ffn_write": fed}
+        x = between + fed
         stats = block_stats(x, show)
         if show is not None and probe is not None:
             stats |= probe_stats(self.attention, normed, show, probe)

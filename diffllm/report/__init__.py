@@ -19,7 +19,8 @@ def write_report(
     Raises:
         ConfigError: no run can be read, no run has that variant, or `out` cannot be written.
     """
-    from diffllm.report.output import read, write
+    from diffllm.report.comparison import read
+    from diffllm.report.page import write
 
     comparison, home = read(paths, baseline)
     return write(comparison, out or home)

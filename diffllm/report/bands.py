@@ -1,4 +1,4 @@
-"""What the figures show: curves over tokens and over layers, the seeds of a row together."""
+"""The curves of figures: over tokens and over layers, the seeds of a row together."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from functools import reduce
 
 import numpy as np
 
-from diffllm.report.comparison import Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
 
 Array = np.ndarray
@@ -52,7 +52,7 @@ class Band:
 
 
 def masked(series: Series) -> Series:
-    """With NaN for infinity."""
+    """The series with NaN for infinity."""
     return Series(series.tokens, np.where(np.isfinite(series.values), series.values, np.nan))
 
 
@@ -89,7 +89,7 @@ def band_of(row: Row, pick: Callable[[Run], Series]) -> Band | None:
 
 
 def window(points: int) -> int:
-    """Of a running mean: a fiftieth of a long run, about a tenth of a short one, an odd number."""
+    """Width of a running mean: a fiftieth of a long run, about a tenth of a short one; odd."""
     return 2 * max(points // 100, min(points // 20, 5)) + 1
 
 
@@ -105,7 +105,7 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def largest(series: Series) -> Series:
-    """Over layers: (n, L) to (n,); NaN where one is not finite."""
+    """The largest over layers: (n, L) to (n,); NaN where one is not finite."""
     if not series.values.size:
         return Series(series.tokens[:0], np.zeros(0))
     return Series(series.tokens, masked(series).values.max(axis=1))
@@ -117,8 +117,8 @@ def shown_at_end(row: Row) -> list[Run]:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """Of every layer, at the last logged step that these runs have in common."""
-    logged = [(run.metrics.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
+    """A quantity over layers, at the last logged step that the shown runs have in common."""
+    logged = [(run.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
     logged = [(layers, series) for layers, series in logged if series.values.size]
     if not logged:
         return None

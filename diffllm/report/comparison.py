@@ -1,42 +1,15 @@
-"""What a report says: a row for every combination of swept keys, its seeds side by side."""
+"""A comparison: each row's gap to its baseline, and all that forbids or limits comparing them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from diffllm.report.runs import Run
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, with its 95% interval; no interval from a single seed."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
-    seeds: int = 1
-
-
-@dataclass
-class Row:
-    """The runs of one combination of swept keys."""
-
-    label: str
-    """"diff_v2", or "diff_v2 lr=0.001" where more than the variant was swept."""
-    keys: dict[str, Any]
-    """The swept keys and this row's values of them; `attention` first."""
-    runs: list[Run]
-    """By seed."""
-    loss: Estimate | None
-    """Final held-out loss, nats a token; None while no run has one."""
-    gap: Estimate | None
-    """Of the loss to the baseline's over the same seeds, paired; None for the baseline itself, and
-    where the two cannot be compared."""
-    values: dict[str, Any]
-    """All columns of the CSV, in order."""
-    baseline: "Row | None" = None
-    """The row that the gap is measured from; None where `gap` is, and for the baseline itself."""
-    diverged: int = 0
-    """Finished runs whose loss is not finite: they are in no mean."""
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.report.find import find_runs, sweep_notes
+from diffllm.report.keys import ATTENTION, FACTS, MATCH, as_text, distinguish, fact_text, overrides
+from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
+from diffllm.report.rows import Estimate, Row, make_rows, paired_gap, row_values
+from diffllm.report.runs import Run, load_run
 
 
 @dataclass(frozen=True)
@@ -61,3 +34,174 @@ class Comparison:
     """Empty where all rows are comparable."""
     notes: list[str] = field(default_factory=list)
     """Unfinished runs, runs that could not be read, missing seeds: a sentence each."""
+
+
+def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Path | None]:
+    """The comparison of all runs in `paths`, and the directory that its report belongs in, if any.
+
+    A run that cannot be read is a note, and so are a sweep's runs that have not started.
+
+    Raises:
+        ConfigError: no run can be read, or none has the baseline's variant.
+    """
+    found = find_runs(paths)
+    runs: list[Run] = []
+    unreadable: list[str] = []
+    for path in found.runs:
+        try:
+            runs.append(load_run(path))
+        except CheckpointError as error:
+            unreadable.append(f"{path} is left out: {error}.")
+    if not runs:
+        more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
+        raise ConfigError(f"no run can be read: {unreadable[0]}{more}")
+    comparison = compare(runs, baseline, found.title)
+    waiting = [note for sweep in found.sweeps for note in sweep_notes(sweep)]
+    comparison.notes = unreadable + waiting + comparison.notes
+    return comparison, found.home
+
+
+def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Comparison:
+    """Group runs into rows and measure each against the baseline's row with equal other keys.
+
+    Args:
+        runs: at least one; their order does not matter.
+        baseline: a variant; None takes `standard` if it is there, else the first row's if there
+            are several.
+
+    Raises:
+        ConfigError: no run has the baseline's variant.
+    """
+    runs = sorted(runs, key=lambda run: str(run.path))
+    keys = distinguish(runs)
+    notes: list[str] = []
+    rows_and_values = make_rows(runs, keys, notes)
+    rows = [row for row, _ in rows_and_values]
+    chosen = choose_baseline(baseline, rows)
+    kept = [run for row in rows for run in row.runs]
+    notes += [note for run in kept for note in run_notes(run)]
+    pairs = [(row, base) for row in rows if (base := baseline_row(row, rows, chosen, notes))]
+    for row, base in pairs:
+        row.gap = gap(row, base, notes)
+        row.baseline = base if row.gap else None
+    notes += one_variant_notes(rows) + fact_notes(kept)
+    notes += parameter_notes(pairs) + speed_notes(kept)
+    for row in rows:
+        row.values = row_values(row, rows, keys.incomparable)
+    differences = [difference(key, rows_and_values) for key in keys.incomparable]
+    return Comparison(title, rows, chosen, differences, notes)
+
+
+def difference(key: str, rows: list[tuple[Row, dict[str, Any]]]) -> Difference:
+    """Each value of a key, as text, and the labels of the rows that have it."""
+    labels: dict[str, list[str]] = {}
+    for row, values in rows:
+        value = values[key]
+        text = fact_text(value) if key in FACTS else as_text(value)
+        labels.setdefault(text, []).append(row.label)
+    return Difference(key, labels)
+
+
+def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
+    """The variant that gaps are measured from; raises ConfigError."""
+    variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
+    if wanted is not None:
+        if wanted not in variants:
+            raise ConfigError(
+                f"baseline={wanted} is the variant of none of these runs; "
+                f"choose from {', '.join(variants)}"
+            )
+        return wanted
+    if "standard" in variants:
+        return "standard"
+    return variants[0] if len(rows) > 1 else None
+
+
+def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[str]) -> Row | None:
+    """The row that a gap is measured from: the baseline's, all keys outside of attention equal.
+
+    A row that others are matched to goes with these. Of several, which then differ in fields of the
+    variant, the one as its YAML has them. None for that row itself, and where there is none, which
+    is noted.
+    """
+    if baseline is None:
+        return None
+    found = [
+        other
+        for other in rows
+        if other.keys["attention"] == baseline
+        and all(
+            other.keys[key] == value
+            for key, value in row.keys.items()
+            if key not in ("attention", MATCH) and not key.startswith(ATTENTION)
+        )
+    ]
+    found = equally_matched(row, found, rows)
+    if len(found) > 1:
+        found = [other for other in found if not overrides(other.runs[0])]
+    if not found:
+        same_variant = row.keys["attention"] == baseline
+        what = (
+            f"{baseline} without overrides" if same_variant else f"{baseline} with its other keys"
+        )
+        notes.append(f"{row.label} has no gap: there is no run of {what}.")
+        return None
+    return None if found[0] is row else found[0]
+
+
+def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
+    """Those of `found` with parameters matched as the row's are.
+
+    The target of a matching needs none to have the parameters of those that are matched to it.
+    """
+    variant, target = row.keys["attention"], row.keys.get(MATCH)
+    targets = [target]
+    if target is None and not any(
+        other.keys["attention"] == other.keys.get(MATCH) == variant for other in rows
+    ):
+        targets = [variant, None]
+    for wanted in targets:
+        matched = [other for other in found if other.keys.get(MATCH) == wanted]
+        itself = [
+            other
+            for other in found
+            if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
+        ]
+        if matched or itself:
+            return matched or itself
+    return []
+
+
+def one_variant_notes(rows: list[Row]) -> list[str]:
+    """Why there is no gap where other keys than the variant were swept."""
+    variants = {row.keys["attention"] for row in rows}
+    others = [k for k in rows[0].keys if k != "attention"]
+    if len(rows) == 1 or len(variants) > 1 or any(key.startswith(ATTENTION) for key in others):
+        return []
+    return [
+        f"There is no gap: all rows are of {variants.pop()}, and a gap is between variants that "
+        f"agree on all other keys; these rows differ in {', '.join(others)}."
+    ]
+
+
+def gap(row: Row, base: Row, notes: list[str]) -> Estimate | None:
+    """Of the loss, paired over common seeds; that a seed is missing on one side is noted."""
+    own, theirs = (
+        {run.seeds: run.final_loss for run in side.runs if run.final_loss is not None}
+        for side in (row, base)
+    )
+    found = paired_gap(own, theirs)
+    if own and theirs and own.keys() != theirs.keys():
+        common = ", ".join(map(seed_text, sorted(own.keys() & theirs.keys())))
+        what = f"is over seed {common} alone" if common else "is unknown"
+        notes.append(
+            f"The gap of {row.label} to {base.label} {what}: they have other seeds otherwise, "
+            f"{', '.join(map(seed_text, sorted(own.keys() ^ theirs.keys())))}."
+        )
+    return found
+
+
+def seed_text(seeds: tuple[int, int]) -> str:
+    """ "0", or "0 (init_seed 3)" where initial values have a seed of their own."""
+    seed, init_seed = seeds
+    return str(seed) if seed == init_seed else f"{seed} (init_seed {init_seed})"

@@ -5,12 +5,15 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from diffllm.errors import ConfigError
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.report.runs import read_object
 
 DEPTH = 4
 """How far below a named directory runs are looked for."""
 NAMES = 4
 """How many named directories a title has."""
+WAITING = 8
+"""How many runs a note names."""
 
 
 class Found(NamedTuple):
@@ -120,3 +123,22 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
         return [path]
     children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]
     return [path, *(found for child in children for found in search(child, depth - 1))]
+
+
+def sweep_notes(sweep: Path) -> list[str]:
+    """The planned runs of sweep.json that have left nothing yet."""
+    try:
+        record = read_object(sweep / "sweep.json") or {}
+    except CheckpointError as error:
+        return [f"{error}: which runs have not started is unknown."]
+    planned = record.get("runs")
+    if not isinstance(planned, dict):
+        return [f"{sweep}/sweep.json names no runs: which have not started is unknown."]
+    waiting = [name for name in planned if not is_run(sweep / name)]
+    if not waiting:
+        return []
+    more = f" and {len(waiting) - WAITING} more" if len(waiting) > WAITING else ""
+    return [
+        f"{len(waiting)} of {len(planned)} runs of {sweep} have not started: "
+        f"{', '.join(waiting[:WAITING])}{more}."
+    ]

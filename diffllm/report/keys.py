@@ -1,4 +1,4 @@
-"""What tells runs apart: config keys and hashes, and which of them forbid a comparison."""
+"""The config keys and hashes that tell runs apart, and which of them forbid a comparison."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ CORPUS = (
 )  # fmt: skip
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
 FACTS = {"corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",)}
-"""What run.json knows, and the keys that it settles: two paths may hold the same text."""
+"""Facts of run.json, and the keys that each settles: two paths may hold the same text."""
 CAUSES = {
     "corpus": CORPUS,
     "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS),
     "compute_dtype": ("precision",),
 }
-"""What a difference in such a fact can come from; then it need not be told in a label too."""
+"""Where a difference in such a fact can come from; then a label need not tell it too."""
 
 MATCH = "model.match_params_to"
 SETTLED = {key for keys in FACTS.values() for key in keys}
@@ -53,12 +53,12 @@ SPEED = (
     "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
     "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
 )  # fmt: skip
-"""What decides speed alone: run.json's facts and config keys."""
+"""Facts and config keys that decide speed alone."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What differs between runs."""
+    """The differences between runs."""
 
     swept: list[str]
     """The keys that tell rows apart: `attention`, then the others by name."""
@@ -76,7 +76,7 @@ def distinguish(runs: list[Run]) -> Keys:
     solved for. A fact that only some runs know differs between these and the others; where
     none knows it, the config keys behind it decide alone.
     """
-    values = [settings(run) for run in runs]
+    values = [deciding_values(run) for run in runs]
     count_targets_as_matched(values)
     for key, source in FOLLOWS.items():
         if all(each[key] == each[source] for each in values):
@@ -106,8 +106,8 @@ def distinguish(runs: list[Run]) -> Keys:
     return Keys(swept, incomparable, [{k: each.get(k) for k in kept} for each in values])
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """What decides the result of a run, seeds aside: flat config keys, the variant, facts."""
+def deciding_values(run: Run) -> dict[str, Any]:
+    """All that decides a run's result, seeds aside: flat config keys, the variant, facts."""
     cfg = run.cfg
     values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
     values["attention"] = run.variant

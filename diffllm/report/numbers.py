@@ -7,8 +7,8 @@ MISSING = "–"
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
+def finite(value: Any) -> float | None:
+    """The value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -20,13 +20,13 @@ def with_minus(text: str) -> str:
 
 def fixed(value: Any, digits: int = 4, signed: bool = False) -> str:
     """With that many decimals."""
-    x = number(value)
+    x = finite(value)
     return MISSING if x is None else with_minus(f"{x:{'+' if signed else ''}.{digits}f}")
 
 
 def short(value: Any, digits: int = 3) -> str:
     """That many significant digits; powers of ten where there would be many zeros."""
-    x = number(value)
+    x = finite(value)
     if x is None:
         return MISSING
     if x and not 1e-4 <= abs(x) < 1e6:
@@ -37,16 +37,14 @@ def short(value: Any, digits: int = 3) -> str:
 
 def compact(value: Any, digits: int = 4) -> str:
     """573k, 11.03M, 1.5B."""
-    x = number(value)
+    x = finite(value)
     if x is None:
         return MISSING
-    for scale, prefix in PREFIXES:
-        if abs(x) >= scale:
-            return with_minus(f"{x / scale:.{digits}g}{prefix}")
-    return with_minus(f"{x:.{digits}g}")
+    scale, prefix = next((pair for pair in PREFIXES if abs(x) >= pair[0]), (1, ""))
+    return with_minus(f"{x / scale:.{digits}g}{prefix}")
 
 
 def percent(value: Any) -> str:
     """A share, in percent."""
-    x = number(value)
+    x = finite(value)
     return MISSING if x is None else f"{short(100 * x, 2)}%"

@@ -1,59 +1,71 @@
 """A comparison as one HTML file that needs nothing else: no network, no scripts to be readable."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from diffllm.errors import ConfigError
+from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
-from diffllm.report.comparison import Comparison, Row
+from diffllm.report.comparison import Comparison
+from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import compact, fixed
+from diffllm.report.rows import Row
 from diffllm.report.sections import sections
-from diffllm.report.settings import settings, summary
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import table_columns
+from diffllm.report.table import csv_text, table_columns
 
 
-@dataclass(frozen=True)
-class RunLine:
-    """A run in the list at the end of the page."""
+def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
+    """Write report.html and report.csv, each in one step.
 
-    label: str
-    seed: int
-    path: str
-    tokens: str
-    loss: str
-    state: str
+    Raises:
+        ConfigError: `directory` is None, or cannot be written.
+
+    Returns:
+        The page and the table.
+    """
+    if directory is None:
+        raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
+    texts = {"report.html": page(comparison).encode(), "report.csv": csv_text(comparison).encode()}
+    html, table = (directory / name for name in texts)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            replace_file(directory / name, text)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror}); choose another with out=DIR"
+        ) from error
+    return html, table
 
 
 def page(comparison: Comparison) -> str:
     """The whole page; equal comparisons give equal bytes."""
     environment = Environment(
-        loader=PackageLoader("diffllm.report", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+        loader=PackageLoader("diffllm.report", "."), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
     environment.filters["breakable"] = breakable
-    styles = row_styles(comparison.rows)
+    rows = comparison.rows
+    styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         figures = sections(comparison, styles)
         table = table_columns(comparison, styles)
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
-        summary=summary(comparison.rows),
-        settings=settings(comparison.rows),
-        gaps=sum(row.gap is not None for row in comparison.rows),
+        summary=summary(rows),
+        settings=settings(rows),
+        gaps=sum(row.gap is not None for row in rows),
         styles=styles,
         columns=table,
         sections=figures,
-        several=any(len(row.runs) > 1 for row in comparison.rows),
-        runs=run_lines(comparison.rows),
+        several=any(len(row.runs) > 1 for row in rows),
+        runs=run_lines(rows),
         points=POINTS,
     )
 
@@ -63,24 +75,19 @@ def breakable(label: str) -> Markup:
     return Markup(escape(label).replace("_", Markup("_<wbr>")))
 
 
-def run_lines(rows: list[Row]) -> list[RunLine]:
-    """Every run; paths relative to the folder that holds all of them."""
+def run_lines(rows: list[Row]) -> list[dict[str, Any]]:
+    """Every run for the list at the end; paths relative to the folder that holds all of them."""
     parents = [run.path.absolute().parent for row in rows for run in row.runs]
     root = Path(os.path.commonpath(parents)) if parents else Path()
     return [
-        RunLine(
-            label=row.label,
-            seed=run.cfg.seed,
-            path=os.path.relpath(run.path.absolute(), root),
-            tokens=compact(last(run.series("train/loss").tokens)),
-            loss=fixed(last(run.series("eval/loss").values)),
-            state="finished" if run.summary is not None else "unfinished",
-        )
+        {
+            "label": row.label,
+            "seed": run.cfg.seed,
+            "path": os.path.relpath(run.path.absolute(), root),
+            "tokens": compact(next(reversed(run.series("train/loss").tokens.tolist()), None)),
+            "loss": fixed(next(reversed(run.series("eval/loss").values.tolist()), None)),
+            "state": "unfinished" if run.summary is None else "finished",
+        }
         for row in rows
         for run in row.runs
     ]
-
-
-def last(values: np.ndarray) -> float | None:
-    """None of no values."""
-    return float(values[-1]) if len(values) else None

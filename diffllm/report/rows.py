@@ -1,16 +1,107 @@
-"""Rows: the runs of one combination of swept keys, in order and with a label."""
+"""Rows: the runs of one combination of swept keys, its seeds side by side, and its numbers."""
 
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from diffllm.report.comparison import Row
-from diffllm.report.keys import ATTENTION, FACTS, Keys, as_text, decides, fact_text, overrides
-from diffllm.report.runs import Run
-from diffllm.report.statistics import estimate
+import numpy as np
 
-ORDER = ("standard", "gated", "diff_v1", "diff_v2")
+from diffllm.metrics.metric import Metric
+from diffllm.metrics.table import METRICS
+from diffllm.report.keys import ATTENTION, FACTS, Keys, as_text, decides, fact_text, overrides
+from diffllm.report.numbers import finite
+from diffllm.report.runs import Run
+
+FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
 HASH = 8
-"""Characters of a hash that a label shows."""
+"""Characters of a hash that are shown."""
+CONFIDENCE = 0.95
+MEASURED = [metric for metric in METRICS if metric.column]
+"""Metrics that have a column."""
+REDUCE: dict[str, Callable[..., Any]] = {
+    "min": np.min, "max": np.max, "median": np.median, "mean": statistics.fmean,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds, with its 95% interval; no interval from a single seed."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 1
+
+
+@dataclass
+class Row:
+    """The runs of one combination of swept keys."""
+
+    label: str
+    """"diff_v2", or "diff_v2 lr=0.001" where more than the variant was swept."""
+    keys: dict[str, Any]
+    """The swept keys and this row's values of them; `attention` first."""
+    runs: list[Run]
+    """By seed."""
+    loss: Estimate | None = None
+    """Final held-out loss, nats a token; None while no run has one."""
+    gap: Estimate | None = None
+    """The loss minus the baseline's over the same seeds, paired; None for the baseline itself, and
+    where the two cannot be compared."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """All columns of the CSV, in order."""
+    baseline: "Row | None" = None
+    """The row that the gap is measured from; None where `gap` is."""
+    diverged: int = 0
+    """Finished runs whose loss is not finite: they are in no mean."""
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs that have reached their last step."""
+        return [run for run in self.runs if run.summary is not None]
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
+
+    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval.
+
+    Raises:
+        ValueError: there is no value.
+    """
+    if not len(values):
+        raise ValueError("an estimate needs at least one value")
+    sample = np.asarray(values, dtype=np.float64)
+    n, mean = len(sample), float(sample.mean())
+    if n == 1:
+        return Estimate(mean)
+    from scipy.special import stdtrit  # a third of a second that a single run does not need
+
+    quantile = stdtrit(n - 1, (1 + CONFIDENCE) / 2)
+    half = float(quantile * sample.std(ddof=1) / np.sqrt(n))
+    return Estimate(mean, mean - half, mean + half, n)
+
+
+def paired_gap(
+    values: Mapping[tuple[int, int], float], baseline: Mapping[tuple[int, int], float]
+) -> Estimate | None:
+    """Mean of value - baseline over the seeds that both have, and its paired t interval.
+
+    Runs of one seed see the same samples in the same order and start from the same initial values,
+    whatever their variant. What that draw adds to the loss of both is no part of their difference,
+    so the differences of the pairs are the sample: an interval for two independent groups would
+    count the noise that they share twice, and come out too wide.
+
+    Args:
+        values, baseline: loss by (seed, model.init_seed).
+
+    Returns:
+        None where no seed is common.
+    """
+    common = sorted(values.keys() & baseline.keys())
+    return estimate([values[seed] - baseline[seed] for seed in common]) if common else None
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[tuple[Row, dict[str, Any]]]:
@@ -26,11 +117,11 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[tuple[Row, 
     found = []
     for members in groups.values():
         values = keys.values[members[0]]
-        kept = one_a_seed([runs[i] for i in members], notes)
-        losses = [run.final_loss for run in kept if run.final_loss is not None]
-        swept = {key: values[key] for key in keys.swept}
-        row = Row("", swept, kept, estimate(losses) if losses else None, None, {})
-        row.diverged = sum(run.summary is not None for run in kept) - len(losses)
+        row = Row("", {key: values[key] for key in keys.swept}, [])
+        row.runs = one_a_seed([runs[i] for i in members], notes)
+        losses = [run.final_loss for run in row.runs if run.final_loss is not None]
+        row.loss = estimate(losses) if losses else None
+        row.diverged = len(row.finished) - len(losses)
         found.append((row, values))
     found.sort(key=lambda pair: row_order(pair[0].keys))
     rows = [row for row, _ in found]
@@ -40,15 +131,19 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[tuple[Row, 
     return found
 
 
+def variant_order(name: str) -> tuple[int, str]:
+    """Sort key of a variant: those of `FIRST`, then the others by name."""
+    return (*FIRST, name).index(name), name
+
+
 def row_order(keys: dict[str, Any]) -> tuple[Any, ...]:
-    """Sorts rows: variants as in ORDER, then by the other keys, numbers by size."""
+    """Sort key of a row: its variant's, then the other keys', numbers by size."""
     variant, *others = keys.values()
-    place = ORDER.index(variant) if variant in ORDER else len(ORDER)
-    return (place, variant, *map(value_order, others))
+    return (variant_order(variant), *map(value_order, others))
 
 
 def value_order(value: Any) -> tuple[int, float, str]:
-    """None, then numbers, then text."""
+    """Sort key of a value: None, then numbers, then text."""
     if value is None:
         return 0, 0.0, ""
     if isinstance(value, (int, float)):
@@ -57,7 +152,7 @@ def value_order(value: Any) -> tuple[int, float, str]:
 
 
 def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
-    """The newest finished run of every seed, by seed; what is left out is noted."""
+    """The newest finished run of every seed, by seed; those left out are noted."""
     by_seed: dict[tuple[int, int], Run] = {}
     for run in sorted(runs, key=lambda run: (run.summary is not None, written(run), str(run.path))):
         if other := by_seed.get(run.seeds):
@@ -77,7 +172,7 @@ def written(run: Run) -> float:
 
 
 def label(row: Row, rows: list[Row], shown_together: set[str]) -> str:
-    """The variant, and what else tells the row apart: "diff_v2 lr=0.001".
+    """The variant, and all else that tells the row apart: "diff_v2 lr=0.001".
 
     Args:
         shown_together: keys that `model=<choice>` stands for.
@@ -112,3 +207,69 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
         if decides(["choice"], key, values)
     }
     return found if len(found) > 1 and decides(found, "choice", values) else set()
+
+
+def row_values(row: Row, rows: list[Row], incomparable: list[str]) -> dict[str, Any]:
+    """The columns of a row, in order.
+
+    Args:
+        rows: all of the report.
+        incomparable: keys that no loss of the report can be compared across.
+    """
+    cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
+    facts = {
+        name: next((v for run in row.runs if (v := run.facts.get(name)) is not None), None)
+        for name in ("parameters", "active_parameters", "flops_per_token")
+    }
+    return {
+        "variant": row.keys["attention"],
+        **{key: value for key, value in row.keys.items() if key != "attention"},
+        **facts,
+        "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len,
+        "seeds": loss.seeds if loss else 0,
+        "seeds_diverged": row.diverged,
+        "loss": loss and loss.mean,
+        "loss_low": loss and loss.low,
+        "loss_high": loss and loss.high,
+        "gap": gap and gap.mean,
+        "gap_low": gap and gap.low,
+        "gap_high": gap and gap.high,
+        "gap_seeds": gap and gap.seeds,
+        "baseline": row.baseline and row.baseline.label,
+        "incomparable": incomparable or None,
+        **{
+            metric.quantity: over_seeds(row, metric)
+            for metric in MEASURED
+            if not (metric.column and metric.column.optional) or logged(metric.name, rows)
+        },
+    }
+
+
+def logged(name: str, rows: list[Row]) -> bool:
+    """Whether some run of the report has a metric."""
+    runs = [run for row in rows for run in row.runs]
+    return any(name in (run.summary or {}) or name in run.metrics.columns for run in runs)
+
+
+def over_seeds(row: Row, metric: Metric) -> float | None:
+    """A metric's number of a row, from those of its finished runs; None where none has one."""
+    assert metric.column
+    known = [x for run in row.finished if (x := of_run(run, metric)) is not None]
+    return float(REDUCE[metric.column.seeds](known)) if known else None
+
+
+def of_run(run: Run, metric: Metric) -> float | None:
+    """A metric's number of a run, over its layers and the steps that the metric's column names."""
+    column, layers = metric.column, metric.name.endswith("*")
+    assert column
+    if column.steps == "last" and not layers:
+        said = finite((run.summary or {}).get(metric.name))
+        if said is not None:
+            return said
+    values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
+    if column.steps == "last" and layers:
+        values = values[-1:]
+    values = values[np.isfinite(values)]
+    if column.steps == "last" and not layers:
+        values = values[-1:]
+    return float(REDUCE[column.of](values)) if len(values) else None

@@ -14,7 +14,7 @@ import numpy as np
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.errors import CheckpointError
-from diffllm.report.numbers import number
+from diffllm.report.numbers import finite
 
 
 class Series(NamedTuple):
@@ -37,11 +37,10 @@ class Metrics:
             steps.append(line["step"])
             tokens.append(line["tokens"])
             for name, value in line.items():
-                if name in ("step", "tokens"):
-                    continue
-                places, values = columns.setdefault(name, (array("q"), array("d")))
-                places.append(at)
-                values.append(math.nan if value is None else value)
+                if name not in ("step", "tokens"):
+                    places, values = columns.setdefault(name, (array("q"), array("d")))
+                    places.append(at)
+                    values.append(math.nan if value is None else value)
         self.steps = np.array(steps)
         """(n,) int64, of every line."""
         self.tokens = np.array(tokens)
@@ -50,33 +49,6 @@ class Metrics:
             name: (np.array(places), np.array(values)) for name, (places, values) in columns.items()
         }
         """Metric to the places of the lines that hold it, and its values there."""
-
-    def series(self, name: str) -> Series:
-        """A metric by its full name; empty if it was never logged."""
-        if name not in self.columns:
-            return Series(np.zeros(0, np.int64), np.zeros(0))
-        places, values = self.columns[name]
-        return Series(self.tokens[places], values)
-
-    def by_layer(self, quantity: str) -> Series:
-        """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
-        names = [f"{quantity}/layer_{layer:02d}" for layer in self.layers(quantity)]
-        if not names:
-            return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
-        common = reduce(np.intersect1d, (self.columns[name][0] for name in names))
-        if not len(common):
-            return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
-        layers = [
-            values[np.searchsorted(places, common)]
-            for places, values in (self.columns[name] for name in names)
-        ]
-        return Series(self.tokens[common], np.stack(layers, axis=1))
-
-    def layers(self, quantity: str) -> list[int]:
-        """The layers that have a quantity, from 0; experts may begin behind dense layers."""
-        prefix = f"{quantity}/layer_"
-        names = (name for name in self.columns if name.startswith(prefix))
-        return sorted(int(name.removeprefix(prefix)) for name in names)
 
 
 @dataclass(eq=False)
@@ -91,8 +63,7 @@ class Run:
     """summary.json; None until the run has reached its last step."""
     metrics: Metrics
     damaged_lines: int = 0
-    """Lines of metrics.jsonl that could not be read, a last one that is still being written left
-    out."""
+    """Unreadable lines of metrics.jsonl, not counting a last one that is still being written."""
 
     @property
     def variant(self) -> str:
@@ -112,32 +83,40 @@ class Run:
     @property
     def final_loss(self) -> float | None:
         """Held-out loss after the last step, nats a token; None unless finished and finite."""
-        return number((self.summary or {}).get("heldout_loss"))
-
-    @property
-    def names(self) -> set[str]:
-        """Every metric that some line holds; `step` and `tokens` are none."""
-        return set(self.metrics.columns)
+        return finite((self.summary or {}).get("heldout_loss"))
 
     @property
     def last_step(self) -> int:
-        """That of the last line; 0 before the first."""
+        """The step of the last line; 0 before the first."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     def series(self, name: str) -> Series:
         """A metric by its full name; empty if it was never logged."""
-        return self.metrics.series(name)
+        if name not in self.metrics.columns:
+            return Series(np.zeros(0, np.int64), np.zeros(0))
+        places, values = self.metrics.columns[name]
+        return Series(self.metrics.tokens[places], values)
 
     def by_layer(self, quantity: str) -> Series:
         """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
-        return self.metrics.by_layer(quantity)
+        columns = [
+            self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
+        ]
+        common = reduce(np.intersect1d, (places for places, _ in columns)) if columns else ()
+        if not len(common):
+            return Series(np.zeros(0, np.int64), np.zeros((0, 0)))
+        layers = [values[np.searchsorted(places, common)] for places, values in columns]
+        return Series(self.metrics.tokens[common], np.stack(layers, axis=1))
+
+    def layers(self, quantity: str) -> list[int]:
+        """The layers that have a quantity, from 0; experts may begin behind dense layers."""
+        prefix = f"{quantity}/layer_"
+        names = (name for name in self.metrics.columns if name.startswith(prefix))
+        return sorted(int(name.removeprefix(prefix)) for name in names)
 
 
 def load_run(path: Path) -> Run:
-    """Read a run directory, finished or not.
-
-    A last line of metrics.jsonl that was cut short is left out; what else cannot be read there is
-    counted.
+    """Read a run directory, finished or not; unreadable lines of metrics.jsonl are counted.
 
     Raises:
         CheckpointError: it is not a run directory of this version.
@@ -149,19 +128,12 @@ def load_run(path: Path) -> Run:
         text = ""
     except OSError as error:
         raise CheckpointError(f"{path}/metrics.jsonl: {error.strerror}") from error
-    metrics, damaged_lines = read_metrics(text)
-    return Run(
-        path,
-        cfg,
-        read_object(path / "run.json") or {},
-        read_object(path / "summary.json"),
-        metrics,
-        damaged_lines,
-    )
+    facts, summary = (read_object(path / name) for name in ("run.json", "summary.json"))
+    return Run(path, cfg, facts or {}, summary, *read_metrics(text))
 
 
 def read_metrics(text: str) -> tuple[Metrics, int]:
-    """The metrics of a file's text, and how many of its lines cannot be read."""
+    """The metrics of a file's text, and how many of its complete lines cannot be read."""
     complete, _, cut_short = text.rpartition("\n")
     damaged = 0
 

@@ -13,76 +13,35 @@ from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diffllm.report.comparison import Row
+from diffllm.config.compose import variants
+from diffllm.report.rows import FIRST, Row, variant_order
 
 FOREGROUND, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
 THEME = {FOREGROUND: "--fg", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
 
-HUES = {
-    "grey": ("#69707a", "#a9b0ba"),
-    "green": ("#00875f", "#35cfa0"),
-    "blue": ("#0068b0", "#5db5f5"),
-    "vermillion": ("#d4480b", "#ff7d4a"),
-    "purple": ("#a63a92", "#ea8fd6"),
-    "amber": ("#b07d00", "#f0c24b"),
-    "indigo": ("#4a38b8", "#a79ffa"),
-    "cyan": ("#0e93b8", "#86e0f7"),
-    "wine": ("#7b1b45", "#e0608f"),
-    "brown": ("#6e5138", "#cfae8e"),
-}
+HUES = (
+    ("#69707a", "#a9b0ba"), ("#00875f", "#35cfa0"), ("#0068b0", "#5db5f5"), ("#d4480b", "#ff7d4a"),
+    ("#a63a92", "#ea8fd6"), ("#b07d00", "#f0c24b"), ("#4a38b8", "#a79ffa"), ("#0e93b8", "#86e0f7"),
+    ("#7b1b45", "#e0608f"), ("#6e5138", "#cfae8e"),
+)  # fmt: skip
 """On white and on near black: Okabe and Ito's first, told apart with any colour vision."""
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
 )  # fmt: skip
 MARKERS = "os^Dv<>ph"
-VARIANTS = {
-    "standard": ("grey", 0),
-    "gated": ("green", 0),
-    "diff_v1": ("blue", 0),
-    "diff_v2": ("vermillion", 0),
-    "diff_v2_unshared_kv": ("purple", 1),
-    "diff_v2_no_lambda": ("amber", 1),
-    "diff_v2_no_sigmoid": ("indigo", 2),
-    "diff_v2_head_norm": ("cyan", 3),
-    "diff_v2_lambda_scalar": ("wine", 2),
-    "diff_v2_lambda_fixed": ("amber", 3),
-    "standard_1p5x_heads": ("brown", 1),
-    "standard_sink": ("wine", 3),
-    "standard_off_by_one": ("brown", 2),
-    "gated_headwise": ("green", 2),
-    "diff_v1_no_head_norm": ("cyan", 1),
-    "diff_v1_lambda_const": ("blue", 2),
-    "diff_v1_clamped": ("indigo", 1),
-}
-"""Hue and dash of each variant, the same in every report."""
-
 WIDTH, HEIGHT, SMALL = 360, 236, 11.0
 """Of a figure and its text, in CSS pixels at its natural size."""
 RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "diffllm",
-    "font.size": SMALL,
-    "text.parse_math": False,
-    "text.color": FOREGROUND,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "figure.dpi": 72,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": FOREGROUND,
-    "ytick.labelcolor": FOREGROUND,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "axes.unicode_minus": True,
-}
+    "font.size": SMALL, "text.parse_math": False, "text.color": FOREGROUND,
+    "figure.facecolor": "none", "figure.dpi": 72,
+    "axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": True,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "xtick.color": MUTED, "xtick.labelcolor": FOREGROUND, "xtick.major.size": 3,
+    "ytick.color": MUTED, "ytick.labelcolor": FOREGROUND, "ytick.major.size": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,7 +58,7 @@ class RowStyle:
 
     @property
     def gid(self) -> str:
-        """Of its artists; becomes a class in the page."""
+        """Id of its artists; becomes a class in the page."""
         return f"row-{self.index}"
 
     @property
@@ -109,7 +68,7 @@ class RowStyle:
 
     @property
     def line(self) -> dict[str, object]:
-        """Of matplotlib's plot."""
+        """Options of matplotlib's plot."""
         dashes = (0, self.dash) if self.dash else "-"
         return {"color": self.colour, "linestyle": dashes, "gid": self.gid}
 
@@ -119,28 +78,30 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
     variants = [row.runs[0].variant if row.runs else row.label for row in rows]
     styles = []
     for i, (row, variant) in enumerate(zip(rows, variants, strict=True)):
-        hue, dash = VARIANTS.get(variant) or fallback(variant)
+        hue, dash = hue_and_dash(variant)
         nth, count = variants[:i].count(variant), variants.count(variant)
         shade = 0.55 * nth / max(count - 1, 1)
-        light, dark = HUES[hue]
-        styles.append(
-            RowStyle(
-                index=i,
-                label=row.label,
-                light=mixed(light, "#000000", shade),
-                dark=mixed(dark, "#ffffff", shade),
-                dash=DASHES[(dash + nth) % len(DASHES)],
-                marker=MARKERS[i % len(MARKERS)],
-            )
-        )
+        light, dark = mixed(hue[0], "#000000", shade), mixed(hue[1], "#ffffff", shade)
+        dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
+        styles.append(RowStyle(i, row.label, light, dark, dashes, marker))
     return styles
 
 
-def fallback(variant: str) -> tuple[str, int]:
-    """Hue and dash of a variant that is not ours: by its name, so that they stay."""
-    number = zlib.crc32(variant.encode())
-    hues = list(HUES)[4:]
-    return hues[number % len(hues)], number // len(hues) % len(DASHES)
+def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
+    """Hue and dash by a variant's place among all variants, the same in every report.
+
+    Those that rows begin with have hues of their own and solid lines. A name that is none of all
+    has a place behind them that depends on the name alone.
+    """
+    known = sorted(variants(), key=variant_order)
+    place = len(known) + zlib.crc32(variant.encode()) % len(HUES)
+    if variant in known:
+        place = known.index(variant)
+    nth = place - len(FIRST)
+    if nth < 0:
+        return HUES[place], 0
+    others = HUES[len(FIRST) :]
+    return others[nth % len(others)], 1 + nth % (len(DASHES) - 1)
 
 
 def mixed(colour: str, other: str, share: float) -> str:
@@ -161,7 +122,7 @@ def place(figure: Figure, left: float, top: float, right: float, bottom: float) 
     return figure.add_axes((*box, 1 - (left + right) / width, 1 - (top + bottom) / height))
 
 
-NUMBER = re.compile(r"-?\d+\.\d+")
+COORDINATE = re.compile(r"-?\d+\.\d+")
 
 
 def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "") -> str:
@@ -199,5 +160,5 @@ def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "") -
 
 def shortened(attribute: re.Match[str]) -> str:
     """Four digits a coordinate: a tenth of a pixel."""
-    numbers = NUMBER.sub(lambda m: f"{float(m[0]):.4g}", attribute[2])
+    numbers = COORDINATE.sub(lambda m: f"{float(m[0]):.4g}", attribute[2])
     return f'{attribute[1]}="{" ".join(numbers.split())}"'

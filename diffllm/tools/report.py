@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diffllm.report.comparison import Comparison, Estimate
-from diffllm.report.output import read, write
+from diffllm.report.comparison import Comparison, read
+from diffllm.report.page import write
+from diffllm.report.rows import Estimate
 from diffllm.tools.arguments import parse
 
 WHAT = """\

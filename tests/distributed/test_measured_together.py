@@ -23,6 +23,7 @@ from diffllm.trainer import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]
+WRITES = ("residual_rms", "attn_write_rms", "ffn_write_rms")
 ALL = Due(statistics=True, probes=True, update=True)
 
 
@@ -76,13 +77,18 @@ def listen(model):
 
     def keep(store, name, what):
         def hook(_, args, out):
-            store[name] = (args[0] if what == "input" else out).detach()
+            found = args[0] if what == "input" else out
+            store[name] = (found[0] if isinstance(found, tuple) else found).detach()
 
         return hook
 
     for store, layer in zip(heard, model.layers, strict=True):
         attention = layer.attention
-        layer.register_forward_hook(lambda _, args, out, s=store: s.update(out=out[0].detach()))
+        layer.register_forward_hook(
+            lambda _, args, out, s=store: s.update(out=out[0].detach(), residual=args[0].detach())
+        )
+        attention.register_forward_hook(keep(store, "attn_write", "output"))
+        layer.ffn.register_forward_hook(keep(store, "ffn_write", "output"))
         layer.attention_norm.register_forward_hook(keep(store, "normed", "output"))
         last = getattr(attention, "head_norm", attention.wo)
         last.register_forward_hook(keep(store, "context", "input"))
@@ -104,6 +110,10 @@ def block_values(layer, heard):
         "context_rms_max": rms.max(),
         "hidden_top1": x.abs().max(),
         "hidden_kurtosis": kurtosis.mean(),
+        **{
+            f"{name}_rms": heard[name].double().square().mean().sqrt()
+            for name in ("residual", "attn_write", "ffn_write")
+        },
     }
     if "w_gate" in heard:
         values["gate_mean"] = torch.sigmoid(heard["w_gate"]).mean()
@@ -203,3 +213,43 @@ def test_compiled_it_is_the_same_from_two_graphs(variant, tmp_path):
     for _, graphs in ranks:
         assert graphs[1] > graphs[0] > 0
         assert graphs[2:] == graphs[1:2] * 5, "compiled again"
+
+
+MOE = ["model.moe.n_experts=4", "model.moe.top_k=2", "model.moe.expert_dim=16"]
+
+
+def written(extra):
+    """What is written to the residual stream of a decoder with experts, first step."""
+    cfg = config("diff_v2", *MOE, *LAYOUT, *extra)
+    t = build(cfg, torch.device("cpu"))
+    values = named_values(train_step(t, micro_batches(cfg, 0), 0, Due(statistics=True)).stats)
+    return {name: values[name] for name in values if name.split("/")[0] in WRITES}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ["compile=false"]),
+        (2, ["compile=false"]),
+        (2, ["compile=false", "parallel.expert=2"]),
+        pytest.param(
+            2,
+            ["compile=true", "parallel.expert=2", "model.n_layers=1"],
+            marks=[pytest.mark.slow, pytest.mark.timeout(900)],
+        ),
+    ],
+)
+def test_what_experts_write_is_the_same_however_many_ranks_share_them(ranks, words, tmp_path):
+    cfg = config("diff_v2", *MOE, *(word for word in words if word.startswith("model.")))
+    model = build_model(cfg.model)
+    heard = listen(model)
+    model(global_batch(cfg, 0)[:, :-1])
+    expected = {
+        f"{name}/layer_{i:02d}": value
+        for i, layer in enumerate(model.layers)
+        for name, value in block_values(layer, heard[i]).items()
+        if name in WRITES
+    }
+    first, *others = run_ranks(written, ranks, tmp_path, words)
+    assert first == pytest.approx(expected, rel=1e-4)
+    assert all(values == first for values in others)

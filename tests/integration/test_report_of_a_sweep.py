@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import command, tool_command, train_command
 
-from diffllm.report.output import read
+from diffllm.report.comparison import read
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import yaml
 from runs import command, descendants, finish, start, wait_for, write_corpus
 from wandb_file import OfflineRun, covers
 
-from diffllm.metrics.names import SUMMARIES
+from diffllm.metrics.table import METRICS
+
+SUMMARIES = {metric.name: metric.summary for metric in METRICS}
 
 SMALL = ("wandb.mode=offline", "seq_len=32", "global_batch_size=2", "data.num_workers=0")
 KEY = "0123456789" * 4

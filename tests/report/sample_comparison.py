@@ -10,8 +10,8 @@ import numpy as np
 
 import diffllm
 from diffllm.config import TrainConfig
-from diffllm.report.compare import compare
-from diffllm.report.comparison import Comparison, Difference, Estimate
+from diffllm.report.comparison import Comparison, Difference, compare
+from diffllm.report.rows import Estimate
 from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
 

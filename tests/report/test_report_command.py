@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from written_runs import sweep, write_run
 
-import diffllm.report.output
+import diffllm.report.page
 from diffllm import tools
 from diffllm.errors import ConfigError
 from diffllm.report import write_report
+from diffllm.report.comparison import read
 from diffllm.report.find import find_runs
-from diffllm.report.output import read
 
 LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
@@ -206,7 +206,7 @@ def test_help_says_what_there_is(capsys):
 def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
     write_report([Path("cmp1")])
     before = {name: (swept / name).read_bytes() for name in files(swept)}
-    monkeypatch.setattr(diffllm.report.output, "csv_text", lambda comparison: "\ud800")
+    monkeypatch.setattr(diffllm.report.page, "csv_text", lambda comparison: "\ud800")
     with pytest.raises(UnicodeEncodeError):
         write_report([Path("cmp1")])
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before

@@ -11,16 +11,17 @@ import pytest
 import sample_comparison as sample
 from matplotlib.axes import Axes
 
+from diffllm.config.compose import variants
 from diffllm.report import bands
-from diffllm.report.columns import COLUMNS
-from diffllm.report.comparison import Comparison, Estimate, Row
-from diffllm.report.curves import draw_curves
+from diffllm.report.comparison import Comparison
+from diffllm.report.drawing import draw_curves
+from diffllm.report.notes import settings
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
+from diffllm.report.rows import Estimate, Row
 from diffllm.report.runs import Metrics, Run, Series
-from diffllm.report.settings import settings
-from diffllm.report.style import RC, VARIANTS, row_styles
-from diffllm.report.table import Cell, forest_limit, table_columns
+from diffllm.report.style import RC, row_styles
+from diffllm.report.table import COLUMNS, Cell, forest_limit, table_columns
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -231,7 +232,10 @@ def test_variants_keep_their_colours():
     of_four = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
     assert len(set(of_nine.values())) == 9
-    assert len(set(VARIANTS.values())) == len(VARIANTS)
+    names = [*variants(), "of_another_house"]
+    every = row_styles([Row(name, {}, []) for name in names])
+    assert len({(s.light, s.dash) for s in every}) == len(names)
+    assert not any(s.dash for s in every if s.label in sample.FOUR)
     rates = row_styles(comparison_of("learning rates").rows)
     assert len({(s.light, s.dash) for s in rates}) == len(rates)
 

@@ -9,10 +9,17 @@ import pytest
 from written_runs import facts_of, loaded, metric_lines, parameters, sweep, write_run
 
 from diffllm.errors import ConfigError
-from diffllm.report.columns import COLUMNS, SPIKES, csv_text
-from diffllm.report.compare import compare
+from diffllm.report.comparison import compare
+from diffllm.report.rows import estimate
 from diffllm.report.runs import Metrics
-from diffllm.report.statistics import estimate
+from diffllm.report.table import COLUMNS, csv_text
+
+SPIKES = [
+    f"{definition}/{series}_{what}"
+    for what in ("score", "total")
+    for definition in ("spikes", "spikes_olmo2")
+    for series in ("loss", "grad")
+]
 
 FOUR = {
     "standard": [4.0, 4.2, 4.1],

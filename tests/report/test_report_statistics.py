@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diffllm.report.comparison import Estimate
-from diffllm.report.statistics import estimate, paired_gap
+from diffllm.report.rows import Estimate, estimate, paired_gap
 
 T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
 """t(0.975, n - 1) for n values, from a printed table."""

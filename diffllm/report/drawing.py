@@ -1,20 +1,19 @@
-"""Curves over tokens and over layers, a line a row."""
+"""Figures: curves over tokens and over layers, a line a row, and maps of layers over time."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    ScalarFormatter,
-)
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from diffllm.report.bands import Band, thinned
+from diffllm.report.bands import Band, over_time, thinned
 from diffllm.report.numbers import compact, short
+from diffllm.report.rows import Row
 from diffllm.report.style import HEIGHT, MUTED, SMALL, RowStyle, new_figure, place
 
 Bands = Sequence[Band | None]
@@ -27,6 +26,12 @@ MANY = 6
 """Rows from which on bands are fainter."""
 FEW = 24
 """Points up to which each is marked."""
+STRETCHES = 100
+"""Most stretches of tokens that a map tells apart."""
+WIDE = 20
+"""Ratio of largest to smallest from which the scale is logarithmic."""
+MAP_WIDTH, MAP_HEIGHT, BAR_HEIGHT = 300, 168, 40
+MAP_LEFT, MAP_TOP, MAP_RIGHT, MAP_BOTTOM = 26, 18, 10, 34
 
 
 def draw_curves(
@@ -100,14 +105,9 @@ def draw_layers(
         value, name = reference
         axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(
-            name,
-            (1, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color=MUTED,
-        )
+            name, (1, value), (0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", color=MUTED,
+        )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
     figure.text(1, 0.012, "layer", ha="right", va="bottom", color=MUTED)
@@ -130,15 +130,9 @@ def draw_bands(axes: Axes, bands: Bands, styles: list[RowStyle], log: bool) -> f
             line = {**style.line, **marker, "linewidth": 0.7, "markersize": 2}
             axes.plot(x, positive(y) if log else y, **line)  # type: ignore[arg-type]
         if (band.high > band.low).any():
-            axes.fill_between(
-                band.x,
-                low,
-                band.high,
-                color=style.colour,
-                alpha=0.16 if len(styles) <= MANY else 0.09,
-                linewidth=0,
-                gid=style.gid,
-            )
+            alpha = 0.16 if len(styles) <= MANY else 0.09
+            how = {"color": style.colour, "alpha": alpha, "linewidth": 0, "gid": style.gid}
+            axes.fill_between(band.x, low, band.high, **how)  # type: ignore[arg-type]
     return end
 
 
@@ -160,17 +154,13 @@ def positive(values: np.ndarray) -> np.ndarray:
 def name_axes(axes: Axes, unit: str) -> None:
     """The unit above the scale, where it needs no turned head."""
     axes.annotate(
-        unit,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(2 - LEFT, 9),
-        textcoords="offset points",
+        unit, (0, 1), (2 - LEFT, 9), xycoords="axes fraction", textcoords="offset points",
         color=MUTED,
-    )
+    )  # fmt: skip
     axes.tick_params(labelsize=SMALL, pad=3)
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    plain = ScalarFormatter(useOffset=False)
+    plain = ticker.ScalarFormatter(useOffset=False)
     plain.set_scientific(False)
     axes.yaxis.set_major_formatter(plain)
 
@@ -183,8 +173,8 @@ def logarithmic(axes: Axes) -> None:
     subs: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
     if decades < 0.6:
         subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y, 4)))
 
 
@@ -202,3 +192,91 @@ def draw_lanes(axes: Axes, spikes: Sequence[np.ndarray], styles: list[RowStyle])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.tick_params(labelsize=SMALL, pad=3)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Colours of values."""
+
+    norm: Normalize
+    colours: str
+    kind: str
+    """In words, for the caption."""
+
+
+@dataclass(frozen=True)
+class Maps:
+    """A quantity's maps, (L, n) a row or None, and what they share."""
+
+    values: list[np.ndarray | None]
+    tokens: float
+    """Where time ends."""
+    scale: Scale
+
+
+def maps_of(rows: list[Row], quantity: str) -> Maps | None:
+    """None if no row ever logged it, or nothing finite."""
+    logged = [run.by_layer(quantity).tokens for row in rows for run in row.runs]
+    longest = max(logged, key=len, default=np.zeros(0))
+    end = max((float(tokens[-1]) for tokens in logged if len(tokens)), default=0.0)
+    if not len(longest):
+        return None
+    edges = np.linspace(0, end, min(len(longest), STRETCHES) + 1)
+    values = [over_time(row, quantity, edges) for row in rows]
+    seen = np.concatenate([v[np.isfinite(v)] for v in values if v is not None])
+    return Maps(values, end, scale_of(seen)) if len(seen) else None
+
+
+def scale_of(seen: np.ndarray) -> Scale:
+    """Diverging about 0 where there are values on both sides, logarithmic for a wide range."""
+    low, high = float(seen.min()), float(seen.max())
+    if low < 0:
+        limit = max(-low, high)
+        return Scale(Normalize(-limit, limit), "RdBu_r", "red above 0, blue below")
+    if low > 0 and high > WIDE * low:
+        return Scale(LogNorm(low, high), "viridis", "a logarithmic scale")
+    if high - low < 1e-9 * high:
+        low, high = 0.9 * low, 1.1 * high or 1.0
+    return Scale(Normalize(low, high), "viridis", "a linear scale")
+
+
+def draw_map(values: np.ndarray, maps: Maps) -> Figure:
+    """values (L, n): layers upwards, tokens to the right."""
+    figure = new_figure(MAP_WIDTH, MAP_HEIGHT)
+    axes = place(figure, MAP_LEFT, MAP_TOP, MAP_RIGHT, MAP_BOTTOM)
+    n_layers = len(values)
+    axes.imshow(
+        np.ma.masked_invalid(values), cmap=maps.scale.colours, norm=maps.scale.norm, origin="lower",
+        extent=(0, maps.tokens or 1, -0.5, n_layers - 0.5), aspect="auto", interpolation="none",
+    )  # fmt: skip
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0f}"))
+    axes.set_ylim(-0.5, n_layers - 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
+    axes.xaxis.set_major_formatter(TOKENS)
+    axes.tick_params(labelsize=SMALL, pad=3)
+    figure.text(0, 0.99, "layer", ha="left", va="top", color=MUTED)
+    figure.text(1, 0.012, "tokens", ha="right", va="bottom", color=MUTED)
+    return figure
+
+
+def draw_bar(maps: Maps) -> Figure:
+    """The scale that all maps share."""
+    figure = new_figure(MAP_WIDTH, BAR_HEIGHT)
+    axes = place(figure, MAP_LEFT, 8, MAP_RIGHT, 20)
+    bar = figure.colorbar(
+        ScalarMappable(maps.scale.norm, maps.scale.colours), cax=axes, orientation="horizontal"
+    )
+    assert bar.solids is not None
+    bar.solids.set_rasterized(True)
+    bar.outline.set_visible(False)
+    norm = maps.scale.norm
+    low, high = float(norm.vmin or 0), float(norm.vmax or 0)
+    ticks = np.geomspace(low, high, 4) if isinstance(norm, LogNorm) else np.linspace(low, high, 5)
+    bar.ax.xaxis.set_major_locator(ticker.FixedLocator(ticks.tolist()))
+    bar.ax.xaxis.set_minor_locator(ticker.NullLocator())
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x, 2)))
+    bar.ax.tick_params(labelsize=SMALL, color=MUTED, length=3, pad=2)
+    return figure

@@ -1,0 +1,108 @@
+"""The columns of the table of metrics: what can be said of one, and how it can be shown."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Combine = Literal["", "mean", "rms", "min", "max"]
+"""How values of micro-batches and ranks become one; "rms" by the root of the mean of squares. All
+see equally many tokens, so means of means are exact. Empty where the global batch has one value."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Metrics on one subject."""
+
+    dashboard: str
+    """Title in wandb's dashboard and in docs/metrics.md."""
+    report: str = ""
+    """Title in the report, where neighbours that share this or the other title become one section;
+    empty for a section without figures."""
+    intro: str = ""
+    """First sentences in the report."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of the report. Its texts may hold fields that report/sections.py fills in."""
+
+    title: str
+    caption: str = ""
+    """Empty for the metric's meaning."""
+
+
+@dataclass(frozen=True)
+class Curve(Plot):
+    """Over training tokens; of a metric of layers, the largest at each step."""
+
+    log: bool = False
+    smooth: bool = False
+    """A running mean."""
+    clip: bool = False
+    """The scale ends just above where the curves start, so that a spike does not set it."""
+    spikes: tuple[str, str] | None = None
+    """A count whose rises are marked below the curves, and the name of what spiked."""
+
+
+@dataclass(frozen=True)
+class Layers(Plot):
+    """Over layers, at the end of training."""
+
+    log: bool = False
+    uniform: bool = False
+    """A line at 1/√n, the RMS that uniform attention over a whole sequence leaves."""
+
+
+@dataclass(frozen=True)
+class Heatmap(Plot):
+    """A map of layers over tokens for every row."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of report.csv: one a run, from its steps and layers, then one a row of runs."""
+
+    meaning: str
+    steps: Literal["last", "all"]
+    """The last logged value, which summary.json knows too, or those of all logged steps."""
+    of: Literal["min", "max", "median"]
+    """Which of these, over all layers."""
+    seeds: Literal["mean", "min", "max"]
+    title: str = ""
+    """Header in the report's table; empty for a column of report.csv alone."""
+    unit: str = ""
+    form: Literal["number", "percent", "share and count", "range"] = "number"
+    """How a cell is written; the last two take in a second metric."""
+    second: str = ""
+    """Name of that metric: the count behind a share, or the other end of a range."""
+    optional: bool = False
+    """Left out of a report none of whose runs has it."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    """As in metrics.jsonl; `/*` at the end stands for a layer or a group of parameters, `_*` for a
+    head and a layer."""
+    section: Section
+    meaning: str
+    unit: str = ""
+    combine: Combine = ""
+    probe: bool = False
+    """Whether it comes from explicit maps, at `diagnostics.probe_interval`."""
+    summary: Literal["last", "min", "max", "mean"] = "last"
+    """The value of a run that wandb shows."""
+    panel: str = ""
+    """Metrics of one panel name share a plot of the dashboard; empty for a plot of its own."""
+    plots: tuple[Plot, ...] = ()
+    column: Column | None = None
+
+    @property
+    def quantity(self) -> str:
+        """The name without what stands for a layer, head or group."""
+        return self.name.removesuffix("*").rstrip("/_") if self.name.endswith("*") else self.name
+
+    def covers(self, name: str) -> bool:
+        """Whether a full name is one of this row's."""
+        return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name

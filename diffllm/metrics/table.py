@@ -1,0 +1,331 @@
+"""Every metric, a row each.
+
+What metrics.jsonl may hold, how statistics are combined, wandb's definitions and dashboard, the
+report's figures and columns, and docs/metrics.md are made from these rows. A new metric is where it
+is computed, and its row.
+"""
+
+from functools import cache
+
+from diffllm.metrics.metric import Column, Curve, Heatmap, Layers, Metric, Section
+
+LOSS = Section("Loss", "Learning", "Losses in nats a token, over training tokens.{incomparable}")
+SPIKES = Section("Spikes", "Stability")
+NORMS = Section("Gradient norm", "Stability", "Gradient norms are taken before clipping.")
+CONTEXT = Section(
+    "Context RMS",
+    "Context RMS",
+    "The context is the vector per token and head that enters attention's output projection; its "
+    "RMS is taken over channels (for DIFF V1 before the head norm).",
+)
+OUTLIERS = Section(
+    "Outliers",
+    "Outliers",
+    "Of the outputs of blocks; large ones cost precision in bf16 and in quantisation.",
+)
+RESIDUAL = Section(
+    "Residual stream",
+    "Residual stream",
+    "RMS over tokens and channels of the residual stream that a block reads, and of what its "
+    "attention and its feed-forward layer add to the stream.",
+)
+ATTENTION = Section(
+    "Attention",
+    "Attention maps",
+    "Taken from explicit maps at a few query positions, drawn anew each time: means over them, "
+    "over heads and sequences, unless said otherwise.",
+)
+LAMBDA = Section(
+    "Lambda and gate",
+    "Lambda",
+    "Lambda weighs the second attention map, which differential attention subtracts.",
+)
+GATE = Section(
+    "Lambda and gate",
+    "Gate",
+    "The gate multiplies attention's output, before its projection.",
+)
+PERFORMANCE = Section("Performance")
+EXPERTS = Section(
+    "Experts",
+    "Experts",
+    "Load is the tokens of the global batch that an expert got over the uniform number: 1 when "
+    "balanced.",
+)
+SECTIONS = (
+    LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, EXPERTS,
+)  # fmt: skip
+"""In the order of the dashboard, the report and docs/metrics.md."""
+
+DEFINITIONS = {
+    "spikes": ("over mean + 6 sigma of the 128 before", "128 steps"),
+    "spikes_olmo2": ("7 sigma or more from the mean of the 1,000 before", "OLMo 2"),
+}
+"""What counts as a spike, by the first part of a metric's name, and what a table calls it."""
+
+
+def spikes(definition: str, series: str, what: str) -> Metric:
+    """The row of a count of spikes in `series`, "loss" or "grad"."""
+    rule, short = DEFINITIONS[definition]
+    value = "loss" if series == "loss" else "gradient norm"
+    since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
+    score = what.endswith("score")
+    meaning = f"share of steps with a loss {rule}; mean over seeds"
+    if not score:
+        meaning = "number of such steps in a run, mean over seeds"
+    column = Column(
+        meaning if series == "loss" else "the same of the gradient norm", "last", "max", "mean",
+        title=f"{'Loss' if series == 'loss' else 'Gradient'} spikes" if score else "", unit=short,
+        form="share and count", second=f"{definition}/{series}_total",
+    )  # fmt: skip
+    return Metric(
+        f"{definition}/{series}_{what}",
+        SPIKES,
+        f"{'Share' if score else 'Number'} of steps {since} with a {value} {rule}",
+        panel=f"{series}_{what}",
+        column=None if what.startswith("rolling") else column,
+    )
+
+
+UNIFORM = (
+    "For uncorrelated values of RMS 1, uniform attention over n visible keys gives 1/√n{uniform}"
+)
+
+# fmt: off
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
+        summary="min",
+        plots=(Curve("Training loss", "{smoothing}, in nats a token.{incomparable}", smooth=True,
+                     clip=True, spikes=("spikes/loss_total", "the loss")),),
+    ),
+    Metric(
+        "eval/loss", LOSS, "Cross-entropy of held-out documents", "nats a token", summary="min",
+        plots=(Curve("Held-out loss", "On held-out documents, in nats a token, at every evaluation."
+                     "{incomparable}", clip=True),),
+    ),
+    Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
+    Metric("train/lr", LOSS, "Learning rate of the logged step"),
+
+    *(spikes(definition, series, what)
+      for what in ("score", "total", "rolling_score", "rolling_total")
+      for definition in DEFINITIONS
+      for series in ("loss", "grad")),
+    Metric(
+        "spikes/skipped_total", SPIKES, "Updates left out so far", "steps",
+        plots=(Curve("Skipped updates", "Steps so far whose update was left out: by "
+                     "train.skip_step=nonfinite where the loss or gradient norm was not finite, by "
+                     "train.skip_step=spike also where it spiked."),),
+        column=Column("updates that were skipped in a run, mean over seeds", "last", "max", "mean",
+                      "Skipped", "updates", optional=True),
+    ),
+
+    Metric(
+        "train/grad_norm", NORMS, "L2 norm of the gradient before clipping", "L2 norm",
+        summary="max",
+        plots=(Curve("Gradient norm", "Global L2 norm before clipping, at logged steps.", log=True,
+                     spikes=("spikes/grad_total", "the gradient norm")),),
+        column=Column("largest before clipping, over logged steps, warm-up included, and seeds; "
+                      "often that of the first steps, and the larger the more seeds there are",
+                      "all", "max", "max", "Gradient norm", "largest"),
+    ),
+    Metric(
+        "train/update_norm", NORMS,
+        "L2 norm of the change of all parameters in a step; 0 where the update was skipped",
+        "L2 norm", summary="max", plots=(Curve("Update norm", log=True),),
+    ),
+    Metric(
+        "train/param_norm", NORMS, "L2 norm of all parameters", "L2 norm",
+        plots=(Curve("Parameter norm"),),
+    ),
+    Metric(
+        "grad_norm/*", NORMS, "L2 norm of the gradient over a group of parameters: `embedding`, "
+        "`attention`, `lambda`, `ffn`, `router`, `norm`, `output`", "L2 norm", summary="max",
+        plots=(Curve("Gradient norm, {group}", "L2 norm over the parameters of the group {group}.",
+                     log=True),),
+    ),
+
+    Metric(
+        "hidden_top1/*", OUTLIERS,
+        "Largest magnitude in a block's output, over tokens and channels", "|value|",
+        combine="max", summary="max",
+        plots=(Layers("Largest magnitude, by layer", "Over tokens and channels.", log=True),
+               Curve("Largest magnitude, highest layer", "Over tokens and channels, of the layer "
+                     "where it is highest at that step.", log=True)),
+        column=Column("largest magnitude in a block's output, over layers, diagnosed steps, "
+                      "warm-up included, and seeds; the larger the more seeds there are",
+                      "all", "max", "max", "Outlier", "largest |value|"),
+    ),
+    Metric(
+        "hidden_kurtosis/*", OUTLIERS,
+        "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal law",
+        "kurtosis", combine="mean", summary="max",
+        plots=(Layers("Kurtosis, by layer", "Over channels, mean over tokens. A normal "
+                      "distribution has 3.", log=True),
+               Curve("Kurtosis, highest layer", "Over channels, mean over tokens, of the layer "
+                     "where it is highest at that step. A normal distribution has 3.", log=True)),
+        column=Column("of a block's output over channels at the last diagnosed step, the largest "
+                      "of the layers, mean over seeds; 3 for a normal law",
+                      "last", "max", "mean", "Kurtosis", "over channels"),
+    ),
+
+    Metric(
+        "context_rms/*", CONTEXT, "RMS over channels of what enters attention's output projection, "
+        "or a head norm before it; mean over tokens and heads", "RMS", combine="mean",
+        plots=(Heatmap("Mean context RMS, by layer and time", f"Mean over tokens and heads. "
+                       f"{UNIFORM}, a single key 1, and DIFF V2 at most √2; a model's values are "
+                       "not normalised, so it may lie on either side."),),
+    ),
+    Metric(
+        "context_rms_min/*", CONTEXT, "The smallest of a token and head", "RMS",
+        combine="min", summary="min",
+        plots=(Layers("Smallest context RMS, by layer", f"Smallest over tokens and heads. {UNIFORM}"
+                      "; a model's values are not normalised.", log=True, uniform=True),),
+        column=Column("smallest context RMS of a token and head at the last diagnosed step, over "
+                      "layers and seeds; the smaller the more seeds there are",
+                      "last", "min", "min", "Context RMS", "smallest to largest",
+                      form="range", second="context_rms_max"),
+    ),
+    Metric(
+        "context_rms_max/*", CONTEXT, "The largest of a token and head", "RMS",
+        combine="max", summary="max",
+        plots=(Layers("Largest context RMS, by layer", "Largest over tokens and heads.",
+                      log=True),),
+        column=Column("largest context RMS of a token and head at the last diagnosed step, over "
+                      "layers and seeds; the larger the more seeds there are",
+                      "last", "max", "max"),
+    ),
+
+    Metric(
+        "residual_rms/*", RESIDUAL,
+        "RMS of the residual stream that a block reads, over tokens and channels", "RMS",
+        combine="rms", summary="max",
+        plots=(Layers("RMS of the residual stream, by layer", "Before the block adds to it.",
+                      log=True),),
+    ),
+    Metric(
+        "attn_write_rms/*", RESIDUAL,
+        "RMS of what a block's attention adds to the residual stream, over tokens and channels",
+        "RMS", combine="rms", summary="max",
+        plots=(Layers("RMS of what attention adds, by layer", "Its output projection's output.",
+                      log=True),),
+    ),
+    Metric(
+        "ffn_write_rms/*", RESIDUAL, "RMS of what a block's feed-forward layer, or its experts, "
+        "add to the residual stream, over tokens and channels", "RMS",
+        combine="rms", summary="max",
+        plots=(Layers("RMS of what the FFN adds, by layer",
+                      "Weighted sums of experts where there are any.", log=True),),
+    ),
+
+    Metric(
+        "attn_entropy/*", ATTENTION, "Entropy of the softmax maps, a sink's share left out", "nats",
+        combine="mean", probe=True,
+        plots=(Layers("Entropy of attention, by layer", "Of the softmax maps before they are "
+                      "combined, a sink's share left out; uniform attention over n keys has ln n."
+                      ),),
+    ),
+    Metric(
+        "attn_logit_top1/*", ATTENTION,
+        "Largest q·k/√d over positions, visible keys, heads and sequences", "logit",
+        combine="max", probe=True, summary="max",
+        plots=(Layers("Largest attention logit, by layer"),),
+    ),
+    Metric(
+        "sink_mass/*", ATTENTION, "Signed weight of the effective map, differences taken, on the "
+        "first visible token: the start of the document where documents are masked", "weight",
+        combine="mean", probe=True, plots=(Layers("Weight on the first token, by layer"),),
+    ),
+    Metric(
+        "attn_negative_share/*", ATTENTION,
+        "Magnitude of the effective map's negative weights over that of all its weights", "share",
+        combine="mean", probe=True, plots=(Layers("Negative attention weights, by layer"),),
+    ),
+
+    Metric(
+        "lambda_mean/*", LAMBDA, "Mean lambda over tokens and heads", "lambda", combine="mean",
+        plots=(Heatmap("Mean lambda, by layer and time", "Mean over tokens and heads. Between 0 "
+                       "and 1 under a sigmoid; DIFF V1's, and a raw projection, can leave that "
+                       "range. At 0 the second map has no weight."),),
+    ),
+    Metric(
+        "lambda_min/*", LAMBDA, "Smallest lambda over tokens and heads", "lambda",
+        combine="min", summary="min",
+        plots=(Layers("Smallest lambda, by layer", "Smallest over tokens and heads."),),
+    ),
+    Metric(
+        "lambda_max/*", LAMBDA, "Largest lambda over tokens and heads", "lambda",
+        combine="max", summary="max",
+        plots=(Layers("Largest lambda, by layer", "Largest over tokens and heads."),),
+    ),
+    Metric(
+        "lambda_head_*", LAMBDA, "Lambda of a head, mean over tokens, where it depends on the head",
+        "lambda", combine="mean", probe=True,
+    ),
+    Metric(
+        "gate_mean/*", GATE, "Mean gate over tokens, heads and channels", "gate", combine="mean",
+        plots=(Layers("Mean gate, by layer",
+                      "Mean over tokens, heads and channels: 0 is shut, 1 is open."),),
+    ),
+
+    Metric(
+        "perf/tokens_per_s", PERFORMANCE,
+        "Tokens of all ranks a second, since the last logged step", "tokens/s", summary="mean",
+        column=Column("median over logged intervals, mean over seeds", "all", "median", "mean",
+                      "Speed", "tokens/s"),
+    ),
+    Metric("perf/step_ms", PERFORMANCE, "Time of a step, since the last logged one", "ms",
+           summary="mean"),
+    Metric("perf/data_ms", PERFORMANCE, "Time a step waits for its batch, of `perf/step_ms`", "ms",
+           summary="mean"),
+    Metric(
+        "perf/mfu", PERFORMANCE, "Model FLOPs utilisation, where the GPU's peak is known", "share",
+        summary="mean",
+        column=Column("model FLOPs utilisation, median over logged intervals, mean over seeds",
+                      "all", "median", "mean", "MFU", form="percent"),
+    ),
+    Metric("perf/peak_memory_gib", PERFORMANCE,
+           "Most memory that rank 0 has held: on the GPU, or resident on a CPU", "GiB",
+           summary="max"),
+
+    Metric(
+        "expert_load_max/*", EXPERTS,
+        "Tokens of the global batch that the busiest expert got, over the uniform number", "load",
+        summary="max",
+        plots=(Curve("Load of the busiest expert, highest layer",
+                     "Of the layer where it is highest at that step.", log=True),
+               Layers("Load of the busiest expert, by layer", "Over experts.")),
+    ),
+    Metric(
+        "expert_load_min/*", EXPERTS, "The same of the idlest expert", "load", summary="min",
+        plots=(Layers("Load of the idlest expert, by layer", "Over experts."),),
+    ),
+    Metric(
+        "router_entropy/*", EXPERTS,
+        "Entropy of a token's scores over all experts, mean over tokens", "nats", combine="mean",
+        plots=(Layers("Entropy of the router, by layer", "Of a token's scores over all experts, "
+                      "mean over tokens; uniform scores of E experts have ln E."),),
+    ),
+    Metric(
+        "router_bias_range/*", EXPERTS, "Largest minus smallest of the experts' biases", "score",
+        summary="max", plots=(Layers("Range of the balancing bias, by layer"),),
+    ),
+    Metric("train/balance_loss", EXPERTS, "Balance loss of the logged step, weighted",
+           "nats a token"),
+    Metric("train/router_z_loss", EXPERTS, "z-loss of the routers in the logged step, weighted",
+           "nats a token"),
+)
+# fmt: on
+
+
+@cache
+def metric_of(name: str) -> Metric:
+    """The row of a metric by its full name, or of a statistic by the name without layer and head.
+
+    Raises:
+        KeyError: no row stands for it.
+    """
+    for metric in METRICS:
+        if name == metric.quantity or metric.covers(name):
+            return metric
+    raise KeyError(f"{name} has no row in diffllm/metrics/table.py")

@@ -1,0 +1,61 @@
+"""The table of metrics: every name has one row, and what is made of the rows follows them."""
+
+from pathlib import Path
+
+import pytest
+from wandb_file import examples
+
+from diffllm.metrics.document import document
+from diffllm.metrics.metric import Curve, Heatmap, Layers
+from diffllm.metrics.table import METRICS, SECTIONS, metric_of
+from diffllm.recorder import Recorder
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_names_and_quantities_are_told_apart():
+    names = [metric.name for metric in METRICS]
+    quantities = [metric.quantity for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert len(set(quantities)) == len(quantities)
+
+
+def test_a_full_name_has_the_row_whose_pattern_covers_it():
+    for metric in METRICS:
+        for name in examples(metric.name):
+            assert metric_of(name) is metric
+            assert [other for other in METRICS if other.covers(name)] == [metric]
+        assert metric_of(metric.quantity) is metric
+
+
+def test_every_row_says_what_it_is_and_where_it_is_shown():
+    for metric in METRICS:
+        assert metric.section in SECTIONS
+        assert metric.meaning
+        assert metric.meaning[-1] not in ".:"
+        assert not metric.plots or metric.section.report, metric.name
+        layered = metric.name.endswith("/*") and metric.name != "grad_norm/*"
+        for plot in metric.plots:
+            assert layered or not isinstance(plot, Layers | Heatmap)
+            if isinstance(plot, Curve) and plot.spikes:
+                metric_of(plot.spikes[0])
+        if metric.probe:
+            assert metric.combine
+        column = metric.column
+        if column and column.second:
+            assert metric_of(column.second).column
+
+
+@pytest.mark.parametrize("name", ["train/los", "hidden_top2/layer_00", "attn_entropy_2/layer_01"])
+def test_a_name_without_a_row_is_not_written(name):
+    with pytest.raises(KeyError, match=r"no row in diffllm/metrics/table\.py"):
+        metric_of(name)
+    recorder = Recorder.__new__(Recorder)
+    recorder.outputs = object()
+    with pytest.raises(KeyError, match="no row"):
+        recorder.write(1, {name: 0.5})
+
+
+def test_the_documentation_is_what_the_table_says():
+    assert (ROOT / "docs" / "metrics.md").read_text() == document(), "run `make docs`"
+    assert all(f"| `{metric.name}` |" in document() for metric in METRICS)
