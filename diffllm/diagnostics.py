@@ -19,7 +19,7 @@ MERGE: dict[str, Any] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-"""What makes one of two micro-batches: means become sums, and RMS roots of sums of squares."""
+"""Operations that merge two micro-batches: means become sums, RMS roots of sums of squares."""
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 

@@ -1,1 +1,1 @@
-"""What a run reports: metrics.jsonl, the terminal, wandb."""
+"""The numbers that a run reports, and where to: metrics.jsonl, the terminal, wandb."""

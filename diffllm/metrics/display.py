@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live line on a terminal, plain lines when piped."""
+"""The progress of a run for a person: a live line on a terminal, plain lines when piped."""
 
 import sys
 from typing import Any

@@ -11,7 +11,7 @@ import torch
 
 
 class Device(NamedTuple):
-    """What a data sheet says."""
+    """A GPU's figures from its data sheet."""
 
     name: str
     peak_flops: float

@@ -61,7 +61,7 @@ DEFINITIONS = {
     "spikes": ("over mean + 6 sigma of the 128 before", "128 steps"),
     "spikes_olmo2": ("7 sigma or more from the mean of the 1,000 before", "OLMo 2"),
 }
-"""What counts as a spike, by the first part of a metric's name, and what a table calls it."""
+"""Definitions of a spike, by the first part of a metric's name, and what a table calls it."""
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:

@@ -185,7 +185,7 @@ def one_variant_notes(rows: list[Row]) -> list[str]:
 
 
 def gap(row: Row, base: Row, notes: list[str]) -> Estimate | None:
-    """Of the loss, paired over common seeds; that a seed is missing on one side is noted."""
+    """The gap of the loss, paired over common seeds; a seed missing on one side is noted."""
     own, theirs = (
         {run.seeds: run.final_loss for run in side.runs if run.final_loss is not None}
         for side in (row, base)

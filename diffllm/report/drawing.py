@@ -17,7 +17,7 @@ from diffllm.report.rows import Row
 from diffllm.report.style import HEIGHT, MUTED, SMALL, RowStyle, new_figure, place
 
 Bands = Sequence[Band | None]
-"""Of every row, in the order of styles."""
+"""The band of every row, in the order of styles."""
 TOKENS = FuncFormatter(lambda x, _: compact(x))
 LEFT, TOP, RIGHT, BOTTOM = 46, 22, 14, 34
 LANE = 6

@@ -30,7 +30,7 @@ DASHES: tuple[tuple[float, ...], ...] = (
 )  # fmt: skip
 MARKERS = "os^Dv<>ph"
 WIDTH, HEIGHT, SMALL = 360, 236, 11.0
-"""Of a figure and its text, in CSS pixels at its natural size."""
+"""Sizes of a figure and its text, in CSS pixels at its natural size."""
 RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "diffllm",
