@@ -342,7 +342,7 @@ def test_a_sweep_goes_on_past_a_failed_run_and_later_makes_up_for_it(
     assert "Traceback" not in first.out + first.err
     assert re.search(r"^error: run directory outputs/mine/gated cannot be written", first.err)
     assert_complete(directory / "diff_v2")
-    last = first.out[first.out.rindex("outputs/mine/gated ") :]
+    last = first.out[first.out.rindex("\noutputs/mine/gated ") :]
     reason = "exit status 2: run directory outputs/mine/gated cannot be written"
     assert re.search(rf"^outputs/mine/gated +FAILED, {reason}", last, re.M), last
     assert re.search(r"^ +log outputs/mine/gated.log$", last, re.M), last
@@ -416,6 +416,7 @@ def test_two_ranks_sweep(
     assert list((tmp_path / "outputs").iterdir()) == [tmp_path / "outputs" / "pair"]
 
 
+@pytest.mark.slow
 def test_two_ranks_report_an_error_once(
     tmp_path: Path, tiny: list[str], environment: dict[str, str]
 ) -> None:
