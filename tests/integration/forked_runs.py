@@ -23,7 +23,7 @@ from typing import Any
 import planted_train
 import torch
 from cli_helpers import TRAIN, Result
-from gloo import CONTEXT
+from gloo import forked
 from planted_train import Fault
 from runs import PATIENCE_S, overrides_of
 
@@ -55,7 +55,7 @@ class ForkedRun:
             }
             more = {**os.environ, **(environment if ranks > 1 else {})}
             args = (planted_train.main, (fault, words), more, os.getcwd(), [self.said[rank]] * 2)
-            self.processes.append(CONTEXT.Process(target=_process, args=args))
+            self.processes.append(forked(_process, args))
         for process in self.processes:
             process.start()
 
@@ -153,9 +153,7 @@ def _result(
 ) -> Result:
     with tempfile.TemporaryDirectory(prefix="said-") as folder:
         files = [f"{folder}/out", f"{folder}/err"]
-        process = CONTEXT.Process(
-            target=_process, args=(main, (words,), dict(environment), str(cwd), files)
-        )
+        process = forked(_process, (main, (words,), dict(environment), str(cwd), files))
         process.start()
         process.join(PATIENCE_S)
         out, err = (Path(file).read_text() for file in files)
