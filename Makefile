@@ -1,5 +1,6 @@
 # make train   set up, then the quickstart under a fresh run name
-# make test    set up, then lint, format check, types and tests
+# make test    set up, then lint, format check, types and the tests that are fast
+# make test-slow    the other tests, half an hour of them; random cases are drawn anew
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
 # make docs    docs/metrics.md, from the table of metrics
@@ -10,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH ?= 2.15.0
+PARALLEL := -n auto --maxprocesses=4 --dist loadfile
 TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_versions.py test_optim.py test_protection.py test_checkpoint*.py test_consolidate.py \
   test_generate.py test_maps.py test_probes.py test_stats.py test_peers.py test_moe_training.py \
@@ -22,14 +24,14 @@ train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
 
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL)
 
-test-slow: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not gpu and not cluster"
+test-slow: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu and not cluster"
 
 # Takes PyPI's build for CUDA, 3 GB, which runs without a GPU too.
 test-torch: .venv-torch-$(TORCH)/.ready
-	$(<D)/bin/python -m pytest -n auto --maxprocesses=4 --dist loadfile $(TORCH_TESTS)
+	$(<D)/bin/python -m pytest $(PARALLEL) $(TORCH_TESTS)
 
 # Needs root, iproute2, and Debian's slurm-wlm and munge; tests that lack theirs say so and are skipped.
 test-cluster: $(READY)

@@ -1,6 +1,8 @@
 """Shared by all tests: deterministic, offline, few threads."""
 
+import gc
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -8,10 +10,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # gloo.py
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Workers side by side share the cores, with the runs that they start. Before torch is imported.
-if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(workers))))
+os.environ.setdefault(
+    "FUZZ_SEED", str(secrets.randbelow(2**32))
+)  # workers have that of their parent
+# Before torch is imported. Workers side by side share the cores, with the runs that they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py, whose imports forked runs share
 
 import pytest
 import torch
@@ -21,6 +25,21 @@ import torch
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # tiny models, and cores shared with the processes that tests start
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: looking through it again and again takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if "not slow" not in config.option.markexpr:
+        terminalreporter.write_line(
+            f"FUZZ_SEED={os.environ['FUZZ_SEED']} draws the same cases again"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

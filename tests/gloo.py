@@ -1,6 +1,8 @@
 """Real processes over gloo: run a function on N ranks of this machine."""
 
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,21 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["diffllm.run.start"])
+CONTEXT.set_forkserver_preload(["forked_imports"])
+
+
+def forked(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
+    """A process of `target(*args)`, to be started; it shares the imports of forked_imports.py."""
+    found = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), found]))
+    try:
+        multiprocessing.forkserver.ensure_running()  # the server finds its modules by this path
+    finally:
+        if found is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = found
+    return CONTEXT.Process(target=target, args=args)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any) -> list:
@@ -22,7 +38,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *a
     store = directory / f"store-{len(list(directory.glob('store-*')))}"
     results: Any = CONTEXT.SimpleQueue()
     ranks = [
-        CONTEXT.Process(target=_rank, args=(function, r, world_size, str(store), results, args))
+        forked(_rank, (function, r, world_size, str(store), results, args))
         for r in range(world_size)
     ]
     for process in ranks:

@@ -154,6 +154,7 @@ def test_measurements_have_names_of_their_own(sizes, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [GPU, SMALL])
 def test_every_contestant_has_a_config_that_loads(sizes, tmp_path):
     configs = [
@@ -171,6 +172,7 @@ def test_every_contestant_has_a_config_that_loads(sizes, tmp_path):
 # The real thing, small
 
 
+@pytest.mark.slow
 def test_a_step_of_ours_is_measured_and_broken_down_in_a_process_of_its_own(tmp_path):
     whole = next(item for item in stage("B", SMALL, tmp_path) if isinstance(item, Group))
     standard = {"standard": whole.contestants["standard"]}

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from diffllm.distributed.launcher import environment, first_host, meeting_point
-from diffllm.distributed.stop import StoppedEarly
+from diffllm.distributed.stop import StoppedEarly, StopRequest
+from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import DistributedConfig, World, join, meet
 from diffllm.errors import AgreedError, ConfigError, LaunchError
 
@@ -142,13 +143,7 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
     assert len(set(names)) == 4
 
 
-@pytest.mark.parametrize(
-    ("end", "told"),
-    [(StoppedEarly(signal.SIGTERM), StoppedEarly), (ConfigError("no such corpus"), AgreedError)],
-)
-def test_rank_0_does_not_end_before_the_others_know_why(
-    end: Exception, told: type[Exception]
-) -> None:
+def test_rank_0_does_not_end_before_the_others_know_why() -> None:
     """For the store ends with it. The other rank asks once rank 0 waits for it."""
     waits = threading.Event()
 
@@ -161,7 +156,7 @@ def test_rank_0_does_not_end_before_the_others_know_why(
     store = Store()
 
     def choose() -> None:
-        raise end
+        raise ConfigError("no such corpus")
 
     def late() -> None:
         assert waits.wait(10), "rank 0 does not wait"
@@ -169,11 +164,64 @@ def test_rank_0_does_not_end_before_the_others_know_why(
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(late)
-        with pytest.raises(type(end)):
+        with pytest.raises(ConfigError, match="no such corpus"):
             World(0, 2, 0, store).decide("what", choose)
         assert store.check(["what/read/1"])
-        with pytest.raises(told):
+        with pytest.raises(AgreedError, match="no such corpus"):
             other.result()
+
+
+class NoSignal:
+    """A process that nobody has asked to stop."""
+
+    def has_come(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_stopped_before_training_stops_the_others(first: int) -> None:
+    """However late they are: rank 0, in whose process the store is, waits for their leave."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    worlds = [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
+    early = Watch(worlds[first], 600, NoSignal())
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(early.blame, StoppedEarly(signal.SIGTERM))
+        assert early.closed.wait(60)
+        late = Watch(worlds[1 - first], 600, NoSignal())
+        with pytest.raises(StoppedEarly) as stop:
+            worlds[1 - first].wait(["what/the/early/one/would/have/written"])
+        assert stop.value.args == (signal.SIGTERM,)
+        if first:
+            leaving.result(60)
+        else:
+            assert not leaving.done(), "the store would end with rank 0"
+        late.blame(stop.value)
+        leaving.result(60)
+
+
+def test_a_collective_that_a_stop_has_broken_is_no_missing_rank() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    worlds = [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
+    watch = Watch(worlds[0], 600, NoSignal())
+    worlds[1].stop(signal.SIGUSR1)
+    with pytest.raises(StoppedEarly) as stop:
+        watch.blame(RuntimeError("[gloo] Connection closed by peer"))
+    assert stop.value.args == (signal.SIGUSR1,)
+    watch.words = "the other rank of this test never comes"
+    watch.close()
+
+
+def test_the_second_signal_does_not_interrupt_what_the_first_began() -> None:
+    request = StopRequest()
+    try:
+        with pytest.raises(StoppedEarly):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert request.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        request.close()
 
 
 def test_rank_0_names_the_ranks_that_have_not_come() -> None:

@@ -43,7 +43,7 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 
     def judge() -> None:
         keys = [f"{key}/{rank}" for rank in range(world.size)]
-        world.store.wait(keys)
+        world.wait(keys)
         of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
         names = sorted({name for values in of_ranks for name in values})
         found = (disagreement(name, [values.get(name) for values in of_ranks]) for name in names)

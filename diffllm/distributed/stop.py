@@ -22,8 +22,9 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT.
 
-    Until `training` is set there is nothing to save, and a signal raises StoppedEarly. From then on
-    it is noted, and a second SIGINT interrupts at once.
+    Until `training` is set there is nothing to save, and the first signal raises StoppedEarly: the
+    second comes while this rank tells the others. From then on signals are noted. A second SIGINT
+    always interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -39,10 +40,10 @@ class StopRequest:
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
+        again, self.received = self.received, number
+        if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = number
-        if not self.training:
+        if not again and not self.training:
             raise StoppedEarly(signal.Signals(number))
 
     def has_come(self) -> bool:

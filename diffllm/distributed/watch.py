@@ -10,11 +10,13 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from diffllm.distributed.collectives import Calls, RecordedCall, recorded
-from diffllm.distributed.stop import StopRequest
+from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
 
@@ -72,6 +74,8 @@ class Watch:
         self.traces: Path | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.words, self.verdict = "", ""
+        self.patience = LEAVE_S
+        self.stopped: signal.Signals | None = None
         self.error: BaseException | None = None
         self.reached("the start")
         self.closed, self.ending = threading.Event(), threading.Lock()
@@ -79,7 +83,9 @@ class Watch:
         self.watched: Iterable[int] = range(self.size) if self.rank == 0 else [0]
         if self.size == 1:
             return
-        self.store = dist.PrefixStore("watch", world.store).clone()  # type: ignore[attr-defined]
+        own = world.store.clone()  # type: ignore[attr-defined]
+        self.world = replace(world, store=own)
+        self.store = dist.PrefixStore("watch", own)
         self.store_gone = False
         self.answered = time.monotonic()
         self.beats: dict[int, Beat] = {}
@@ -95,12 +101,13 @@ class Watch:
     def close(self) -> None:
         """Leave: from here on no rank waits for this one. Returns once that is written.
 
-        Rank 0 leaves last, but for ranks that take longer than LEAVE_S.
+        Rank 0 leaves last, but for ranks that take longer than LEAVE_S, or than STOPPING_S where
+        training had not begun when it was asked to stop.
         """
         if self.size == 1 or self.closed.is_set():
             return
         self.closed.set()
-        deadline = time.monotonic() + LEAVE_S * (self.rank == 0 and not self.words)
+        deadline = time.monotonic() + self.patience * (self.rank == 0 and not self.words)
         with contextlib.suppress(DistError):
             self._beat(-1)
             while time.monotonic() < deadline:
@@ -113,9 +120,18 @@ class Watch:
         """Before an error ends this rank, end with the name of a missing rank if there is one.
 
         An error of this rank's own is left for the others to read, and returns; exiting with it
-        takes EXIT_S at most.
+        takes EXIT_S at most. A stop before training is told to the others.
+
+        Raises:
+            StoppedEarly: a collective failed because another rank was asked to stop.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
+            return
+        if isinstance(error, StoppedEarly):
+            with contextlib.suppress(DistError):
+                self.world.stop(*error.args)
+            self.patience = STOPPING_S
+            self.close()
             return
         if not is_failed_collective(error):
             self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
@@ -123,6 +139,8 @@ class Watch:
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
+        if number := self._stopped_elsewhere():
+            raise StoppedEarly(number) from error
         self.error = error
         calls = recorded()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
@@ -148,6 +166,7 @@ class Watch:
                 self._listen()
                 if self.store.check(["verdict"]):
                     self.verdict = self.store.get("verdict").decode()
+                self.stopped = self.world.stopped()
             except DistError:
                 self.store_gone = True
                 return
@@ -156,6 +175,9 @@ class Watch:
     def _judge(self) -> None:
         """End this process if a rank is missing; runs on a thread of its own."""
         while not self.closed.wait(BEAT_S):
+            if self.stopped and self.rank and not self.closed.wait(SILENT_S):
+                self.close()  # what this rank waits for will not come; rank 0 says why
+                os._exit(0)
             others = list(self.beats.values())
             stopping = self.request.has_come() or any(beat.stopping for beat in others)
             limit = min(self.limit, STOPPING_S) if stopping else self.limit
@@ -169,6 +191,11 @@ class Watch:
             # Without its store a launch that ends well looks the same for a moment.
             if message and not (self.store_gone and self.closed.wait(SILENT_S)):
                 self._end(message)
+
+    def _stopped_elsewhere(self) -> signal.Signals | None:
+        with contextlib.suppress(DistError):
+            return self.world.stopped()
+        return self.stopped
 
     def _beat(self, number: int) -> None:
         with self.beating:  # or a thread could take back what `close` has written
@@ -200,7 +227,7 @@ class Watch:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher of the first node is missing, and with it the store of the ranks"
-        return missing(0, self.beats.get(0))
+        return missing(0, self.beats.get(0), started=True)
 
     def _end(self, message: str) -> None:
         """Tell the others, write stack traces, and end the process with code 1."""
@@ -323,11 +350,9 @@ def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, c
     return "; ".join(parts)
 
 
-def missing(rank: int, beat: Beat | None) -> str:
-    """Describe a rank without a sign of life."""
-    if beat is None:
+def missing(rank: int, beat: Beat | None, started: bool = False) -> str:
+    """Describe a rank without a sign of life; rank 0 of a store that answered has started."""
+    if beat is None and not started:
         return f"rank {rank} is missing: it never started"
-    return (
-        f"rank {rank} is missing: killed, stopped or cut off; its last sign of life is from "
-        f"{beat.place}"
-    )
+    last = f"its last sign of life is from {beat.place}" if beat else "before its first beat"
+    return f"rank {rank} is missing: killed, stopped or cut off; {last}"

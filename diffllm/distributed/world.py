@@ -27,8 +27,8 @@ T = TypeVar("T")
 SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
-STOP_READ_S = 2
-"""Seconds that a stop on rank 0 waits for them: they may know already, and schedulers hurry."""
+STOPPED = "stopped"
+"""Key of the signal that stopped a rank before training."""
 
 
 @dataclass
@@ -64,43 +64,61 @@ class World:
                 result = choose()
                 self.store.set(key, json.dumps({"result": result}))
                 return result
-            except StoppedEarly as early:
-                self._tell(key, {"stopped": early.args[0]}, STOP_READ_S)
-                raise
             except UserError as error:
-                self._tell(key, {"error": str(error)}, READ_S)
+                self._tell(key, str(error))
                 raise
         decision = json.loads(self._wait_for(key))
         if "result" in decision:
             return decision["result"]
         self.store.set(f"{key}/read/{self.rank}", "")
-        if "stopped" in decision:
-            raise StoppedEarly(signal.Signals(decision["stopped"]))
         raise AgreedError(decision["error"])
 
-    def _tell(self, key: str, decision: dict[str, object], seconds: float) -> None:
+    def _tell(self, key: str, error: str) -> None:
         """Tell the other ranks why rank 0 is about to end, and wait until they have read it.
 
         The store ends with this process, unless torchrun has it.
         """
-        self.store.set(key, json.dumps(decision))
+        self.store.set(key, json.dumps({"error": error}))
         read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
         with contextlib.suppress(DistError):
-            self.store.wait(read, timedelta(seconds=seconds))
+            self.store.wait(read, timedelta(seconds=READ_S))
 
     def _wait_for(self, key: str) -> bytes:
-        """Wait for rank 0's word in slices, for no signal is handled while the store waits."""
+        """Wait for rank 0's word."""
+        try:
+            self.wait([key])
+        except DistStoreError as error:
+            raise LaunchError(
+                f"rank 0 has not answered ({key}) within distributed.timeout={self.timeout} seconds"
+            ) from error
+        return self.store.get(key)
+
+    def wait(self, keys: list[str]) -> None:
+        """Wait until all keys are there; in slices, for no signal is handled while the store waits.
+
+        Raises:
+            StoppedEarly: another rank was asked to stop, and may never write them.
+            DistStoreError: they are not there within `timeout` seconds.
+        """
         deadline = time.monotonic() + self.timeout
         while True:
             try:
-                self.store.wait([key], timedelta(seconds=SLICE_S))
-                return self.store.get(key)
-            except DistStoreError as error:
+                return self.store.wait(keys, timedelta(seconds=SLICE_S))
+            except DistStoreError:
+                if number := self.stopped():
+                    raise StoppedEarly(number) from None
                 if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"rank 0 has not answered ({key}) within "
-                        f"distributed.timeout={self.timeout} seconds"
-                    ) from error
+                    raise
+
+    def stopped(self) -> signal.Signals | None:
+        """The signal that made some rank stop before training, if one did."""
+        if not self.store.check([STOPPED]):
+            return None
+        return signal.Signals(int(self.store.get(STOPPED)))
+
+    def stop(self, number: signal.Signals) -> None:
+        """Let the others know that this rank was asked to stop before training."""
+        self.store.set(STOPPED, str(int(number)))
 
     def device(self) -> torch.device:
         """Return this rank's GPU where there is one, else the CPU."""

@@ -132,10 +132,10 @@ class Session:
                 self.watch.close()
             else:
                 self.watch.blame(error)
+        finally:
             self.display.stop()
             if dist.is_initialized():
                 dist.destroy_process_group()
             if self.directory and isinstance(error, UserError):
                 self.directory.withdraw()
-        finally:
             self.watch.close()

@@ -1,6 +1,9 @@
 """launch/slurm.sbatch and srun on a real SLURM of two nodes."""
 
+import contextlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +48,32 @@ def ended(cluster: Slurm, job: str) -> bool:
     return cluster.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
+def tasks(cluster: Slurm) -> list[int]:
+    """The ranks of the job; the processes of their loaders are below them."""
+    pids = {pid for node in cluster.nodes for pid in node.pids()}
+    trainings = {pid for pid in pids if b"train.py" in status_of(pid, "cmdline").split(b"\0")[1:2]}
+    return [pid for pid in trainings if int(field(pid, "PPid")) not in trainings]
+
+
+def status_of(pid: int, name: str) -> bytes:
+    """A file of /proc, empty where the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def field(pid: int, name: str) -> str:
+    lines = status_of(pid, "status").decode().splitlines()
+    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "0")
+
+
+def has_got(pid: int, number: int) -> bool:
+    """Whether a frozen process has this signal waiting, or runs again, as SLURM may have it."""
+    pending = int(field(pid, "SigPnd"), 16) | int(field(pid, "ShdPnd"), 16)
+    return bool(pending >> (number - 1) & 1) or field(pid, "State") != "T"
+
+
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
 def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(
     cluster: Slurm, corpus: Path, tmp_path: Path, how: str
@@ -55,13 +84,24 @@ def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps(run)) > 5, "training")
     assert json.loads((run / "run.json").read_text())["ranks"] == 2
-    if how == "preempted":
-        high = submit(cluster, *TWO, "--partition=high", "--wrap=sleep 1")
-    else:
-        cluster("scontrol", "update", f"JobId={job}", "TimeLimit=5")
+    ranks = tasks(cluster)
+    assert len(ranks) == 2, cluster.logs()
+    number = signal.SIGTERM if how == "preempted" else signal.SIGUSR1
+    try:
+        for pid in ranks:  # or the run could finish before it is asked to stop
+            os.kill(pid, signal.SIGSTOP)
+        if how == "preempted":
+            high = submit(cluster, *TWO, "--partition=high", "--wrap=sleep 1")
+        else:
+            cluster("scontrol", "update", f"JobId={job}", "TimeLimit=5")
+        cluster.wait_for(lambda: all(has_got(pid, number) for pid in ranks), "signal")
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     cluster.wait_for((run / "requeue").exists, "marker")
     marker = json.loads((run / "requeue").read_text())
-    assert marker["signal"] == ("SIGTERM" if how == "preempted" else "SIGUSR1")
+    assert marker["signal"] == number.name
     assert 5 < marker["step"] < last
     cluster.wait_for(lambda: cluster.job(job).get("Restarts") == "1", "requeue")
     if how == "preempted":

@@ -147,8 +147,19 @@ def one_process(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("sparing", [False, True], ids=["plain", "accumulated_checkpointed"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = pytest.mark.slow
+
+
+def in_tiers():
+    """Every layout once by default, half of them accumulated; the rest in the slow tier."""
+    for i, layout in enumerate(LAYOUTS):
+        for sparing in (False, True):
+            name = f"{layout}-{'accumulated_checkpointed' if sparing else 'plain'}"
+            fast = sparing == bool(i % 2)
+            yield pytest.param(layout, sparing, id=name, marks=() if fast else SLOW)
+
+
+@pytest.mark.parametrize(("layout", "sparing"), in_tiers())
 def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     results = run_ranks(trained, ranks, tmp_path, overrides + SPARING * sparing)
@@ -200,7 +211,11 @@ def test_nan_on_one_rank_is_skipped_by_all(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(4, ["parallel.expert=2"]), (4, ["parallel.expert=1"]), (2, ["parallel.expert=2"])],
+    [
+        (4, ["parallel.expert=2"]),
+        pytest.param(4, ["parallel.expert=1"], marks=SLOW),
+        pytest.param(2, ["parallel.expert=2"], marks=SLOW),
+    ],
 )
 def test_fewer_experts_than_ranks_are_split_inside(ranks, overrides, tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
@@ -214,19 +229,21 @@ def test_fewer_experts_than_ranks_are_split_inside(ranks, overrides, tmp_path):
                 assert math.prod(shape) * ranks == one["final"][name].size, name
 
 
-def test_a_rank_whose_experts_get_nothing_takes_part(tmp_path):
+@pytest.mark.parametrize(
+    "layout", ["expert2", *(pytest.param(x, marks=SLOW) for x in ("expert4", "shard2_expert2"))]
+)
+def test_a_rank_whose_experts_get_nothing_takes_part(layout, tmp_path):
     bias = [-9.0, -9.0, 9.0, 9.0]  # the first two experts are the first rank's
     still = ["model.moe.bias_update_rate=0"]
     (one,) = run_ranks(trained, 1, tmp_path, still, bias)
     assert one["loads"] == [[0.0, 0.0]] * STEPS
-    for layout in ("expert2", "expert4", "shard2_expert2"):
-        ranks, overrides = LAYOUTS[layout]
-        result = run_ranks(trained, ranks, tmp_path, [*overrides, *still, *SPARING], bias)[0]
-        assert_alike(one, result)
-        for name, value in result["gradients"][0].items():
-            if ".experts." in name:
-                assert (value[:2] == 0).all()
-                assert (value[2:] != 0).any()
+    ranks, overrides = LAYOUTS[layout]
+    result = run_ranks(trained, ranks, tmp_path, [*overrides, *still, *SPARING], bias)[0]
+    assert_alike(one, result)
+    for name, value in result["gradients"][0].items():
+        if ".experts." in name:
+            assert (value[:2] == 0).all()
+            assert (value[2:] != 0).any()
 
 
 def test_in_bfloat16_too(tmp_path):
@@ -263,7 +280,9 @@ def moved(overrides, source, target):
     return state.step, {name: full(value).numpy() for name, value in t.tensors().items()}
 
 
-@pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
+@pytest.mark.parametrize(
+    "experts", [pytest.param([], id="four"), pytest.param(TWO_EXPERTS, id="two", marks=SLOW)]
+)
 def test_checkpoints_move_between_layouts(experts, tmp_path):
     split = ["parallel.shard=2", "parallel.expert=2"]
     steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]

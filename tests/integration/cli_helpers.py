@@ -1,6 +1,5 @@
 """Running the commands, in this process or as real ones, and proving what they left alone."""
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -82,9 +81,9 @@ def clean_environment(cache_dir: Path) -> dict[str, str]:
 
 
 def snapshot(*roots: Path) -> dict[str, str]:
-    """Every file and directory under `roots`: what is in it and when it was last written.
+    """Every file and directory under `roots`, with its times: whatever is written changes one.
 
-    A lock file's time is left out, because to lock is to open for writing.
+    A lock file's times are left out, because to lock is to open for writing.
     """
     entries: dict[str, str] = {}
     for root in roots:
@@ -94,14 +93,17 @@ def snapshot(*roots: Path) -> dict[str, str]:
 
 
 def describe(path: Path) -> str:
+    """The kernel sets the time of the last change; no program can set it back."""
     if path.is_symlink():
         return f"link to {os.readlink(path)}"
     if not path.exists():
         return "absent"
     if path.is_dir():
         return "directory"
-    written = "" if path.suffix == ".lock" or path.name == ".lock" else path.stat().st_mtime_ns
-    return f"{hashlib.sha256(path.read_bytes()).hexdigest()} {written}"
+    found = path.stat()
+    if path.suffix == ".lock" or path.name == ".lock":
+        return f"{found.st_size} bytes"
+    return f"{found.st_size} bytes, inode {found.st_ino}, {found.st_mtime_ns}, {found.st_ctime_ns}"
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

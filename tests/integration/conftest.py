@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from cli_helpers import clean_environment, command, documents, train_command, write_jsonl
+from cli_helpers import clean_environment, documents, write_jsonl
+from forked_runs import train
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,7 @@ def cache_dir(workplace: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(cache_dir: Path) -> dict[str, str]:
-    """For real commands."""
+    """What commands are started with."""
     return clean_environment(cache_dir)
 
 
@@ -54,8 +55,8 @@ def tiny(corpus: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) -> Path:
     """The directory of a finished run of standard attention; not to be written to."""
-    words = train_command([*tiny, "attention=standard", "run.name=finished", "run.report=true"])
-    result = command(words, workplace, environment)
+    words = [*tiny, "attention=standard", "run.name=finished", "run.report=true"]
+    result = train(words, workplace, environment)
     assert result.code == 0, result.err
     assert "outputs/finished/report.html" in result.out
     return workplace / "outputs" / "finished"

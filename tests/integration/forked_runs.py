@@ -1,6 +1,8 @@
-"""Whole runs of train.py on several ranks, forked from a process that has torch imported already.
+"""The one way in which tests start commands: forked from a process that has imported them already.
 
-They are real processes of the real command, without the seconds that torchrun and imports take.
+They are real processes of the real `train.py` and `diffllm`, with signals, exit codes and output of
+their own, without the seconds that an interpreter, torchrun and imports take. What depends on those
+starts them with `cli_helpers.command` or torchrun, and says so.
 """
 
 import atexit
@@ -10,42 +12,59 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import planted_train
 import torch
-from gloo import CONTEXT
+from cli_helpers import TRAIN, Result
+from gloo import forked
 from planted_train import Fault
+from runs import PATIENCE_S, overrides_of
 
 NO_FAULT = Fault()
 
 
 class ForkedRun:
-    """A run on `ranks` processes; what they say goes to said-<rank>.txt in `directory`."""
+    """A run of train.py on `ranks` processes, with its samples recorded and perhaps a fault.
 
-    def __init__(self, words: list[str], ranks: int, directory: Path, fault: Fault = NO_FAULT):
-        directory.mkdir(parents=True, exist_ok=True)
+    `run.dir=` has to be among its words. What the ranks say goes to said-<rank>.txt in `directory`.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        ranks: int = 1,
+        directory: Path | None = None,
+        fault: Fault = NO_FAULT,
+    ):
+        self.said = said_files(ranks, directory)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.said = [directory / f"said-{rank}.txt" for rank in range(ranks)]
         self.processes: list[Any] = []
         for rank in range(ranks):
             environment = {
                 **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             }
-            args = (fault, words, environment if ranks > 1 else {}, str(self.said[rank]))
-            self.processes.append(CONTEXT.Process(target=_rank, args=args))
+            more = {**os.environ, **(environment if ranks > 1 else {})}
+            args = (planted_train.main, (fault, words), more, os.getcwd(), [self.said[rank]] * 2)
+            self.processes.append(forked(_process, args))
         for process in self.processes:
             process.start()
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    def pid(self, rank: int = 0) -> int:
+        return self.processes[rank].pid
+
+    def wait_for(
+        self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S
+    ) -> None:
         """Poll until `condition()`; no rank may end before."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -58,7 +77,7 @@ class ForkedRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, number)
 
-    def codes(self, seconds: float = 120) -> list[int]:
+    def codes(self, seconds: float = PATIENCE_S) -> list[int]:
         """Exit codes, once all have ended; a frozen one has to be killed first."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
@@ -66,10 +85,10 @@ class ForkedRun:
             assert process.exitcode is not None, f"does not end: {self.text()}"
         return [process.exitcode for process in self.processes]
 
-    def finish(self) -> str:
-        """What was said, once all have ended well."""
+    def finish(self, code: int = 0) -> str:
+        """What was said, once all have ended with this exit code."""
         codes = self.codes()
-        assert set(codes) == {0}, f"{codes}: {self.text()}"
+        assert set(codes) == {code}, f"{codes}: {self.text()}"
         return self.text()
 
     def kill(self) -> None:
@@ -80,14 +99,96 @@ class ForkedRun:
 
     def text(self) -> str:
         """What the ranks said, one after the other."""
-        return "".join(file.read_text() for file in self.said if file.exists())
+        return "".join(Path(file).read_text() for file in self.said)
 
 
-def _rank(fault: Fault, words: list[str], environment: dict[str, str], said: str) -> None:
+class Gate:
+    """A step that no rank of a run begins before the gate is opened."""
+
+    def __init__(self, run: Path, step: int):
+        run.mkdir(parents=True, exist_ok=True)
+        self.file = run / f"gate-{step}"
+        self.file.touch()
+
+    def reached(self) -> bool:
+        return self.file.read_text() == "reached"
+
+    def open(self) -> None:
+        self.file.unlink()
+
+
+def said_files(ranks: int, directory: Path | None) -> list[str]:
+    """A file for each rank; without a directory, one that nothing else knows of."""
+    if directory is None:
+        directory = Path(tempfile.mkdtemp(prefix="said-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [directory / f"said-{rank}.txt" for rank in range(ranks)]
+    for file in files:
+        file.touch()
+    return [str(file) for file in files]
+
+
+def start(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> ForkedRun:
+    """A small run of train.py, on its way."""
+    return ForkedRun([*overrides_of(corpus, run), *overrides], ranks)
+
+
+def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
+    """What a small run of train.py says that ends well."""
+    return start(corpus, run, *overrides, ranks=ranks).finish()
+
+
+def train(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
+    """How `python train.py words` ends, started in `cwd`."""
+    return _result(_train, words, cwd, environment)
+
+
+def tool(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
+    """How `diffllm words` ends, started in `cwd`."""
+    return _result(_tool, words, cwd, environment)
+
+
+def _result(
+    main: Callable[[list[str]], int], words: list[str], cwd: Path, environment: Mapping[str, str]
+) -> Result:
+    with tempfile.TemporaryDirectory(prefix="said-") as folder:
+        files = [f"{folder}/out", f"{folder}/err"]
+        process = forked(_process, (main, (words,), dict(environment), str(cwd), files))
+        process.start()
+        process.join(PATIENCE_S)
+        out, err = (Path(file).read_text() for file in files)
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"does not end: {out}{err}")
+        return Result(process.exitcode, out, err)
+
+
+def _train(words: list[str]) -> int:
+    sys.argv = [str(TRAIN), *words]
+    return planted_train.entry_module().main()
+
+
+def _tool(words: list[str]) -> int:
+    from diffllm import tools
+
+    return tools.main(words)
+
+
+def _process(
+    main: Callable[..., int],
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    cwd: str,
+    said: list[str],
+) -> None:
+    """The process: `main` in its directory, its output in two files or twice the same."""
+    os.environ.clear()
     os.environ.update(environment)
-    descriptor = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.chdir(cwd)
+    for descriptor, file in zip((1, 2), said, strict=True):
+        opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
@@ -95,7 +196,9 @@ def _rank(fault: Fault, words: list[str], environment: dict[str, str], said: str
     multiprocessing.set_start_method("fork", force=True)
     code = 1
     try:
-        code = planted_train.main(fault, words)
+        code = main(*args)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     # What an interpreter does as it exits; multiprocessing would wait for the loader's processes.

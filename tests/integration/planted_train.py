@@ -6,8 +6,10 @@ samples-<rank>.jsonl in the directory given by run.dir=: the step, a hash of eac
 loss.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +33,19 @@ class Fault(NamedTuple):
     step: int = 0
 
 
-def main(fault: Fault, words: list[str]) -> int:
-    """What train.py does with these overrides, faults and all."""
+def entry_module() -> ModuleType:
+    """train.py as a module."""
     spec = importlib.util.spec_from_file_location("entry", ROOT / "train.py")
     assert spec
     assert spec.loader
     entry = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(entry)
+    return entry
+
+
+def main(fault: Fault, words: list[str]) -> int:
+    """Run train.py with these overrides, the fault planted; its exit code."""
+    entry = entry_module()
     import diffllm.run.start as run
     import diffllm.trainer as trainer
     from diffllm.checkpoint import writer
@@ -49,6 +58,7 @@ def main(fault: Fault, words: list[str]) -> int:
     def train_step(t: Any, batches: Iterator[Any], step: int, *args: Any) -> Any:
         if step + 1 == fault.step and rank == fault.rank:
             STRIKES[fault.kind](t)
+        wait_at_gate(Path(directory) / f"gate-{step + 1}")
         seen: list[str] = []
         out = real_step(t, noted(batches, seen), step, *args)
         with open(Path(directory) / f"samples-{rank}.jsonl", "a") as log:
@@ -73,6 +83,8 @@ def main(fault: Fault, words: list[str]) -> int:
             continuation.resume_checkpoint = lambda *_: time.sleep(60)
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
+        elif fault.kind == "endless second save":
+            endless_second_call(writer.TensorWriter, "write_data")
         elif fault.kind == "slow end":
             slow(session.Display, "stop", 8)
         elif fault.kind == "broken build":
@@ -90,6 +102,14 @@ def noted(batches: Iterator[Any], seen: list[str]) -> Iterator[Any]:
         yield inputs, targets
 
 
+def wait_at_gate(gate: Path) -> None:
+    """Stay before a step as long as the test keeps this file there, and write that into it."""
+    while gate.exists():
+        with contextlib.suppress(FileNotFoundError), open(gate, "r+") as file:
+            file.write("reached")
+        time.sleep(0.005)
+
+
 def slow(owner: Any, name: str, seconds: float) -> None:
     """Have a method begin late."""
     real = getattr(owner, name)
@@ -99,6 +119,18 @@ def slow(owner: Any, name: str, seconds: float) -> None:
         return real(*args, **kwargs)
 
     setattr(owner, name, late)
+
+
+def endless_second_call(owner: Any, name: str) -> None:
+    """Have a method work once, and then never come back."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if next(calls):
+            time.sleep(3600)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, once)
 
 
 def raise_error(*_: Any) -> None:

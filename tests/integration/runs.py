@@ -1,9 +1,7 @@
-"""Whole runs of train.py in processes of their own, on a small corpus."""
+"""Small runs of train.py: their corpus, their overrides, and what they leave behind."""
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +15,8 @@ from diffllm.data import prepare
 
 ROOT = Path(__file__).parents[2]
 PERF = ("perf/",)
+PATIENCE_S = 240
+"""Nothing that a test waits for takes so long, however busy the machine."""
 
 
 def write_corpus(directory: Path) -> Path:
@@ -37,7 +37,7 @@ def prepared_corpus(directory: Path) -> Path:
 
 
 def command(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    """The command line of a small run."""
+    """The command line of a small run, for what cannot be forked."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -53,7 +53,7 @@ def overrides_of(corpus: Path, run: Path) -> list[str]:
         "model=tiny",
         "model.vocab_size=512",
         "data.vocab_size=300",
-        "seq_len=128",
+        "seq_len=64",
         "global_batch_size=8",
         "optim.warmup_steps=5",
         "eval.sequences=4",
@@ -61,36 +61,6 @@ def overrides_of(corpus: Path, run: Path) -> list[str]:
         "run.report=false",
         f"run.dir={run}",
     ]
-
-
-def start(words: list[str]) -> subprocess.Popen:
-    """The run, in a process group of its own."""
-    env = dict(os.environ)
-    if "torch.distributed.run" in words:
-        env["OMP_NUM_THREADS"] = "1"  # as torchrun would, without saying so; else all cores
-    return subprocess.Popen(
-        words,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    """Its output, once it has ended with this exit code."""
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == code, output
-    return output
-
-
-def kill_everything(process: subprocess.Popen) -> None:
-    """SIGKILL to the run and to every process below it; torchrun's workers have own sessions."""
-    for pid in [process.pid, *descendants(process.pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def descendants(parent: int, deep: bool = True) -> list[int]:
@@ -106,20 +76,11 @@ def descendants(parent: int, deep: bool = True) -> list[int]:
     return found
 
 
-def pid_of_rank(process: subprocess.Popen, rank: int) -> int:
-    """The training process of one rank below a launcher."""
-    for pid in descendants(process.pid):
-        with contextlib.suppress(OSError):
-            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                return pid
-    raise AssertionError(f"no process of rank {rank}")
-
-
 def wait_for(condition, process: subprocess.Popen, what: str) -> None:
-    """Poll until `condition()`; the run must not end before."""
-    deadline = time.monotonic() + 120
+    """Poll until `condition()`; the process must not end before."""
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert process.poll() is None, f"the run ended before {what}:\n{process.stdout.read()}"
+        assert process.poll() is None, f"the process ended before {what}"
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.005)
 

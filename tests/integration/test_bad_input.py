@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from cli_helpers import (
     train_module,
     write_jsonl,
 )
+from forked_runs import ForkedRun, Gate
 
 from diffllm import tools
 
@@ -336,14 +336,24 @@ SYNTAX = [
 ]
 
 
-def cases(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
+def cases(*lists: list[tuple[list[str], list[str]]]) -> list[Any]:
     return [
         pytest.param(words, named, id=" ".join(words)) for case in lists for words, named in case
     ]
 
 
+def every_third(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
+    """Bounds of numbers differ in their keys alone; the slow tier has the others."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(*case.values, id=case.id, marks=slow if i % 3 else ())
+        for i, case in enumerate(cases(*lists))
+    ]
+
+
 @pytest.mark.parametrize(
-    ("words", "named"), cases(KEYS, CHOICES, TYPES, ENUMS, RANGES, MIXTURES, SYNTAX)
+    ("words", "named"),
+    [*cases(KEYS, CHOICES, TYPES, ENUMS, SYNTAX), *every_third(RANGES, MIXTURES)],
 )
 def test_override_that_cannot_run(workspace: Workspace, words: list[str], named: list[str]) -> None:
     workspace.rejects(words, *named)
@@ -586,31 +596,20 @@ def test_directory_with_a_foreign_config(workspace: Workspace, own_run: Path, te
     workspace.rejects(["attention=standard", "run.name=mine"], "outputs/mine/config.yaml")
 
 
-def test_run_directory_in_use(
-    workspace: Workspace, environment: dict[str, str], corpus: Path
-) -> None:
-    words = [*workspace.tiny, "run.name=busy"]
-    endless = train_command([*words, "steps=1000000", "checkpoint.interval=1000000"])
-    first = subprocess.Popen(
-        endless, cwd=workspace.path, env=environment, stdout=subprocess.PIPE, text=True
-    )
+def test_run_directory_in_use(workspace: Workspace) -> None:
+    run = workspace.path / "outputs" / "busy"
+    gate = Gate(run, 2)
+    first = ForkedRun([*workspace.tiny, "run.dir=outputs/busy"])
     try:
-        run = workspace.path / "outputs" / "busy"
-        deadline = time.monotonic() + 60
-        while not (run / "metrics.jsonl").is_file() or not metrics(run):
-            assert first.poll() is None, "the first run ended"
-            assert time.monotonic() < deadline, "the first run does not train"
-            time.sleep(0.1)
-        os.kill(first.pid, signal.SIGSTOP)  # or its metrics.jsonl would grow
+        first.wait_for(gate.reached, "training")
+        first.signal(signal.SIGSTOP)  # or its metrics.jsonl would grow
         workspace.rejects(["run.name=busy"], "outputs/busy", "in use")
-        os.kill(first.pid, signal.SIGCONT)
-        first.send_signal(signal.SIGTERM)
-        out, _ = first.communicate(timeout=60)
-        assert first.returncode == 0
-        assert "stopped by SIGTERM" in out
+        first.signal(signal.SIGCONT)
+        first.signal(signal.SIGTERM)
+        gate.open()
+        assert "stopped by SIGTERM" in first.finish()
     finally:
         first.kill()
-        first.wait()
 
 
 def test_run_directory_that_cannot_be_written(workspace: Workspace) -> None:
@@ -754,16 +753,32 @@ def test_tools_without_a_command_say_which_there_are(
 # The same through the real commands
 
 
+def slow(words: list[str], named: list[str]) -> object:
+    return pytest.param(words, named, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (train_command(["optim.lrr=1"]), ["optim.lrr", "optim.lr"]),
-        (train_command(["steps=[1"]), ["steps=[1"]),
+        slow(train_command(["steps=[1"]), ["steps=[1"]),
         (train_command(["-m", "attention=standard,diff_v9"]), ["attention=diff_v9", *VARIANTS]),
-        (train_command(["data=files", "data.paths=[gone.txt]"]), ["data.paths", "gone.txt"]),
-        (train_command(["run.dir=file/run"]), ["file/run", "cannot be written"]),
+        pytest.param(
+            train_command(["data=files", "data.paths=[gone.txt]"]),
+            ["data.paths", "gone.txt"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            train_command(["run.dir=file/run"]),
+            ["file/run", "cannot be written"],
+            marks=pytest.mark.slow,
+        ),
         (tool_command(["generate", "run=.", "prompt=a"]), ["config.yaml"]),
-        (tool_command(["generat"]), ["generat", "prepare", "count", "generate"]),
+        pytest.param(
+            tool_command(["generat"]),
+            ["generat", "prepare", "count", "generate"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda words: " ".join(Path(word).name for word in words),
 )

@@ -4,52 +4,45 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import flip_bit
-from runs import (
-    assert_same_weights,
-    command,
-    finish,
-    kill_everything,
-    metric_lines,
-    start,
-    wait_for,
-    write_corpus,
-)
+from forked_runs import Gate, finish, start
+from runs import assert_same_weights, metric_lines, prepared_corpus
 
 from diffllm.checkpoint import list_checkpoints, verify
 
-WORDS = ("steps=60", "checkpoint.interval=20", "checkpoint.keep_last=0", "log_interval=5")
+WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_interval=5")
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    finish(start(command(corpus, straight, *WORDS)))
-    first = start(command(corpus, broken, *WORDS))
-    newest = broken / "checkpoints" / "step-00000040"
-    wait_for(newest.exists, first, "checkpoint at step 40")
-    kill_everything(first)
-    assert not (broken / "checkpoints" / "step-00000060").exists(), "killed too late"
+    finish(corpus, straight, *WORDS)
+    gate = Gate(broken, 19)
+    first = start(corpus, broken, *WORDS)
+    newest = broken / "checkpoints" / "step-00000016"
+    first.wait_for(newest.exists, "checkpoint at step 16")
+    first.kill()
+    gate.open()
     flip_bit(newest / "__0_0.distcp")
-    cut_short = broken / "checkpoints" / ".step-00000050.incomplete"
+    cut_short = broken / "checkpoints" / ".step-00000020.incomplete"
     cut_short.mkdir()
     (cut_short / "__0_0.distcp").write_bytes(b"half")
 
-    output = finish(start(command(corpus, broken, *WORDS)))
+    output = finish(corpus, broken, *WORDS)
     (skipped, moved) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert f"damaged checkpoint {newest} (__0_0.distcp has another checksum)" in skipped
-    assert "continuing from step-00000020 instead" in skipped
-    assert "continues after step 20" in output
-    assert moved.endswith("it is now damaged-step-00000040")
+    assert "continuing from step-00000008 instead" in skipped
+    assert "continues after step 8" in output
+    assert moved.endswith("it is now damaged-step-00000016")
     names = {path.name for path in (broken / "checkpoints").iterdir()}
-    steps = {f"step-{step:08d}" for step in (20, 40, 60)}
-    assert names == {*steps, "damaged-step-00000040"}
+    steps = {f"step-{step:08d}" for step in (8, 16, 24)}
+    assert names == {*steps, "damaged-step-00000016"}
     assert all(verify(path) == [] for path in list_checkpoints(broken / "checkpoints"))
     assert metric_lines(broken) == metric_lines(straight)
-    for step in (40, 60):
+    for step in (16, 24):
         assert_same_weights(straight, broken, step)
 
 
@@ -57,9 +50,9 @@ def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
 def test_saves_by_the_clock(corpus, tmp_path, ranks):
     """All ranks save at the same steps, or they would wait for each other."""
     run = tmp_path / "run"
-    words = ("steps=60", "checkpoint.interval=0.5s", "checkpoint.keep_last=0", "log_interval=1")
-    finish(start(command(corpus, run, *words, ranks=ranks)))
+    words = ("steps=24", "checkpoint.interval=0.1s", "checkpoint.keep_last=0", "log_interval=1")
+    finish(corpus, run, *words, ranks=ranks)
     found = list_checkpoints(run / "checkpoints")
     assert len(found) > 1
-    assert found[-1].name == "step-00000060"
+    assert found[-1].name == "step-00000024"
     assert all(verify(path) == [] for path in found)

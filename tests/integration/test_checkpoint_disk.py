@@ -9,26 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import (
-    command,
-    finish,
-    metric_lines,
-    pid_of_rank,
-    start,
-    wait_for,
-    write_corpus,
-)
+from forked_runs import Gate, finish, start
+from runs import metric_lines, prepared_corpus
 
 from diffllm.checkpoint import list_checkpoints, step_of, verify
 
-WORDS = ("steps=60", "checkpoint.interval=5", "log_interval=1", "eval.interval=60")
+LAST = 24
+WORDS = (f"steps={LAST}", "checkpoint.interval=4", "log_interval=1", f"eval.interval={LAST}")
 TOO_SMALL = 1_000_000
 """Bytes a file may have; tensors take seven times as many, everything else a tenth."""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def limit_files(pid: int, size: int) -> None:
@@ -39,11 +33,6 @@ def limit_files(pid: int, size: int) -> None:
 
 def steps(run: Path) -> list[int]:
     return [step_of(path) for path in list_checkpoints(run / "checkpoints")]
-
-
-def reached(run: Path, step: int) -> bool:
-    file = run / "metrics.jsonl"
-    return file.exists() and f'"step": {step},' in file.read_text()
 
 
 def warnings(output: str) -> list[str]:
@@ -61,15 +50,16 @@ def assert_clean(run: Path, output: str) -> None:
 def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, ranks):
     """With two ranks, only one of them meets the limit."""
     run = tmp_path / "run"
-    process = start(command(corpus, run, *WORDS, ranks=ranks))
-    wait_for(lambda: steps(run), process, "first checkpoint")
-    pid = process.pid if ranks == 1 else pid_of_rank(process, 1)
-    limit_files(pid, TOO_SMALL)
-    here = len(metric_lines(run))
-    wait_for(lambda: reached(run, here + 12), process, "two more saves")
-    assert steps(run), "older checkpoints are gone"
-    limit_files(pid, resource.RLIM_INFINITY)
-    output = finish(process)
+    gates = [Gate(run, 6), Gate(run, 16)]
+    process = start(corpus, run, *WORDS, ranks=ranks)
+    process.wait_for(lambda: steps(run) == [4], "first checkpoint")
+    limit_files(process.pid(ranks - 1), TOO_SMALL)
+    gates[0].open()
+    process.wait_for(gates[1].reached, "two more saves")
+    assert steps(run)[0] == 4, "older checkpoints are gone"
+    limit_files(process.pid(ranks - 1), resource.RLIM_INFINITY)
+    gates[1].open()
+    output = process.finish()
     said = warnings(output)
     assert said
     for line in said:
@@ -77,31 +67,33 @@ def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, r
         assert f"rank {ranks - 1}: File too large" in line
         assert "the newest checkpoint is step-" in line
         assert line.endswith("training goes on")
-    assert [line["step"] for line in metric_lines(run)] == list(range(1, 61))
-    assert steps(run)[-1] == 60
+    assert [line["step"] for line in metric_lines(run)] == list(range(1, LAST + 1))
+    assert steps(run)[-1] == LAST
     assert_clean(run, output)
 
 
 @pytest.mark.parametrize("how", ["the last step", pytest.param("a signal", marks=pytest.mark.slow)])
 def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path, how):
     run = tmp_path / "run"
-    process = start(command(corpus, run, *WORDS))
-    wait_for(lambda: steps(run), process, "first checkpoint")
-    limit_files(process.pid, TOO_SMALL)
+    gate = Gate(run, 6)
+    process = start(corpus, run, *WORDS)
+    process.wait_for(lambda: steps(run), "first checkpoint")
+    limit_files(process.pid(), TOO_SMALL)
     if how == "a signal":
-        process.send_signal(signal.SIGTERM)
-    output = finish(process, 2)
+        process.signal(signal.SIGTERM)
+    gate.open()
+    output = process.finish(2)
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
-    assert ("error: step 60 " in error) == (how == "the last step")
+    assert (f"error: step {LAST} " in error) == (how == "the last step")
     newest = list_checkpoints(run / "checkpoints")[-1]
     assert f"the newest checkpoint is {newest.name}; make room, then the same command" in error
-    assert 5 <= step_of(newest) < 60
+    assert step_of(newest) == 4
     assert_clean(run, output)
     assert not (run / "summary.json").exists()
-    output = finish(start(command(corpus, run, *WORDS)))
+    output = finish(corpus, run, *WORDS)
     assert f"continues after step {step_of(newest)}" in output
-    assert steps(run)[-1] == 60
+    assert steps(run)[-1] == LAST
 
 
 @pytest.fixture
@@ -120,8 +112,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):
     run, filler = small_disk / "run", small_disk / "filler"
-    process = start(command(corpus, run, *WORDS))
-    wait_for(lambda: steps(run), process, "first checkpoint")
+    gates = [Gate(run, 6), Gate(run, 16)]
+    process = start(corpus, run, *WORDS)
+    process.wait_for(lambda: steps(run), "first checkpoint")
+    process.wait_for(gates[0].reached, "step 6")
     filler.write_bytes(b"")
     with open(filler, "ab", buffering=0) as file:
 
@@ -132,16 +126,18 @@ def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):
             if spare > 0:
                 with contextlib.suppress(OSError):  # a save was faster
                     file.write(bytes(spare))
-            return spare <= 0 and reached(run, filled_at + 12)
+            return spare <= 0
 
-        filled_at = len(metric_lines(run))
-        wait_for(full, process, "two more saves")
+        process.wait_for(full, "full disk")
+        gates[0].open()
+        process.wait_for(lambda: full() and gates[1].reached(), "two more saves")
     assert steps(run), "older checkpoints are gone"
     filler.unlink()
-    output = finish(process)
+    gates[1].open()
+    output = process.finish()
     assert warnings(output)
     for line in warnings(output):
         assert " are free; the newest checkpoint is step-" in line or "No space left" in line
-    assert [line["step"] for line in metric_lines(run)] == list(range(1, 61))
-    assert steps(run)[-1] == 60
+    assert [line["step"] for line in metric_lines(run)] == list(range(1, LAST + 1))
+    assert steps(run)[-1] == LAST
     assert_clean(run, output)

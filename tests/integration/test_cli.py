@@ -19,14 +19,15 @@ from cli_helpers import (
     command,
     metrics,
     snapshot,
-    tool_command,
     train_command,
 )
+from forked_runs import ForkedRun, tool, train
 
 from diffllm import tools
 from diffllm.tools.generate import load_model
 
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2"]
+SWEPT = ["diff_v1", "standard"]
 TORCHRUN = [
     sys.executable,
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
@@ -44,14 +45,6 @@ EVERY_LAYER = [
 ]
 LAMBDA = ["lambda_mean", "lambda_min", "lambda_max"]
 OWN = {"standard": [], "gated": ["gate_mean"], "diff_v1": LAMBDA, "diff_v2": LAMBDA}
-
-
-def train(words: list[str], cwd: Path, environment: dict[str, str]) -> Result:
-    return command(train_command(words), cwd, environment)
-
-
-def tool(words: list[str], cwd: Path, environment: dict[str, str]) -> Result:
-    return command(tool_command(words), cwd, environment)
 
 
 def assert_complete(run: Path) -> None:
@@ -87,8 +80,8 @@ def test_a_finished_run_says_so_and_is_left_alone(
 def test_a_run_without_a_name_gets_a_fresh_one(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:
-    """Piped output is plain lines; whatever is said of the run is true."""
-    result = train([*tiny, "attention=gated"], tmp_path, environment)
+    """Piped output is plain lines; whatever is said of the run is true; in a new interpreter."""
+    result = command(train_command([*tiny, "attention=gated"]), tmp_path, environment)
     assert result.code == 0, result.err
     assert not CONTROL.search(result.out + result.err)
     assert result.err == "", "the corpus was prepared before, and nothing else belongs here"
@@ -264,9 +257,9 @@ def swept(
     environment: dict[str, str],
     finished_run: Path,
 ) -> tuple[Path, Result]:
-    """One sweep over all variants, without a name."""
+    """One sweep over two variants, without a name."""
     cwd = tmp_path_factory.mktemp("sweep")
-    words = ["-m", f"attention={','.join(VARIANTS)}", *tiny]
+    words = ["-m", f"attention={','.join(SWEPT)}", *tiny]
     return cwd, train(words, cwd, environment)
 
 
@@ -277,7 +270,7 @@ def test_a_sweep_gives_every_variant_its_directory(swept: tuple[Path, Result]) -
     (directory,) = (cwd / "outputs").iterdir()
     assert re.fullmatch(r"sweep-\d{8}-\d{6}", directory.name)
     runs = [path for path in directory.iterdir() if path.is_dir()]
-    assert sorted(run.name for run in runs) == sorted(VARIANTS)
+    assert sorted(run.name for run in runs) == sorted(SWEPT)
     for run in runs:
         assert_complete(run)
         summary = json.loads((run / "summary.json").read_text())
@@ -288,10 +281,26 @@ def test_a_sweep_gives_every_variant_its_directory(swept: tuple[Path, Result]) -
     assert result.err == ""
 
 
+@pytest.fixture(scope="module")
+def of_variants(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny: list[str],
+    environment: dict[str, str],
+    finished_run: Path,
+) -> dict[str, list[dict[str, float]]]:
+    """The metrics of a run of each variant."""
+    cwd = tmp_path_factory.mktemp("variants")
+    for variant in VARIANTS:
+        result = train([*tiny, f"attention={variant}", f"run.name={variant}"], cwd, environment)
+        assert result.code == 0, result.err
+    return {variant: metrics(cwd / "outputs" / variant) for variant in VARIANTS}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_metrics_have_their_names(swept: tuple[Path, Result], variant: str) -> None:
-    (run,) = (swept[0] / "outputs").glob(f"*/{variant}")
-    lines = metrics(run)
+def test_metrics_have_their_names(
+    of_variants: dict[str, list[dict[str, float]]], variant: str
+) -> None:
+    lines = of_variants[variant]
     for line in lines:
         assert line["tokens"] == line["step"] * 4 * 32
     per_layer = {
@@ -308,10 +317,11 @@ def test_metrics_have_their_names(swept: tuple[Path, Result], variant: str) -> N
     assert not foreign & present
 
 
-def test_variants_begin_alike_and_go_their_ways(swept: tuple[Path, Result]) -> None:
+def test_variants_begin_alike_and_go_their_ways(
+    of_variants: dict[str, list[dict[str, float]]],
+) -> None:
     """All else equal: an untrained model of any variant has about the loss of guessing."""
-    (directory,) = (swept[0] / "outputs").iterdir()
-    lines = {variant: metrics(directory / variant) for variant in VARIANTS}
+    lines = of_variants
     first = {variant: lines[variant][0] for variant in VARIANTS}
     assert {line["step"] for line in first.values()} == {1}
     losses = [line["train/loss"] for line in first.values()]
@@ -326,36 +336,33 @@ def test_a_sweep_goes_on_past_a_failed_run_and_later_makes_up_for_it(
     directory.mkdir(parents=True)
     obstacle = directory / "gated"
     obstacle.write_text("in the way")
-    words = ["-m", "attention=standard,gated,diff_v2", *tiny, "run.sweep=mine"]
+    words = ["-m", "attention=gated,diff_v2", *tiny, "run.sweep=mine"]
     first = train(words, tmp_path, environment)
     assert first.code == 1, first
     assert "Traceback" not in first.out + first.err
     assert re.search(r"^error: run directory outputs/mine/gated cannot be written", first.err)
-    for name in ("standard", "diff_v2"):
-        assert_complete(directory / name)
-    last = first.out[first.out.rindex("outputs/mine/standard") :]
-    assert re.search(r"^outputs/mine/standard  held-out loss \d", last, re.M), last
+    assert_complete(directory / "diff_v2")
+    last = first.out[first.out.rindex("\noutputs/mine/gated ") :]
     reason = "exit status 2: run directory outputs/mine/gated cannot be written"
     assert re.search(rf"^outputs/mine/gated +FAILED, {reason}", last, re.M), last
     assert re.search(r"^ +log outputs/mine/gated.log$", last, re.M), last
     assert re.search(r"^outputs/mine/diff_v2 +held-out loss \d", last, re.M), last
-    assert "1 of 3" in last
+    assert "1 of 2" in last
     assert "run.sweep=mine" in last
     assert obstacle.read_text() == "in the way"
 
     obstacle.unlink()
-    kept = [directory / "standard", directory / "diff_v2"]
-    before = snapshot(*kept)
+    before = snapshot(directory / "diff_v2")
     second = train(words, tmp_path, environment)
     assert second.code == 0, second
-    assert not changes(before, snapshot(*kept))
+    assert not changes(before, snapshot(directory / "diff_v2"))
     assert_complete(directory / "gated")
-    for name in ("standard", "diff_v2"):
-        assert f"outputs/mine/{name} is finished: 4 steps" in second.out
+    assert "outputs/mine/diff_v2 is finished: 4 steps" in second.out
     assert "outputs/mine/gated is finished" not in second.out
     assert "FAILED" not in second.out
 
 
+@pytest.mark.slow
 def test_swept_numbers_name_their_runs(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:
@@ -373,7 +380,7 @@ def test_swept_numbers_name_their_runs(
 def test_two_ranks(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:
-    """The same run as on one rank, written once."""
+    """The same run as on one rank, written once; under a real torchrun."""
     script = train_command([])[1:]
     words = [*TORCHRUN, *script, *tiny, "attention=standard", "run.name=two"]
     result = command(words, tmp_path, environment)
@@ -387,11 +394,11 @@ def test_two_ranks(
     assert [line["step"] for line in alone] == [line["step"] for line in together]
     for name in ("train/loss", "eval/loss"):
         assert together[-1][name] == pytest.approx(alone[-1][name], abs=2e-3)
-    again = command(words, tmp_path, environment)
-    assert again.code == 0, again.err
-    assert again.out.count("outputs/two is finished: 4 steps") == 1
+    said = ForkedRun([*words[len(TORCHRUN) + 1 :], f"run.dir={run}"], 2).finish()
+    assert said.count(f"{run} is finished: 4 steps") == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_sweep(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:
@@ -409,6 +416,7 @@ def test_two_ranks_sweep(
     assert list((tmp_path / "outputs").iterdir()) == [tmp_path / "outputs" / "pair"]
 
 
+@pytest.mark.slow
 def test_two_ranks_report_an_error_once(
     tmp_path: Path, tiny: list[str], environment: dict[str, str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +14,21 @@ from cli_helpers import (
     call,
     changes,
     clean_environment,
-    command,
     documents,
     metrics,
     snapshot,
-    train_command,
     train_module,
     write_jsonl,
 )
+from forked_runs import ForkedRun, Gate, train
 
 from diffllm.checkpoint import list_checkpoints
+from diffllm.config import load_config
+from diffllm.data import prepare, shards
 from diffllm.data.permutation import permute
 from diffllm.data.shards import Manifest
 
 SEQ_LEN, SEED = 32, 0
-PREPARE = """
-import sys
-from diffllm.data import shards
-shards.SHARD_TOKENS = {shard_tokens}
-from diffllm.tools import main
-sys.exit(main(["prepare", *sys.argv[1:]]))
-"""
 
 
 class Prepared:
@@ -57,9 +51,9 @@ class Prepared:
         assert len(self.manifest.splits["train"].shards) == 3
 
     def prepare(self, shard_tokens: int) -> None:
-        code = PREPARE.format(shard_tokens=shard_tokens)
-        result = command([sys.executable, "-c", code, *self.words], self.path, self.environment)
-        assert result.code == 0, result.err
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shards, "SHARD_TOKENS", shard_tokens)
+            prepare(load_config([*self.words, f"data.cache_dir={self.path / 'cache'}"]).data)
 
     @property
     def directory(self) -> Path:
@@ -79,7 +73,7 @@ class Prepared:
         return int(np.flatnonzero((order + 1) * SEQ_LEN + 1 > begin)[0]) + 1
 
     def train(self, *words: str) -> Result:
-        return command(train_command([*self.words, *words]), self.path, self.environment)
+        return train([*self.words, *words], self.path, self.environment)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +126,7 @@ def test_a_bit_of_a_shard_that_is_read_in_the_middle_of_a_run(prepared: Prepared
     shard.write_bytes(intact)
     last = step + 3
     for name in ("a", "undisturbed"):
-        words = ["run.name=" + name, f"eval.sequences={1}"]
-        started = start_until(prepared, last, *words)
-        assert started == 0
+        start_until(prepared, last, name)
     lines = [
         {k: v for k, v in line.items() if k == "train/loss"}
         for name in ("a", "undisturbed")
@@ -144,22 +136,16 @@ def test_a_bit_of_a_shard_that_is_read_in_the_middle_of_a_run(prepared: Prepared
     assert lines[0] == lines[1]
 
 
-def start_until(prepared: Prepared, step: int, *words: str) -> int:
-    """Train until a step has been logged, then stop as a scheduler would."""
-    process = subprocess.Popen(
-        train_command([*prepared.words, *words]),
-        cwd=prepared.path,
-        env=prepared.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= step:
-            process.terminate()
-            break
-    process.communicate(timeout=60)
-    return process.returncode
+def start_until(prepared: Prepared, step: int, name: str) -> None:
+    """Train until a step has been made, then stop as a scheduler would."""
+    run = prepared.path / "outputs" / name
+    gate = Gate(run, step + 1)
+    cache = f"data.cache_dir={prepared.path / 'cache'}"
+    process = ForkedRun([*prepared.words, f"run.dir={run}", cache])
+    process.wait_for(gate.reached, f"step {step}")
+    process.signal(signal.SIGTERM)
+    gate.open()
+    assert "stopped by SIGTERM" in process.finish()
 
 
 def as_directory(path: Path) -> None:

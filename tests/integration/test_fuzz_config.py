@@ -1,12 +1,15 @@
-"""Hundreds of wrong configurations, made from the config tree itself: each ends in one line.
+"""Wrong configurations, made from the config tree itself: each ends in one line.
 
 What is accepted although it looks wrong has to mean something: `assert_meaningful` builds it.
+A few cases, always the same, run by default; the slow tier draws thousands of new ones, from the
+number that FUZZ_SEED holds and pytest prints.
 """
 
 import copy
 import functools
 import itertools
 import math
+import os
 import random
 import struct
 import types
@@ -22,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import changes, clean_environment, command, snapshot, train_command
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -38,6 +41,9 @@ from diffllm.optim import learning_rate
 pytestmark = pytest.mark.timeout(240)
 
 SEED = 20261121
+DRAWN = int(os.environ["FUZZ_SEED"])
+FIXED_FEW = "a few that are fixed"
+TIERS = [FIXED_FEW, pytest.param("many that are drawn", marks=pytest.mark.slow)]
 BASE = ["model=tiny", "seq_len=16", "steps=50", "optim.warmup_steps=2"]
 MOE = ["model=moe_tiny", *BASE[1:]]
 DENSE, MIXTURE = load_config(BASE), load_config(MOE)
@@ -73,6 +79,29 @@ def untouched(
         yield
     assert not changes(before, snapshot(tmp_path))
     assert capfd.readouterr() == ("", "")
+
+
+def drawn(few: int, many: int, **strategies: Any) -> Callable[..., Any]:
+    """A test of hypothesis in two tiers."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[str], None]:
+        @pytest.mark.parametrize("tier", TIERS)
+        def test(tier: str) -> None:
+            cases = given(**strategies)(check)
+            if tier == FIXED_FEW:
+                settings(max_examples=few, derandomize=True, deadline=None, database=None)(cases)()
+            else:
+                seed(DRAWN)(settings(max_examples=many, deadline=None, database=None)(cases))()
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
+def of_tier(tier: str, few: int, many: int) -> tuple[random.Random, int]:
+    """Where random cases come from, and how many they are."""
+    return (random.Random(SEED), few) if tier == FIXED_FEW else (random.Random(DRAWN), many)
 
 
 def line_of(check: Callable[[], object]) -> str | None:
@@ -120,14 +149,13 @@ def wrong_values(key: str) -> list[str]:
     return [*values, *([] if optional else ["null"])]
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_values_of_a_wrong_type(key: str) -> None:
-    """Three of them for each key, others for others: about 280."""
-    values = wrong_values(key)
-    if key in ANY_TEXT:
-        values = NOT_A_SECTION
-    chosen = random.Random(f"{SEED}{key}").sample(values, min(3, len(values)))
-    for value in chosen:
+@pytest.mark.parametrize("tier", TIERS)
+def test_values_of_a_wrong_type(tier: str) -> None:
+    rng, count = of_tier(tier, 25, 300)
+    keys = sorted(KEYS)
+    rng.shuffle(keys)
+    for key in itertools.islice(itertools.cycle(keys), count):
+        value = rng.choice(NOT_A_SECTION if key in ANY_TEXT else wrong_values(key))
         named = "run fills this in" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
         assert_refused([*BASE, f"{key}={value}"], named)
 
@@ -139,11 +167,13 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("key", NUMBERS)
-def test_numbers_at_the_edges_mean_something_or_are_refused(key: str) -> None:
-    """Set in a typed config, as composing one would."""
-    kind = base_type(KEYS[key][0])[0]
-    for value in map(kind, EDGES[kind]):
+@pytest.mark.parametrize("tier", TIERS)
+def test_numbers_at_the_edges_mean_something_or_are_refused(tier: str) -> None:
+    """Set in a typed config, as composing one would; the slow tier tries each at every key."""
+    kinds = {key: base_type(KEYS[key][0])[0] for key in NUMBERS}
+    cases = [(key, kind(value)) for key, kind in kinds.items() for value in EDGES[kind]]
+    rng, count = of_tier(tier, 40, len(cases))
+    for key, value in rng.sample(cases, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
         line = line_of(functools.partial(checked, cfg))
         if line is None:
@@ -224,9 +254,10 @@ def edited(rng: random.Random, name: str) -> str:
     return rng.choice([name[:i] + letter + name[i:], name[:i] + name[i + 1 :], swapped])
 
 
-def test_keys_with_one_letter_wrong() -> None:
-    rng = random.Random(SEED)
-    for key in rng.sample(sorted(KEYS), 60):
+@pytest.mark.parametrize("tier", TIERS)
+def test_keys_with_one_letter_wrong(tier: str) -> None:
+    rng, count = of_tier(tier, 10, 60)
+    for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
         if wrong in KEYS or wrong.startswith(PARTS_OF_A_RUN) or wrong in GROUPS:
@@ -236,22 +267,23 @@ def test_keys_with_one_letter_wrong() -> None:
         assert_refused([*BASE, f"{prefix}{wrong}=1"], named)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_choices_of_a_group(group: str) -> None:
-    for value in (
-        "",
-        "null",
-        "Tiny",
-        "tiny2",
-        "[tiny]",
-        "../model/tiny",
-        "'x\\ny'",
-        "3",
-        "${model}",
-    ):
-        assert_refused([f"{group}={value}"], group)
-    assert_refused([f"~{group}"], group)
-    assert_refused([f"{group}@elsewhere=tiny"], group)
+NO_CHOICES = ["", "null", "Tiny", "tiny2", "[tiny]", "../model/tiny", "'x\\ny'", "3", "${model}"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_choices_of_a_group(tier: str) -> None:
+    """The slow tier tries each with every group."""
+    words = [(group, f"{group}={value}") for group in GROUPS for value in NO_CHOICES]
+    words += [(group, word) for group in GROUPS for word in (f"~{group}", f"{group}@x=tiny")]
+    rng, count = of_tier(tier, 10, len(words))
+    for group, word in rng.sample(words, count):
+        assert_refused([word], group)
+
+
+def every_third(cases: list[Any]) -> list[Any]:
+    """By default; the slow tier takes the others."""
+    slow = [pytest.mark.slow]
+    return [pytest.param(*case, marks=slow if i % 3 else []) for i, case in enumerate(cases)]
 
 
 # What Hydra takes, and a run cannot mean.
@@ -303,7 +335,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), ODD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("words", "named"), every_third(ODD), ids=lambda value: str(value)[:40])
 def test_what_hydra_takes_and_no_run_can_mean(words: list[str], named: str) -> None:
     assert_refused([*BASE, *words], named)
 
@@ -313,11 +345,12 @@ def test_one_key_twice_is_its_last_value() -> None:
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 
 
-def test_wrong_values_among_right_ones() -> None:
-    rng = random.Random(SEED)
+@pytest.mark.parametrize("tier", TIERS)
+def test_wrong_values_among_right_ones(tier: str) -> None:
+    rng, count = of_tier(tier, 10, 60)
     fine = ["seed=3", "eval.sequences=2", "optim.lr=1e-4", "attention=gated", "wandb.mode=disabled"]
     keys = [key for key in KEYS if not key.startswith(PARTS_OF_A_RUN) and key not in ANY_TEXT]
-    for _ in range(60):
+    for _ in range(count):
         wrong = [
             f"{key}={rng.choice(wrong_values(key))}"
             for key in rng.sample(keys, rng.randint(1, 3))
@@ -335,7 +368,9 @@ def test_wrong_values_among_right_ones() -> None:
 SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
 
 
-@given(
+@drawn(
+    few=40,
+    many=1500,
     world=st.integers(1, 12),
     replicate=SIZES,
     shard=SIZES,
@@ -344,7 +379,6 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
     micro=st.one_of(st.none(), st.integers(0, 8)),
     cfg=st.sampled_from([DENSE, MIXTURE]),
 )
-@settings(max_examples=1500, deadline=None, derandomize=True)
 def test_ranks_that_a_mesh_and_a_batch_divide(
     world: int,
     replicate: int,
@@ -388,7 +422,9 @@ VARIANTS = [
 ]
 
 
-@given(
+@drawn(
+    few=15,
+    many=300,
     heads=st.integers(0, 6),
     kv_heads=st.integers(-1, 6),
     head_dim=st.sampled_from([-2, 0, 1, 2, 3, 8, 9]),
@@ -398,7 +434,6 @@ VARIANTS = [
     tied=st.booleans(),
     attention=st.sampled_from(VARIANTS),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
 def test_shapes_are_refused_or_can_be_built(
     heads: int,
     kv_heads: int,
@@ -423,14 +458,15 @@ def test_shapes_are_refused_or_can_be_built(
     refused_or_built(model)
 
 
-@given(
+@drawn(
+    few=15,
+    many=300,
     experts=st.integers(-1, 4),
     top_k=st.integers(-1, 5),
     expert_dim=st.sampled_from([-8, 0, 1, 8]),
     shared=st.integers(-1, 2),
     dense_layers=st.integers(-1, 3),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
 def test_mixtures_are_refused_or_can_be_built(
     experts: int, top_k: int, expert_dim: int, shared: int, dense_layers: int
 ) -> None:
@@ -458,7 +494,9 @@ def refused_or_built(model: ModelConfig) -> None:
 ROPE_VALUES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 32.0, 1e4, 1e30])
 
 
-@given(
+@drawn(
+    few=40,
+    many=1500,
     scaling=st.sampled_from(RopeScaling),
     theta=ROPE_VALUES,
     factor=ROPE_VALUES,
@@ -469,7 +507,6 @@ ROPE_VALUES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 32.0, 1e4, 1e30])
     fast=ROPE_VALUES,
     warmth=st.one_of(st.none(), ROPE_VALUES),
 )
-@settings(max_examples=1500, deadline=None, derandomize=True)
 def test_rope_scalings_are_refused_or_give_frequencies(
     scaling: RopeScaling,
     theta: float,
@@ -533,13 +570,15 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
 ]
 
 
-# Each takes seconds: every third by default.
-SOME = [
-    pytest.param(*case, marks=[pytest.mark.slow] if i % 3 else []) for i, case in enumerate(REAL)
+# Each starts an interpreter.
+REAL_OF_TIERS = [
+    pytest.param(*case, marks=[pytest.mark.slow] if i % 8 else []) for i, case in enumerate(REAL)
 ]
 
 
-@pytest.mark.parametrize(("words", "variables", "named"), SOME, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("words", "variables", "named"), REAL_OF_TIERS, ids=lambda value: str(value)[:40]
+)
 def test_the_real_command(
     tmp_path: Path, words: list[str], variables: dict[str, str], named: list[str]
 ) -> None:

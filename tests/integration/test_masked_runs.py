@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import assert_same_weights, command, metric_lines, write_corpus
+from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
 
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
@@ -21,12 +21,12 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(corpus: Path, directory: Path, *overrides: str) -> None:
-    words = command(corpus, directory, *WORDS, "data.num_workers=0", *overrides)
-    run(load_config(words[2:]))
+    words = [*overrides_of(corpus, directory), *WORDS, "data.num_workers=0", *overrides]
+    run(load_config(words))
 
 
 def test_masked_documents_stay_masked_when_a_run_continues(tmp_path, capfd):
-    corpus = write_corpus(tmp_path)
+    corpus = prepared_corpus(tmp_path)
     straight, broken, free = (tmp_path / name for name in ("straight", "broken", "free"))
     train(corpus, straight, *MASKED)
     shutil.copytree(straight, broken)  # what a run leaves that is killed after its first checkpoint

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_helpers import Result, changes, command, snapshot, train_command
+from cli_helpers import Result, changes, snapshot
+from forked_runs import train
 
 from diffllm.tools.generate import load_model
 
@@ -27,7 +28,7 @@ def swept(
     finished_run: Path,
 ) -> tuple[Path, Result]:
     cwd = tmp_path_factory.mktemp("matched")
-    return cwd, command(train_command([*WORDS, *tiny]), cwd, environment)
+    return cwd, train([*WORDS, *tiny], cwd, environment)
 
 
 def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Path, Result]) -> None:
@@ -69,7 +70,7 @@ def test_the_same_sweep_again_finds_its_runs_finished(
     cwd, _ = swept
     runs = [cwd / "outputs" / "fair" / variant for variant in ("standard", "diff_v2")]
     before = snapshot(*runs)
-    again = command(train_command([*WORDS, *tiny]), cwd, environment)
+    again = train([*WORDS, *tiny], cwd, environment)
     assert again.code == 0, again
     for run in runs:
         assert re.search(rf"^outputs/fair/{run.name} is finished: 4 steps$", again.out, re.M)

@@ -5,24 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import (
-    assert_same_weights,
-    command,
-    finish,
-    kill_everything,
-    metric_lines,
-    start,
-    wait_for,
-    write_corpus,
-)
+from forked_runs import Gate, finish, start
+from runs import assert_same_weights, metric_lines, prepared_corpus
 
 from diffllm import tools
 from diffllm.tools.generate import load_model
 
+STEPS, HALF = 20, 10
 MIXTURE = (
     *("model=moe_tiny", "model.vocab_size=512", "model.n_layers=3", "model.moe.n_dense_layers=1"),
     *("model.moe.balance_loss=0.01", "model.moe.router_z_loss=0.001", "attention=diff_v2"),
-    *("steps=40", "checkpoint.interval=20", "eval.interval=20", "log_interval=5"),
+    *(f"steps={STEPS}", f"checkpoint.interval={HALF}", f"eval.interval={HALF}", "log_interval=5"),
     *("diagnostics.interval=4", "model.moe.bias_update_rate=0.01"),
 )
 EXPERTS, TOP_K = 8, 2
@@ -31,13 +24,13 @@ BY_LAYER = ("router_entropy", "expert_load_max", "expert_load_min", "router_bias
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("moe") / "finished"
-    finish(start(command(corpus, run, *MIXTURE)))
+    finish(corpus, run, *MIXTURE)
     return run
 
 
@@ -46,9 +39,9 @@ def test_a_run_writes_the_named_metrics_of_its_layers_of_experts(finished):
     for name in BY_LAYER:
         for layer in ("layer_01", "layer_02"):
             found = [line["step"] for line in lines if f"{name}/{layer}" in line]
-            assert found == list(range(4, 41, 4)), name
+            assert found == list(range(4, STEPS + 1, 4)), name
         assert not any(f"{name}/layer_00" in line for line in lines), "a dense layer"
-    logged = [1, *range(5, 41, 5)]
+    logged = [1, *range(5, STEPS + 1, 5)]
     for name in ("grad_norm/router", "train/balance_loss", "train/router_z_loss"):
         assert [line["step"] for line in lines if name in line] == logged, name
         assert all(line[name] > 0 for line in lines if name in line)
@@ -66,7 +59,7 @@ def test_a_run_writes_the_named_metrics_of_its_layers_of_experts(finished):
 def test_the_last_bias_is_in_the_checkpoint_and_in_the_metrics(finished):
     state = load_model(finished).router_state()
     last = metric_lines(finished)[-1]
-    assert last["step"] == 40
+    assert last["step"] == STEPS
     for layer in (1, 2):
         bias = state[f"layers.{layer}.ffn.router.bias"]
         assert bias.any()
@@ -78,20 +71,21 @@ def test_the_last_bias_is_in_the_checkpoint_and_in_the_metrics(finished):
             assert shown == pytest.approx(value.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_and_started_again_is_bit_identical(corpus, finished, tmp_path, ranks):
     straight, broken = finished, tmp_path / "broken"
     if ranks > 1:
         straight = tmp_path / "straight"
-        finish(start(command(corpus, straight, *MIXTURE, ranks=ranks)))
-    first = start(command(corpus, broken, *MIXTURE, ranks=ranks))
-    wait_for((broken / "checkpoints" / "step-00000020").exists, first, "checkpoint at step 20")
-    kill_everything(first)
-    assert not (broken / "checkpoints" / "step-00000040").exists(), "killed too late"
-    output = finish(start(command(corpus, broken, *MIXTURE, ranks=ranks)))
-    assert "continues after step 20" in output
+        finish(corpus, straight, *MIXTURE, ranks=ranks)
+    gate = Gate(broken, HALF + 4)
+    first = start(corpus, broken, *MIXTURE, ranks=ranks)
+    first.wait_for((broken / "checkpoints" / f"step-{HALF:08d}").exists, "checkpoint half way")
+    first.kill()
+    gate.open()
+    output = finish(corpus, broken, *MIXTURE, ranks=ranks)
+    assert f"continues after step {HALF}" in output
     assert metric_lines(broken) == metric_lines(straight)
-    assert_same_weights(straight, broken, 40)
+    assert_same_weights(straight, broken, STEPS)
     mine, other = (load_model(run).router_state() for run in (broken, straight))
     assert {name.rpartition(".")[2] for name in mine} == {"bias", "load"}
     for name, value in mine.items():
@@ -100,7 +94,7 @@ def test_killed_and_started_again_is_bit_identical(corpus, finished, tmp_path, r
 
 def test_a_checkpoint_without_its_routers_bias_is_another_model(finished):
     """The bias decides where tokens go: a tool that leaves it out would show another model."""
-    model, tokens = load_model(finished), torch.arange(200).view(2, 100)
+    model, tokens = load_model(finished), torch.arange(120).view(2, 60)
     with torch.no_grad():
         logits = model(tokens)
         for layer in model.layers[1:]:

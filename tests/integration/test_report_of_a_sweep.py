@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_helpers import command, tool_command, train_command
+from forked_runs import tool, train
 
 from diffllm.report.comparison import read
 
@@ -15,9 +15,9 @@ def test_a_sweep_of_two_variants_and_two_seeds(
     tmp_path: Path, tiny: list[str], environment: dict[str, str]
 ) -> None:
     words = ["-m", "attention=standard,diff_v2", "seed=0,1", "run.sweep=pair"]
-    assert command(train_command([*words, *tiny]), tmp_path, environment).code == 0
+    assert train([*words, *tiny], tmp_path, environment).code == 0
     sweep = tmp_path / "outputs" / "pair"
-    result = command(tool_command(["report", "outputs/pair"]), tmp_path, environment)
+    result = tool(["report", "outputs/pair"], tmp_path, environment)
     assert result.code == 0, result.err
     assert result.out.splitlines()[-2:] == ["outputs/pair/report.html", "outputs/pair/report.csv"]
     comparison, _ = read([sweep])

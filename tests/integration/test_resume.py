@@ -2,59 +2,64 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from runs import (
-    assert_same_weights,
-    command,
-    finish,
-    kill_everything,
-    metric_lines,
-    pid_of_rank,
-    reached,
-    start,
-    wait_for,
-    write_corpus,
-)
+from cli_helpers import train_command
+from forked_runs import Gate, finish, start
+from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus, wait_for
 
+STEPS, HALF = 24, 12
 INTERVALS = (
-    *("steps=60", "checkpoint.interval=30", "eval.interval=20", "log_interval=5"),
+    *(f"steps={STEPS}", f"checkpoint.interval={HALF}", "eval.interval=8", "log_interval=5"),
     *("diagnostics.interval=4", "diagnostics.probe_interval=7", "train.skip_step=spike"),
 )
+HALF_WAY = f"step-{HALF:08d}"
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory) -> dict[int, Path]:
+    """Undisturbed runs by their number of ranks."""
+    runs = {ranks: tmp_path_factory.mktemp("straight") / f"{ranks}" for ranks in (1, 2)}
+    for ranks, run in runs.items():
+        finish(corpus, run, *INTERVALS, ranks=ranks)
+    return runs
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(corpus, tmp_path, ranks):
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    finish(start(command(corpus, straight, *INTERVALS, ranks=ranks)))
-    first = start(command(corpus, broken, *INTERVALS, ranks=ranks))
-    half_way = broken / "checkpoints" / "step-00000030"
-    wait_for(half_way.exists, first, "checkpoint at step 30")
-    kill_everything(first)
-    assert not (broken / "checkpoints" / "step-00000060").exists(), "killed too late"
-    output = finish(start(command(corpus, broken, *INTERVALS, ranks=ranks)))
-    assert "continues after step 30" in output
-    assert metric_lines(broken) == metric_lines(straight)
-    assert_same_weights(straight, broken, 60)
-    assert_measured_when_due(straight)
+def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(
+    corpus, straight, tmp_path, ranks
+):
+    broken = tmp_path / "broken"
+    gate = Gate(broken, HALF + 4)
+    first = start(corpus, broken, *INTERVALS, ranks=ranks)
+    first.wait_for((broken / "checkpoints" / HALF_WAY).exists, "checkpoint half way")
+    first.wait_for(gate.reached, "gate")
+    first.kill()
+    gate.open()
+    output = finish(corpus, broken, *INTERVALS, ranks=ranks)
+    assert f"continues after step {HALF}" in output
+    assert metric_lines(broken) == metric_lines(straight[ranks])
+    assert_same_weights(straight[ranks], broken, STEPS)
+    assert_measured_when_due(straight[ranks])
 
 
 def assert_measured_when_due(run: Path) -> None:
     """Each family of metrics stands in the lines of its own interval, and in no other."""
     cadence = {
-        "hidden_top1/layer_01": set(range(4, 61, 4)),
-        "lambda_mean/layer_00": set(range(4, 61, 4)),
-        "attn_entropy/layer_01": set(range(7, 61, 7)),
-        "lambda_head_03/layer_00": set(range(7, 61, 7)),
-        "train/update_norm": {1, *range(5, 61, 5)},
-        "grad_norm/lambda": {1, *range(5, 61, 5)},
-        "eval/loss": {20, 40, 60},
+        "hidden_top1/layer_01": set(range(4, STEPS + 1, 4)),
+        "lambda_mean/layer_00": set(range(4, STEPS + 1, 4)),
+        "attn_entropy/layer_01": set(range(7, STEPS + 1, 7)),
+        "lambda_head_03/layer_00": set(range(7, STEPS + 1, 7)),
+        "train/update_norm": {1, *range(5, STEPS + 1, 5), STEPS},
+        "grad_norm/lambda": {1, *range(5, STEPS + 1, 5), STEPS},
+        "eval/loss": {8, 16, 24},
     }
     lines = metric_lines(run)
     for name, steps in cadence.items():
@@ -62,43 +67,60 @@ def assert_measured_when_due(run: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_continues(corpus, tmp_path, number):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    finish(start(command(corpus, straight, *INTERVALS)))
-    first = start(command(corpus, stopped, *INTERVALS))
-    wait_for(lambda: reached(stopped, 10), first, "step 10")
-    first.send_signal(number)
-    output = finish(first)
-    assert f"stopped by {number.name}" in output
-    saved = [p.name for p in (stopped / "checkpoints").iterdir()]
-    assert len(saved) >= 1, saved
-    assert "step-00000060" not in saved, "stopped too late"
-    finish(start(command(corpus, stopped, *INTERVALS)))
-    assert metric_lines(stopped) == metric_lines(straight)
-    assert_same_weights(straight, stopped, 60)
+def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_path, number):
+    stopped = tmp_path / "stopped"
+    gate = Gate(stopped, 6)
+    first = start(corpus, stopped, *INTERVALS)
+    first.wait_for(gate.reached, "step 6")
+    first.signal(number)
+    gate.open()
+    assert f"stopped by {number.name} after step 6" in first.finish()
+    assert [p.name for p in (stopped / "checkpoints").iterdir()] == ["step-00000006"]
+    finish(corpus, stopped, *INTERVALS)
+    assert metric_lines(stopped) == metric_lines(straight[1])
+    assert_same_weights(straight[1], stopped, STEPS)
+
+
+@pytest.mark.slow
+def test_a_command_that_was_killed_continues_bit_identically(corpus, straight, tmp_path):
+    """In interpreters of their own, which share not even the imports with the undisturbed run."""
+    run = tmp_path / "run"
+    words = train_command([*overrides_of(corpus, run), *INTERVALS])
+    first = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for((run / "checkpoints" / HALF_WAY).exists, first, "checkpoint half way")
+    first.kill()
+    first.wait()
+    again = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert again.returncode == 0
+    assert metric_lines(run) == metric_lines(straight[1])
+    assert_same_weights(straight[1], run, STEPS)
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path):
     run = tmp_path / "run"
-    process = start(command(corpus, run, *INTERVALS, ranks=2))
-    wait_for(lambda: reached(run, 10), process, "step 10")
-    os.kill(pid_of_rank(process, 1), signal.SIGTERM)
-    output = finish(process)
+    gate = Gate(run, 6)
+    process = start(corpus, run, *INTERVALS, ranks=2)
+    process.wait_for(gate.reached, "step 6")
+    process.signal(signal.SIGTERM, 1)
+    gate.open()
+    output = process.finish()
     assert "stopped by SIGTERM after step" in output
     assert "Traceback" not in output
     (checkpoint,) = sorted((run / "checkpoints").iterdir())[-1:]
     assert not checkpoint.name.startswith("."), "the last save was not awaited"
-    assert "continues after step" in finish(start(command(corpus, run, *INTERVALS, ranks=2)))
+    assert "continues after step" in finish(corpus, run, *INTERVALS, ranks=2)
 
 
 def test_another_number_of_ranks_continues_with_the_same_batches(corpus, tmp_path):
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     extra = (*INTERVALS, "precision=fp32")
-    finish(start(command(corpus, straight, *extra)))
-    first = start(command(corpus, moved, *extra, ranks=2))
-    wait_for((moved / "checkpoints" / "step-00000030").exists, first, "checkpoint at step 30")
-    kill_everything(first)
-    finish(start(command(corpus, moved, *extra, "data.num_workers=0", "micro_batch_size=4")))
+    finish(corpus, straight, *extra)
+    gate = Gate(moved, HALF + 2)
+    first = start(corpus, moved, *extra, ranks=2)
+    first.wait_for((moved / "checkpoints" / HALF_WAY).exists, "checkpoint half way")
+    first.kill()
+    gate.open()
+    finish(corpus, moved, *extra, "data.num_workers=0", "micro_batch_size=4")
     for mine, other in zip(metric_lines(moved), metric_lines(straight), strict=True):
         assert mine.keys() == other.keys()
         for name in mine.keys() & {"train/loss", "eval/loss", "train/grad_norm"}:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from runs import checkpoint_tensors, command, finish, start, write_corpus
+from forked_runs import start
+from runs import checkpoint_tensors, prepared_corpus
 
 LIMIT, LOGGED = 6, 5
 
@@ -13,17 +14,14 @@ LIMIT, LOGGED = 6, 5
 def test_too_many_skips_in_a_row_save_and_stop(tmp_path, ranks):
     """The first update is finite and so large that no later loss is."""
     run = tmp_path / "run"
-    words = command(
-        write_corpus(tmp_path),
-        run,
+    words = (
         *("optim.lr=1e30", "optim.warmup_steps=0", "steps=60", f"log_interval={LOGGED}"),
         *(f"train.max_consecutive_skips={LIMIT}", "precision=fp32"),
-        ranks=ranks,
     )
-    output = finish(start(words), code=2 if ranks == 1 else 1)
+    corpus = prepared_corpus(tmp_path)
+    output = start(corpus, run, *words, ranks=ranks).finish(2)
     assert output.count("error: stopped after step 10, saved: 9 updates in a row") == 1
-    if ranks == 1:
-        assert "Traceback" not in output
+    assert "Traceback" not in output
     assert "step 2: update skipped" in output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 5, 10]
@@ -34,6 +32,6 @@ def test_too_many_skips_in_a_row_save_and_stop(tmp_path, ranks):
     saved = checkpoint_tensors(run, 10)
     assert all(torch.isfinite(value).all() for value in saved.values())
     if ranks == 1:  # the same command goes on, for as many skips again
-        output = finish(start(words), code=2)
+        output = start(corpus, run, *words).finish(2)
         assert "continues after step 10" in output
         assert "error: stopped after step 20, saved: 10 updates in a row" in output

@@ -7,18 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRun
-from runs import (
-    ROOT,
-    command,
-    finish,
-    metric_lines,
-    overrides_of,
-    prepared_corpus,
-    reached,
-    start,
-    wait_for,
-)
+from forked_runs import ForkedRun, Gate, finish
+from planted_train import Fault
+from runs import ROOT, assert_same_weights, metric_lines, overrides_of, prepared_corpus
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +25,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, rank, marked):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=60", "log_interval=1", "checkpoint.interval=1000"]
+    gate = Gate(run, 4)
     first = ForkedRun(words, 2, run)
-    first.wait_for(lambda: reached(run, 3), "step 3")
+    first.wait_for(gate.reached, "step 4")
     first.signal(number, rank)
+    gate.open()
     assert f"stopped by {number.name} after step" in first.finish()
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
@@ -61,20 +54,41 @@ def test_a_finished_run_does_not_ask_to_go_on(corpus, tmp_path):
 
 def test_a_signal_before_the_first_step_asks_to_go_on(corpus, tmp_path):
     run = tmp_path / "run"
-    process = start(command(corpus, run, "steps=6"))
-    status, mask = Path(f"/proc/{process.pid}/status"), 1 << (signal.SIGUSR1 - 1)
-    wait_for(
-        lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & mask,
-        process,
-        "handler",
+    process = ForkedRun(
+        [*overrides_of(corpus, run), "steps=6"], directory=run, fault=Fault("slow claim", 0)
     )
-    process.send_signal(signal.SIGUSR1)
-    output = finish(process)
+    process.wait_for((run / ".lock").exists, "claim")
+    process.signal(signal.SIGUSR1)
+    output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output
     assert json.loads((run / "requeue").read_text()) == {"signal": "SIGUSR1", "step": None}
 
 
+def test_killed_during_a_save_a_run_becomes_what_it_would_have_been(corpus, tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    words = ("steps=12", "optim.warmup_steps=1", "checkpoint.interval=4", "log_interval=1")
+    finish(corpus, straight, *words)
+    first = ForkedRun([*overrides_of(corpus, broken), *words], fault=Fault("endless second save"))
+    half_made = broken / "checkpoints" / ".step-00000008.incomplete"
+    first.wait_for(half_made.is_dir, "save")
+    first.kill()
+    assert "continues after step 4" in finish(corpus, broken, *words)
+    assert metric_lines(broken) == metric_lines(straight)
+    assert_same_weights(straight, broken, 12)
+    assert samples(broken) == samples(straight)
+
+
+def samples(run: Path) -> dict[int, set[tuple[str, ...]]]:
+    """What each step read, each time that it was made."""
+    read: dict[int, set[tuple[str, ...]]] = {}
+    for text in (run / "samples-0.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        read.setdefault(line["step"], set()).add((*line["samples"], line["loss"]))
+    return read
+
+
+@pytest.mark.slow
 def test_killed_again_and_again_a_run_becomes_what_it_would_have_been():
     """A short version of the benchmark, on one rank, with torchrun restarting it."""
     words = ["--kills", "3", "--saves", "1", "--ranks", "1", "--every", "4"]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from cli_helpers import Result, command, metrics, train_command
 from filelock import FileLock
 from runs import descendants, wait_for
@@ -57,6 +58,7 @@ def assert_finished(run: Path) -> None:
     assert steps[-1] == STEPS
 
 
+@pytest.mark.slow
 def test_killed_sweeps_go_on_where_they_were(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_ctrl_c_saves_the_run_and_ends_the_sweep(
     assert "2 of 2 runs did not finish; the same command with run.sweep=mine" in output
 
 
+@pytest.mark.slow
 def test_a_sweep_through_submitit(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:

@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import yaml
-from runs import command, descendants, finish, start, wait_for, write_corpus
+from forked_runs import Gate, start
+from runs import descendants, prepared_corpus
 from wandb_file import OfflineRun, covers
 
 from diffllm.metrics.table import METRICS
@@ -34,11 +34,7 @@ def _environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(directory) -> Path:
-    return write_corpus(directory)
-
-
-def words(corpus: Path, run: Path, *overrides: str) -> list[str]:
-    return command(corpus, run, *SMALL, *overrides)
+    return prepared_corpus(directory)
 
 
 def metric_lines(run: Path) -> list[dict]:
@@ -49,7 +45,8 @@ def test_an_offline_run_is_metrics_jsonl_with_config_and_definitions(directory, 
     run = directory / "whole"
     overrides = ("steps=6", "log_interval=2", "diagnostics.interval=3", "eval.interval=3")
     tags = ("run.sweep=a-sweep", "wandb.tags=[mine]")
-    output = finish(start(words(corpus, run, *overrides, *tags, "checkpoint.interval=3")))
+    words = (*SMALL, *overrides, *tags, "checkpoint.interval=3")
+    output = start(corpus, run, *words).finish()
     assert "wandb" not in output
     found = OfflineRun(run)
 
@@ -89,18 +86,21 @@ def test_an_offline_run_is_metrics_jsonl_with_config_and_definitions(directory, 
 
 def test_a_resumed_run_keeps_its_id(directory, corpus):
     run = directory / "resumed"
-    overrides = ("steps=400", "checkpoint.interval=2", "log_interval=1")
-    process = start(words(corpus, run, *overrides))
-    wait_for(lambda: list(run.glob("checkpoints/step-*/state.json")), process, "checkpoint")
-    process.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in finish(process)
+    overrides = (*SMALL, "steps=400", "checkpoint.interval=2", "log_interval=1")
+    gates = [Gate(run, 5), Gate(run, 9)]
+    process = start(corpus, run, *overrides)
+    process.wait_for(gates[0].reached, "step 5")
+    process.signal(signal.SIGTERM)
+    gates[0].open()
+    assert "stopped by SIGTERM" in process.finish()
     first = OfflineRun(run)
     first.path.parent.rename(directory / "first")
-    process = start(words(corpus, run, *overrides))
-    done = first.history[-1]["step"]
-    wait_for(lambda: metric_lines(run)[-1]["step"] > done, process, "further step")
-    process.send_signal(signal.SIGTERM)
-    finish(process)
+    process = start(corpus, run, *overrides)
+    assert first.history[-1]["step"] < 8
+    process.wait_for(gates[1].reached, "further steps")
+    process.signal(signal.SIGTERM)
+    gates[1].open()
+    process.finish()
     second = OfflineRun(run)
     assert second.header.run_id == first.header.run_id
     assert first.history + second.history == metric_lines(run)
@@ -116,17 +116,15 @@ def service_of(parent: int) -> int:
 
 def test_a_service_killed_in_the_middle_costs_one_line_on_stderr(directory, corpus):
     run = directory / "killed"
-    process = start(words(corpus, run, "steps=40", "log_interval=1", "eval.interval=10"))
-    file = run / "metrics.jsonl"
-    wait_for(lambda: file.is_file() and file.read_text().count("\n") >= 5, process, "line")
-    os.kill(service_of(process.pid), signal.SIGKILL)
-    killed_at = len(metric_lines(run))
-    started = time.monotonic()
-    output = finish(process)
-    assert time.monotonic() - started < 60
-    assert killed_at < 40
+    gate = Gate(run, 6)
+    overrides = (*SMALL, "steps=12", "log_interval=1", "eval.interval=10")
+    process = start(corpus, run, *overrides)
+    process.wait_for(gate.reached, "step 6")
+    os.kill(service_of(process.pid()), signal.SIGKILL)
+    gate.open()
+    output = process.finish()
     said = [line for line in output.splitlines() if "wandb" in line or "Traceback" in line]
     assert len(said) == 1, output
     assert "wandb stopped working, training goes on" in said[0]
-    assert [line["step"] for line in metric_lines(run)] == list(range(1, 41))
-    assert json.loads((run / "summary.json").read_text())["steps"] == 40
+    assert [line["step"] for line in metric_lines(run)] == list(range(1, 13))
+    assert json.loads((run / "summary.json").read_text())["steps"] == 12

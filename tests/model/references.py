@@ -1,6 +1,7 @@
 """The attention variants written from their equations, with explicit maps. Imports nothing of ours.
 
 Shapes: q (B, T, H', d), k and v (B, T, K', d), as the projections make them, RoPE applied.
+A variant needs an entry in REFERENCES, at the end; everything else about it is found by its YAML.
 """
 
 import math
@@ -90,3 +91,70 @@ def rope(x, theta):
             out[:, t, :, c] = low * math.cos(angle) - high * math.sin(angle)
             out[:, t, :, c + d // 2] = high * math.cos(angle) + low * math.sin(angle)
     return out
+
+
+# context (B, T, heads, width) of q, k, v, the layer's input x, its module's weights, and its index
+
+
+def standard_context(q, k, v, x, weights, layer_idx):
+    return standard(q, k, v)
+
+
+def gated_context(width):
+    def context(q, k, v, x, weights, layer_idx):
+        gate = (x @ weights.w_gate.weight.T).unflatten(-1, (-1, width or q.shape[-1]))
+        return gated(q, k, v, gate)
+
+    return context
+
+
+def diff_v1_context(constant=None, head_norm=True, clamp=False):
+    def context(q, k, v, x, weights, layer_idx):
+        vectors = [getattr(weights, f"lambda_{n}") for n in ("q1", "k1", "q2", "k2")]
+        norm = weights.head_norm.weight if head_norm else None
+        return diff_v1(q, k, v, vectors, constant or lambda_init_schedule(layer_idx), norm, clamp)
+
+    return context
+
+
+def diff_v2_context(lam=lambda x, weights: torch.sigmoid(x @ weights.w_lambda.weight.T), **how):
+    def context(q, k, v, x, weights, layer_idx):
+        return diff_v2(q, k, v, lam(x, weights), **how)
+
+    return context
+
+
+def diff_v2_head_norm_context(q, k, v, x, weights, layer_idx):
+    context = diff_v2_context()(q, k, v, x, weights, layer_idx)
+    return rms_norm(context, weights.head_norm.weight, 1e-5)
+
+
+def constant_lambda(value):
+    return lambda x, weights: torch.full((1, 1, 1), value, dtype=x.dtype)
+
+
+REFERENCES = {
+    "standard": standard_context,
+    "standard_1p5x_heads": standard_context,
+    "standard_sink": lambda q, k, v, x, weights, layer_idx: standard(
+        q, k, v, torch.exp(weights.sink)
+    ),
+    "standard_off_by_one": lambda q, k, v, x, weights, layer_idx: standard(
+        q, k, v, torch.ones(q.shape[2], dtype=q.dtype)
+    ),
+    "gated": gated_context(width=None),
+    "gated_headwise": gated_context(width=1),
+    "diff_v1": diff_v1_context(),
+    "diff_v1_clamped": diff_v1_context(clamp=True),
+    "diff_v1_lambda_const": diff_v1_context(constant=0.8),
+    "diff_v1_no_head_norm": diff_v1_context(head_norm=False),
+    "diff_v2": diff_v2_context(),
+    "diff_v2_head_norm": diff_v2_head_norm_context,
+    "diff_v2_lambda_fixed": diff_v2_context(constant_lambda(0.5)),
+    "diff_v2_lambda_scalar": diff_v2_context(
+        lambda x, weights: torch.sigmoid(weights.lambda_logit).view(1, 1, -1)
+    ),
+    "diff_v2_no_lambda": diff_v2_context(constant_lambda(1.0)),
+    "diff_v2_no_sigmoid": diff_v2_context(lambda x, weights: x @ weights.w_lambda.weight.T),
+    "diff_v2_unshared_kv": diff_v2_context(shared_kv=False),
+}

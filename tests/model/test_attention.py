@@ -5,12 +5,8 @@ import math
 import pytest
 import torch
 from references import (
+    REFERENCES,
     clamp_and_renormalise,
-    diff_v1,
-    diff_v2,
-    gated,
-    lambda_init_schedule,
-    rms_norm,
     rope,
     standard,
 )
@@ -35,29 +31,10 @@ def reference(variant, attention, x, theta, layer_idx):
     q = rope((x @ attention.wq.weight.T).unflatten(-1, (-1, d)), theta)
     k = rope((x @ attention.wk.weight.T).unflatten(-1, (-1, d)), theta)
     v = (x @ attention.wv.weight.T).unflatten(-1, (-1, d))
-    if variant.startswith("standard"):
-        extra = torch.exp(attention.sink) if variant == "standard_sink" else None
-        if variant == "standard_off_by_one":
-            extra = torch.ones(q.shape[2], dtype=q.dtype)
-        context = standard(q, k, v, extra)
-    elif variant.startswith("gated"):
-        width = 1 if variant == "gated_headwise" else d
-        context = gated(q, k, v, (x @ attention.w_gate.weight.T).unflatten(-1, (-1, width)))
-    elif variant.startswith("diff_v1"):
-        vectors = [getattr(attention, f"lambda_{n}") for n in ("q1", "k1", "q2", "k2")]
-        constant = 0.8 if variant == "diff_v1_lambda_const" else lambda_init_schedule(layer_idx)
-        norm = None if variant == "diff_v1_no_head_norm" else attention.head_norm.weight
-        context = diff_v1(q, k, v, vectors, constant, norm, clamp=variant == "diff_v1_clamped")
-    else:
-        lam = {
-            "diff_v2_no_lambda": lambda: torch.ones(1, 1, 1, dtype=q.dtype),
-            "diff_v2_no_sigmoid": lambda: x @ attention.w_lambda.weight.T,
-            "diff_v2_lambda_scalar": lambda: torch.sigmoid(attention.lambda_logit).view(1, 1, -1),
-            "diff_v2_lambda_fixed": lambda: torch.full((1, 1, 1), 0.5, dtype=q.dtype),
-        }.get(variant, lambda: torch.sigmoid(x @ attention.w_lambda.weight.T))()
-        context = diff_v2(q, k, v, lam, shared_kv=variant != "diff_v2_unshared_kv")
-        if variant == "diff_v2_head_norm":
-            context = rms_norm(context, attention.head_norm.weight, 1e-5)
+    assert variant in REFERENCES, (
+        f"attention={variant} has no reference: write its equations in tests/model/references.py"
+    )
+    context = REFERENCES[variant](q, k, v, x, attention, layer_idx)
     return context.flatten(2) @ attention.wo.weight.T
 
 
@@ -69,6 +46,17 @@ def test_forward_and_every_gradient_equal_the_reference(variant, shape):
             small_config(variant, *shape)
         return
     assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
+
+
+def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others():
+    for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
+        for variant in ("standard", "gated", "diff_v2"):
+            assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
+        odd = bool(heads % 2 or kv_heads % 2)
+        for variant in ("diff_v1", "diff_v1_clamped", "diff_v1_no_head_norm"):
+            assert refused(variant, heads, kv_heads) == odd, (variant, heads, kv_heads)
+        uneven = bool((1.5 * heads) % kv_heads)
+        assert refused("standard_1p5x_heads", heads, kv_heads) == uneven, (heads, kv_heads)
 
 
 @pytest.mark.parametrize("length", [1, 2, 31])

@@ -60,6 +60,7 @@ def test_a_step_takes_the_longer_of_computing_and_sending(capsys):
     assert f"an MFU of {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
 
 
+@pytest.mark.slow
 def test_the_nearest_change_says_how_fast_it_is(capsys):
     words = [*SMALL, "seq_len=512", "gpus=2", "micro_batch_size=8", "reserve_gib=0", "tokens=1e9"]
     changed = ["micro_batch_size=4", "global_batch_size=16"]
@@ -108,16 +109,18 @@ def peak(overrides, gpus=2, checkpointing=False):
             ["micro_batch_size=4", "global_batch_size=16"],
             ("micro_batch_size=4", "global_batch_size=16"),
         ),
-        (
+        pytest.param(
             ["micro_batch_size=8", "global_batch_size=32"],
             ["micro_batch_size=2"],
             ("micro_batch_size=2",),
+            marks=pytest.mark.slow,
         ),
         ([], ["activation_checkpointing=true"], ("activation_checkpointing=true",)),
-        (
+        pytest.param(
             ["parallel.replicate=2", "activation_checkpointing=true"],
             ["parallel.replicate=1"],
             ("parallel.replicate=1", "parallel.shard=-1"),
+            marks=pytest.mark.slow,
         ),
     ],
 )

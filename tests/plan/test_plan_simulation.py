@@ -61,16 +61,20 @@ def real_bytes(overrides):
     )
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         (2, [*SMALL, "attention=diff_v1"]),
-        (4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
+        slow(4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
         (4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
-        (2, MOE),
-        (4, [*MOE, "parallel.replicate=2"]),
+        slow(2, MOE),
+        slow(4, [*MOE, "parallel.replicate=2"]),
         (2, [*MOE, "parallel.expert=2"]),
-        (4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
+        slow(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
 def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp_path):
@@ -122,14 +126,14 @@ def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
     assert sum(step.peak.by_kind.values()) == step.peak.total
 
 
-@pytest.mark.parametrize("overrides", REAL_STEPS)
+@pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
 def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
 
 
-@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("reduce", [REDUCE[0], *map(slow, REDUCE[1:])])
 def test_two_micro_batches_stand_for_any_number(reduce, monkeypatch):
     reduce = f"parallel.reduce={reduce}"
     overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
@@ -163,6 +167,7 @@ def test_what_a_small_sharded_model_sends_is_what_a_hand_computes(reduce, times)
     assert sent(step, Collective.all_reduce) == 0
 
 
+@pytest.mark.slow
 def test_of_many_layers_only_a_few_are_gathered_at_once():
     deep, step = 24, {}
     for layers in (6, deep):
@@ -189,6 +194,7 @@ def test_replicas_sum_their_shards_once_a_step():
     }
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_no_more_than_eager_ones_and_checkpoints_far_less():
     overrides = [*SMALL[3:], "model=tiny", "model.n_layers=4", "seq_len=512", "global_batch_size=2"]
     eager, compiled = (

@@ -25,43 +25,47 @@ def limited(gib, overrides, words=(), gpus=2):
     return plan(cluster, set(), [*kept, *(f"{key}={value}" for key, value in changed.items())])
 
 
+SLOW = pytest.mark.slow  # dozens of plans are made for each
+FIXED = [
+    (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
+    (
+        4,
+        ["parallel.shard=2", "parallel.replicate=2"],
+        ("parallel.replicate=1", "parallel.shard=-1"),
+    ),
+    (  # and the batch is enough for eight
+        4,
+        ["parallel.shard=2", "parallel.replicate=2", "global_batch_size=8", ONE],
+        ("parallel.replicate=1", "parallel.shard=-1", "gpus=8"),
+    ),
+    (
+        4,
+        ["parallel.shard=4", "parallel.replicate=-1"],
+        ("gpus=8", "parallel.shard=8"),
+    ),
+    (
+        4,
+        ["parallel.shard=2", "parallel.replicate=-1"],
+        ("parallel.replicate=1", "parallel.shard=-1"),
+    ),
+    (2, ["global_batch_size=8", ONE], ("gpus=8",)),
+    (
+        2,
+        ["global_batch_size=8", ONE, "parallel.shard=2"],
+        ("gpus=8", "parallel.shard=-1"),
+    ),
+    # Alone, more GPUs would have half a micro-batch each; 32 of them not one sequence.
+    (
+        2,
+        ["global_batch_size=8", "micro_batch_size=4"],
+        ("micro_batch_size=1", "gpus=8"),
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("gpus", "overrides", "words"),
-    [
-        (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
-        (
-            4,
-            ["parallel.shard=2", "parallel.replicate=2"],
-            ("parallel.replicate=1", "parallel.shard=-1"),
-        ),
-        (  # and the batch is enough for eight
-            4,
-            ["parallel.shard=2", "parallel.replicate=2", "global_batch_size=8", ONE],
-            ("parallel.replicate=1", "parallel.shard=-1", "gpus=8"),
-        ),
-        (
-            4,
-            ["parallel.shard=4", "parallel.replicate=-1"],
-            ("gpus=8", "parallel.shard=8"),
-        ),
-        (
-            4,
-            ["parallel.shard=2", "parallel.replicate=-1"],
-            ("parallel.replicate=1", "parallel.shard=-1"),
-        ),
-        (2, ["global_batch_size=8", ONE], ("gpus=8",)),
-        (
-            2,
-            ["global_batch_size=8", ONE, "parallel.shard=2"],
-            ("gpus=8", "parallel.shard=-1"),
-        ),
-        # Alone, more GPUs would have half a micro-batch each; 32 of them not one sequence.
-        (
-            2,
-            ["global_batch_size=8", "micro_batch_size=4"],
-            ("micro_batch_size=1", "gpus=8"),
-        ),
-    ],
+    [FIXED[0], FIXED[5], *(pytest.param(*case, marks=SLOW) for case in FIXED[1:5] + FIXED[6:])],
 )
 def test_what_the_user_fixed_gives_way_to_a_change_that_fits(gpus, overrides, words):
     overrides = [*SMALL, *overrides]

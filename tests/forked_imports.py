@@ -1,0 +1,13 @@
+"""What forked processes share: imports, and what the first use of some of them sets up."""
+
+import gc
+
+import hydra.main  # noqa: F401
+import pytest  # noqa: F401
+
+import diffllm.run.start
+import diffllm.tools  # noqa: F401
+from diffllm.config import load_config
+
+load_config(["model=tiny"])  # Hydra looks for its plugins, and its parser learns the grammar
+gc.freeze()
