@@ -140,6 +140,7 @@ class Watch:
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
         if number := self._stopped_elsewhere():
+            self.patience = STOPPING_S
             raise StoppedEarly(number) from error
         self.error = error
         calls = recorded()
