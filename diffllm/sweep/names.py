@@ -127,7 +127,7 @@ def value_of(cfg: TrainConfig, key: str) -> Any:
 def label_value(label: str, value: Any) -> str:
     """seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    text = plain(value)
+    text = text_of(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
@@ -135,7 +135,7 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{'' if number or not label else '_'}{safe}"
 
 
-def plain(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A value as text; a list of one text is that text."""
     if isinstance(value, Enum):
         return value.name
