@@ -24,7 +24,6 @@ from diffllm.files import write_atomic
 from diffllm.model import Transformer
 from diffllm.state import LoopState, save
 from diffllm.tools import main
-from diffllm.tools.consolidate import UNITS
 from diffllm.trainer import train_step
 
 SMALL = [
@@ -140,10 +139,9 @@ def test_bf16_rounds_all_but_what_stays_float32(run, tmp_path):
         assert torch.equal(written[name], value if name in kept else value.bfloat16()), name
 
 
-def test_large_models_come_in_files_with_an_index(run, tmp_path, monkeypatch):
+def test_large_models_come_in_files_with_an_index(run, tmp_path):
     path, logits, _ = run
-    monkeypatch.setitem(UNITS, "MB", 10_000)
-    assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=1MB"]) == 0
+    assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted({*index["weight_map"].values()})
     count = len(files)
@@ -181,9 +179,11 @@ def test_files_that_are_there_stay(run, tmp_path, capfd):
 
 def test_a_file_of_another_name_may_be_asked_for(run, tmp_path):
     path, logits, _ = run
-    assert main(["consolidate", f"run={path}", f"out={tmp_path}/mine.safetensors"]) == 0
-    with torch.no_grad():
-        assert torch.equal(rebuilt(tmp_path, ["mine.safetensors"])(TOKENS), logits)
+    for name in ("mine.safetensors", "{mine}.safetensors"):
+        out = tmp_path / name / name
+        assert main(["consolidate", f"run={path}", f"out={out}"]) == 0
+        with torch.no_grad():
+            assert torch.equal(rebuilt(out.parent, [name])(TOKENS), logits)
 
 
 def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):

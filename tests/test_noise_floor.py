@@ -4,7 +4,6 @@ import io
 import json
 import math
 import statistics
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,13 +20,14 @@ from diffllm.analysis.noise_floor import (
     Settings,
     average,
     best_lambda,
+    draw_figure,
     draw_maps,
     effective,
     noise_floor,
+    png,
     reduce_maps,
     usable_amplitude,
 )
-from diffllm.analysis.noise_floor_figure import draw_figure, png, spread
 from diffllm.tools.noise_floor import WIDTH, print_tables, report
 
 NOISE1 = (0.7, -1.2, 0.1, 1.9, -0.4, 0.3)
@@ -318,14 +318,27 @@ def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
     assert png(draw_figure(result), dpi=20).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("heights", [[0.5], [0.0, 0.0, 0.01, 0.02], [0.97, 1.0, 1.0], [0.1, 0.9]])
-def test_labels_lie_apart_and_inside(heights):
-    moved = spread(heights, 0.075)
-    assert all(b - a > 0.074 for a, b in pairwise(moved))
-    assert moved[0] > 0.03
-    assert moved[-1] < 1.01
-    if heights == [0.1, 0.9]:
-        assert moved == heights
+def test_the_figure_names_its_curves_and_marks_what_the_tables_conclude():
+    result = noise_floor(Settings(**SMALL, signal=4.0))
+    figure = draw_figure(result)
+    png(figure, dpi=40)
+    sweeps = (result.by_keys, result.by_lambda, result.by_amplitude)
+    for axes, sweep in zip(figure.axes, sweeps, strict=True):
+        drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
+        named = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert len(set(named)) == len(sweep.curves)
+        for label, curve in zip(named, sweep.curves.values(), strict=True):
+            assert np.array_equal(drawn[label], curve.snr)
+        assert axes.get_window_extent().containsx(axes.get_legend().get_window_extent().x0)
+        assert axes.get_window_extent().containsx(axes.get_legend().get_window_extent().x1)
+    for axes, marked in (
+        (figure.axes[1], result.best_lambda),
+        (figure.axes[2], result.usable_amplitude),
+    ):
+        dots = sorted(line.get_xdata().item() for line in axes.lines if line.get_marker() == "o")
+        assert dots == sorted(marked.values())
+        legend = " ".join(text.get_text() for text in axes.get_legend().get_texts())
+        assert all(f"{x:.2f}" in legend for x in marked.values())
 
 
 @pytest.mark.parametrize(

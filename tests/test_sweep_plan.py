@@ -13,7 +13,7 @@ from diffllm.sweep import report as report_module
 from diffllm.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.sweep.job import Ending, Job, last_error
 from diffllm.sweep.names import parse
-from diffllm.sweep.plan import SweepDirectory, plan_jobs
+from diffllm.sweep.plan import SweepDirectory, plan_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(*words: str) -> list[dict[str, Any]]:
-    directory, runs = plan_jobs(parse(["model=tiny", "run.sweep=mine", *words])[0], 1)
+    directory, runs = plan_sweep(parse(["model=tiny", "run.sweep=mine", *words])[0], 1)
     directory.lock.release()
     return runs
 
@@ -95,7 +95,7 @@ def test_a_damaged_run_leaves_the_others_to_run() -> None:
 
 
 def test_one_sweep_at_a_time() -> None:
-    directory, _ = plan_jobs(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
+    directory, _ = plan_sweep(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by another process"):
         planned("seed=0,1")
     directory.lock.release()

@@ -4,7 +4,6 @@ A weight has the same colour in every map of the figure: red above zero, blue be
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib import colormaps
@@ -13,9 +12,10 @@ from matplotlib.axis import Axis, XAxis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import FuncNorm, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from diffllm.analysis.maps import LayerMaps
-from diffllm.analysis.token_labels import families
+from diffllm.analysis.token_labels import FONT
 
 PERCENTILE = 99
 """Of the magnitudes in the maps shown: where colours end. A few keys, the first token above all,
@@ -23,96 +23,10 @@ have weights that would leave the others pale."""
 SYMBOL = {"lambda": "λ"}
 SIGNED = colormaps["RdBu_r"]
 POSITIVE = ListedColormap(SIGNED(np.linspace(0.5, 1, 256)), "RdBu_r, upper half")
-
-# Inches, but for the fonts' points.
-LARGEST, SMALLEST = {1: 5.0, 2: 3.6, 4: 3.0, 8: 2.4}, 2.0  # side of a map, by heads
-NARROWEST, TALLEST = 4.8, 1.4  # the second is height over width
-SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
-GAP, STRIP, BAR = 0.16, 0.8, 0.09
-TITLE, ROW_TITLE, AXIS_LABEL, FOOT, MARGIN = 0.22, 0.24, 0.2, 0.62, 0.2
 GREY = "#707070"
-
-Box = tuple[float, float, float, float]
-"""Left, top or bottom, width and height."""
-
-
-@dataclass
-class Layout:
-    """Where everything is, in inches from the top left corner."""
-
-    n_tokens: int
-    n_heads: int
-    n_maps: int
-    n_strips: int
-    label_length: int
-    """Characters of the longest token label."""
-    title_lines: int
-
-    @property
-    def head_room(self) -> float:
-        """Above the first row."""
-        return TITLE * (self.title_lines + 1)
-
-    @property
-    def side(self) -> float:
-        """Of a map: a line of text a token, if that makes a handy figure."""
-        largest = next((side for n, side in LARGEST.items() if self.n_heads <= n), SMALLEST)
-        return min(max(self.n_tokens * SMALL / 72 * 1.3, 1.3), largest)
-
-    @property
-    def font(self) -> float:
-        """Points of token labels: smaller before some are left out."""
-        return min(max(self.side / self.n_tokens * 72 / 1.3, 5.0), SMALL)
-
-    @property
-    def step(self) -> int:
-        """Every which token has a label."""
-        return math.ceil(self.n_tokens * self.font / 72 * 1.1 / self.side)
-
-    @property
-    def labels(self) -> float:
-        """Room for token labels and the name of their axis."""
-        return self.label_length * self.font / 72 * 0.62 + 0.08 + AXIS_LABEL
-
-    @property
-    def block_width(self) -> float:
-        columns = self.n_maps * self.side + self.n_strips * STRIP
-        return self.labels + columns + (self.n_maps + self.n_strips - 1) * GAP + MARGIN
-
-    @property
-    def rows(self) -> int:
-        """Heads below each other: all, or fewer in blocks that stand side by side."""
-        for blocks in range(1, self.n_heads):
-            rows = math.ceil(self.n_heads / blocks)
-            width, height = self.size_with(rows)
-            if height <= TALLEST * width:
-                return rows
-        return 1
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height of the figure."""
-        return self.size_with(self.rows)
-
-    def size_with(self, rows: int) -> tuple[float, float]:
-        """Width and height of a figure with that many rows."""
-        maps = rows * (ROW_TITLE + self.side) + (rows - 1) * GAP
-        width = math.ceil(self.n_heads / rows) * self.block_width + MARGIN
-        return max(width, NARROWEST), self.head_room + maps + self.labels + FOOT
-
-    def place(self, index: int, column: int) -> Box:
-        """Left, top, width and height of a column's axes, for the `index`-th head shown."""
-        block, row = divmod(index, self.rows)
-        left = MARGIN / 2 + block * self.block_width + self.labels + column * (self.side + GAP)
-        if column > self.n_maps:
-            left += (column - self.n_maps) * (STRIP - self.side)
-        top = self.head_room + row * (ROW_TITLE + self.side + GAP) + ROW_TITLE
-        return left, top, self.side if column < self.n_maps else STRIP, self.side
-
-    def fraction(self, box: Box) -> Box:
-        """A box as matplotlib wants it: shares of the figure, from the bottom left corner."""
-        (left, top, width, height), (w, h) = box, self.size
-        return left / w, 1 - (top + height) / h, width / w, height / h
+SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
+STRIP, NARROWEST, SCALE = 0.8, 4.8, 2.6
+"""Widths in inches: of the column of lambda or the gate, of the figure, of the colour bar."""
 
 
 def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> Figure:
@@ -121,130 +35,125 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> F
     Args:
         labels: T names of tokens, without line breaks.
     """
-    maps = {name: m[0, heads].double().cpu().numpy() for name, m in layer.maps.items()}
-    strips = {name: v[0, heads].double().cpu().numpy() for name, v in layer.by_query.items()}
-    layout = Layout(
-        n_tokens=len(labels),
-        n_heads=len(heads),
-        n_maps=len(maps),
-        n_strips=len(strips),
-        label_length=max(map(len, labels)),
-        title_lines=len(title.splitlines()),
-    )
-    limit = colour_limit(list(maps.values()))
-    fig = Figure(figsize=layout.size)
-    fig.text(MARGIN / layout.size[0], 1 - 0.12 / layout.size[1], title, size=LARGE, va="top")
-    for index, head in enumerate(heads):
-        lowest = index % layout.rows == layout.rows - 1 or index == len(heads) - 1
-        for column, (name, values) in enumerate((maps | strips).items()):
-            axes = fig.add_axes(layout.fraction(layout.place(index, column)))
-            prefix = f"head {head}: " if column == 0 else ""
-            if name in maps:
-                draw_map(axes, values[index], limit, signed(values))
-                axes.set_title(prefix + name, size=NORMAL, loc="left", pad=4)
-                name_tokens(axes.xaxis, labels if lowest else [], layout)
-                axes.set_xlabel("key" if lowest else "", size=NORMAL, labelpad=2)
+    columns = {
+        name: values[0, heads].double().cpu().numpy()
+        for name, values in (layer.maps | layer.by_query).items()
+    }
+    side = map_side(len(labels), len(heads))
+    widths = [side if name in layer.maps else STRIP for name in columns]
+    blocks = blocks_of(len(heads), side, sum(widths))
+    rows = len(heads) // blocks
+    points = min(max(side / len(labels) * 72 / 1.3, 5.0), SMALL)  # smaller before some are left out
+    beside = max(map(len, labels)) * points / 72 * 0.62 + 0.4  # token labels and their axis's name
+    width = beside + blocks * (sum(widths) + 0.13 * len(widths))
+    height = beside + rows * (side + 0.35) + 0.2 * len(title.splitlines()) + 0.6
+    engine = ConstrainedLayoutEngine(h_pad=0.06)
+    fig = Figure(figsize=(max(width, NARROWEST), height), layout=engine)
+    fig.suptitle(title, x=0.02, ha="left", size=LARGE)
+    grid = fig.subplots(rows, blocks * len(columns), squeeze=False, width_ratios=widths * blocks)
+    colours = colours_of(np.stack([columns[name] for name in layer.maps]))
+    step = math.ceil(len(labels) * points * 1.1 / 72 / side)
+    for index, axes_of_head in enumerate(grid.reshape(len(heads), -1)):
+        for (name, values), axes in zip(columns.items(), axes_of_head, strict=True):
+            lowest, leftmost = axes in grid[-1], axes in grid[:, 0]
+            axes.tick_params(length=1.5, width=0.4, pad=1.5, color=GREY)
+            if name in layer.maps:
+                caption = f"head {heads[index]}: {name}" if axes is axes_of_head[0] else name
+                draw_map(axes, values[index], colours)
+                axes.set_box_aspect(1)
+                name_tokens(axes.xaxis, "key", labels if lowest else [], step, points)
             else:
-                draw_strip(axes, values[index], strip_range(values), lowest)
-                mean = f"{SYMBOL.get(name, name)}, mean {values[index].mean():.2f}"
-                axes.set_title(mean, size=NORMAL, loc="left", pad=4)
-            name_tokens(axes.yaxis, labels if column == 0 else [], layout)
-            axes.set_ylabel("query" if column == 0 else "", size=NORMAL, labelpad=2)
-    add_colour_bars(fig, layout, maps, limit)
+                caption = f"{SYMBOL.get(name, name)}, mean {values[index].mean():.2f}"
+                within = min(0.0, values.min()), max(1.0, values.max())
+                draw_strip(axes, values[index], within, named=lowest)
+                axes.set_box_aspect(side / STRIP)
+            name_tokens(axes.yaxis, "query", labels if leftmost else [], step, points)
+            axes.set_title(caption, size=NORMAL, loc="left", pad=4)
+    draw_colour_bar(fig, grid, colours)
     return fig
 
 
-def signed(weights: np.ndarray) -> bool:
-    """Whether any weight is below zero."""
-    return bool((weights < 0).any())
+def map_side(n_tokens: int, n_heads: int) -> float:
+    """Inches: a line of text a token, within limits; smaller with more heads."""
+    return min(max(n_tokens * SMALL / 72 * 1.3, 1.3), max(5.0 * n_heads**-0.35, 2.0))
 
 
-def colour_limit(maps: list[np.ndarray]) -> float:
-    """The magnitude at which colours end: a percentile of what the queries of all maps see."""
-    seen = [np.abs(m[..., *np.tril_indices(m.shape[-1])]).ravel() for m in maps]
-    limit = float(np.percentile(np.concatenate(seen), PERCENTILE, method="higher"))
-    return limit or 1.0
+def blocks_of(n_heads: int, height: float, width: float) -> int:
+    """Heads side by side, as many in each row, that make the figure about as wide as high."""
+    divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
 
 
-def norm_of(limit: float, negative: bool) -> FuncNorm:
-    """Square roots of weights, with their sign, up to `limit`."""
+def colours_of(weights: np.ndarray) -> ScalarMappable:
+    """Square roots of weights (..., T, T), with their sign, up to a percentile of those seen."""
+    seen = weights[..., *np.tril_indices(weights.shape[-1])].ravel()
+    limit = float(np.percentile(np.abs(seen), PERCENTILE, method="higher")) or 1.0
+    signed = bool((seen < 0).any())
     root = (lambda w: np.sign(w) * np.sqrt(np.abs(w)), lambda r: np.sign(r) * np.square(r))
-    return FuncNorm(root, vmin=-limit if negative else 0.0, vmax=limit)
+    norm = FuncNorm(root, vmin=-limit if signed else 0.0, vmax=limit)
+    colours = ScalarMappable(norm, SIGNED if signed else POSITIVE)
+    colours.set_array(seen)
+    return colours
 
 
-def draw_map(axes: Axes, weights: np.ndarray, limit: float, negative: bool) -> None:
-    """weights (T, T) up to the diagonal; the future stays blank."""
+def draw_map(axes: Axes, weights: np.ndarray, colours: ScalarMappable) -> None:
+    """Weights (T, T) up to the diagonal; the future stays blank."""
     n = len(weights)
-    future = np.triu(np.ones_like(weights, dtype=bool), 1)
-    axes.imshow(
-        np.ma.masked_array(weights, future),
-        cmap=SIGNED if negative else POSITIVE,
-        norm=norm_of(limit, negative),
-        interpolation="nearest",
-        aspect="auto",
-    )
+    shown = np.ma.masked_array(weights, np.triu(np.ones((n, n), dtype=bool), 1))
+    image = axes.imshow(shown, interpolation="nearest", aspect="auto")
+    image.set(cmap=colours.cmap, norm=colours.norm)
     stairs = np.repeat(np.arange(n + 1), 2) - 0.5
     xs, ys = np.append(stairs[1:], -0.5), np.append(stairs[:-1], n - 0.5)
     axes.plot([*xs, -0.5], [*ys, -0.5], color=GREY, linewidth=0.5, clip_on=False)
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=1.5, width=0.4, pad=1.5, color=GREY)
 
 
-def strip_range(values: np.ndarray) -> tuple[float, float]:
-    """From 0 to 1 if all values are in between, else as far as they go."""
-    return min(0.0, float(values.min())), max(1.0, float(values.max()))
-
-
-def draw_strip(axes: Axes, values: np.ndarray, within: tuple[float, float], named: bool) -> None:
-    """values (T,): a bar a query, from zero."""
-    axes.barh(np.arange(len(values)), values, height=0.86, color=GREY, linewidth=0)
-    axes.axvline(values.mean(), color="black", linewidth=0.7)
-    axes.set_xlim(within)
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    ticks = sorted({within[0], 0.0, within[1]})
-    axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks] if named else [], size=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set(linewidth=0.4, color=GREY)
-    axes.spines["left"].set_position(("data", 0.0))
-    axes.tick_params(length=1.5, width=0.4, pad=1.5, color=GREY)
-
-
-def name_tokens(axis: Axis, labels: list[str], layout: Layout) -> None:
-    """Labels along an axis, thinned where they would overlap; no ticks without labels."""
-    ticks = range(0, len(labels), layout.step)
-    axis.set_ticks(list(ticks))
-    axis.set_ticklabels(
-        [labels[i] for i in ticks],
-        family=families(),
-        size=layout.font,
+def name_tokens(axis: Axis, name: str, labels: list[str], step: int, points: float) -> None:
+    """One of `step` labels along an axis, and its name; neither ticks nor name without labels."""
+    axis.set_ticks(
+        range(0, len(labels), step),
+        labels[::step],
+        family=FONT,
+        size=points,
         rotation=90 if isinstance(axis, XAxis) else 0,
         rotation_mode="anchor",
         ha="right",
         va="center_baseline",  # by the line, not by each label's ink
         parse_math=False,  # a dollar is a token like others
     )
+    axis.set_label_text(name if labels else "", size=NORMAL)
+    axis.labelpad = 2
 
 
-def add_colour_bars(fig: Figure, layout: Layout, maps: dict[str, np.ndarray], limit: float) -> None:
-    """One bar for the maps that are nowhere negative, one for those that are."""
-    columns = {signed(m): column for column, m in reversed(list(enumerate(maps.values())))}
-    top = layout.size[1] - FOOT + 0.12
-    for negative, column in columns.items():
-        left, _, width, _ = layout.place(0, column)
-        box = (left, top, min(width, 2.6), BAR)
-        beyond = [m for m in maps.values() if signed(m) == negative]
-        over = max(float(m.max()) for m in beyond) > limit
-        under = min(float(m.min()) for m in beyond) < -limit
-        bar = fig.colorbar(
-            ScalarMappable(norm_of(limit, negative), SIGNED if negative else POSITIVE),
-            cax=fig.add_axes(layout.fraction(box)),
-            orientation="horizontal",
-            extend={(0, 0): "neither", (1, 0): "max", (0, 1): "min", (1, 1): "both"}[over, under],
-        )
-        ticks = [0, limit / 4, limit]
-        ticks = [-limit, -limit / 4, *ticks] if negative else ticks
-        bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
-        bar.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1.5)
-        bar.outline.set_linewidth(0.4)
-        clipped = f", cut at the {PERCENTILE}th percentile" if over or under else ""
-        bar.set_label(f"weight, square-root scale{clipped}", size=SMALL, labelpad=1)
+def draw_strip(axes: Axes, values: np.ndarray, within: tuple[float, float], named: bool) -> None:
+    """Values (T,) as bars from zero, one a query, and their mean as a line."""
+    axes.barh(np.arange(len(values)), values, height=0.86, color=GREY, linewidth=0)
+    axes.axvline(values.mean(), color="black", linewidth=0.7)
+    axes.set(xlim=within, ylim=(len(values) - 0.5, -0.5))
+    ticks = sorted({*within, 0.0})
+    axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks] if named else [], size=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set(linewidth=0.4, color=GREY)
+    axes.spines["left"].set_position(("data", 0.0))
+
+
+def draw_colour_bar(fig: Figure, grid: np.ndarray, colours: ScalarMappable) -> None:
+    """The scale of all maps; its ends are pointed where weights lie beyond them."""
+    seen, low, limit = np.asarray(colours.get_array()), *colours.get_clim()
+    over, under = bool(seen.max() > limit), bool(seen.min() < -limit)
+    bar = fig.colorbar(
+        colours,
+        ax=list(grid.flat),
+        location="bottom",
+        shrink=SCALE / fig.get_figwidth(),
+        aspect=30,
+        pad=0.1 / fig.get_figheight(),
+        anchor=(0.0, 0.5),
+        extend={(0, 0): "neither", (1, 0): "max", (0, 1): "min", (1, 1): "both"}[over, under],
+    )
+    ticks = [tick for tick in (-limit, -limit / 4, 0, limit / 4, limit) if tick >= low]
+    bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+    bar.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1.5)
+    bar.outline.set_linewidth(0.4)
+    clipped = f", cut at the {PERCENTILE}th percentile" if over or under else ""
+    bar.set_label(f"weight, square-root scale{clipped}", size=SMALL, labelpad=1)

@@ -40,11 +40,15 @@ and S the sums of exp(sigma x_i) and exp(2 sigma x_i): whatever the signal, and 
 attention's exp(a) / sqrt(S) if p_s > 1/2.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
 
 from diffllm.errors import ConfigError
@@ -53,6 +57,13 @@ Array = NDArray[np.float64]
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAMBDAS = np.linspace(0, 1, 101)
 LARGEST_AMPLITUDE = 20.0
+# Okabe and Ito's palette: told apart with any colour vision, and in grey by their dashes.
+STYLES: dict[str, dict[str, Any]] = {
+    "standard": {"color": "#000000", "linestyle": "-"},
+    "differential": {"color": "#D55E00", "linestyle": "-"},
+    "best": {"color": "#0072B2", "linestyle": (0, (4, 2))},
+    "uncorrelated": {"color": "#009E73", "linestyle": (0, (1, 1))},
+}
 
 
 @dataclass
@@ -199,12 +210,17 @@ def best_lambda(maps: Maps) -> Array:
     return LAMBDAS[snr.mean(axis=1).argmax(axis=1)]
 
 
-def sweep(at: Sequence[float] | Array, points: Sequence[tuple[int, float]], cfg: Settings) -> Sweep:
-    """All four curves over (keys, amplitude) pairs."""
-    maps, apart = (
+def both_noises(points: Sequence[tuple[int, float]], cfg: Settings) -> list[Maps]:
+    """Maps at (keys, amplitude) pairs, with the given correlation of their noise and with none."""
+    return [
         draw_maps([Point(*pair, rho) for pair in points], cfg.signal, cfg.draws, cfg.seed)
         for rho in (cfg.correlation, 0.0)
-    )
+    ]
+
+
+def sweep(at: Sequence[float] | Array, points: Sequence[tuple[int, float]], cfg: Settings) -> Sweep:
+    """All four curves over (keys, amplitude) pairs."""
+    maps, apart = both_noises(points, cfg)
     curves = {
         "standard": average(maps, 0.0),
         "differential": average(maps, cfg.lambda_),
@@ -216,10 +232,7 @@ def sweep(at: Sequence[float] | Array, points: Sequence[tuple[int, float]], cfg:
 
 def sweep_lambda(cfg: Settings) -> Sweep:
     """Both kinds of noise over the grid of lambda; standard attention does not depend on it."""
-    maps, apart = (
-        draw_maps([Point(cfg.keys, cfg.amplitude, rho)], cfg.signal, cfg.draws, cfg.seed)
-        for rho in (cfg.correlation, 0.0)
-    )
+    maps, apart = both_noises([(cfg.keys, cfg.amplitude)], cfg)
     curves = {
         "standard": average(maps, np.zeros_like(LAMBDAS)),
         "differential": average(maps, LAMBDAS),
@@ -273,3 +286,80 @@ def noise_floor(cfg: Settings) -> NoiseFloor:
         },
         usable_amplitude=usable,
     )
+
+
+def draw_figure(result: NoiseFloor) -> Figure:
+    """SNR over the number of keys, lambda and amplitude; no part of pyplot's state."""
+    cfg, usable = result.settings, result.usable_amplitude
+    given, keys = f"λ = {cfg.lambda_:g}", f"{cfg.keys:,} keys"
+    sigma, rho = f"σ = {cfg.amplitude:g}", f"ρ = {cfg.correlation:g}"
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    panels = figure.subplots(1, 3)
+    names = {
+        "standard": "standard",
+        "differential": given,
+        "best": "best λ",
+        "uncorrelated": f"{given}, ρ = 0",
+    }
+    draw_panel(panels[0], f"a: {sigma}, {rho}", result.by_keys, names)
+    panels[0].set_xscale("log", base=2)
+    panels[0].set_xticks(result.by_keys.at, [f"{n / 1024:g}" for n in result.by_keys.at])
+    panels[0].set(xlabel="keys (× 1,024)", ylabel="signal-to-noise ratio")
+    noises = {
+        "standard": "standard",
+        "differential": f"{rho}, best λ {result.best_lambda['differential']:.2f}",
+        "uncorrelated": f"ρ = 0, best λ {result.best_lambda['uncorrelated']:.2f}",
+    }
+    draw_panel(panels[1], f"b: {keys}, {sigma}", result.by_lambda, noises)
+    panels[1].set(xlabel="λ", xlim=(0, 1), ylim=(0, None))
+    for name, best in result.best_lambda.items():
+        panels[1].plot(best, result.by_lambda.curves[name].snr.max(), "o", **STYLES[name])
+    usable_names = {name: f"{names[name]}, usable to {x:.2f}" for name, x in usable.items() if x}
+    draw_panel(panels[2], f"c: {keys}, {rho}", result.by_amplitude, names | usable_names)
+    panels[2].set(xlabel="amplitude of the noise, σ (logits)", xlim=(0, None))
+    for name in usable_names:
+        panels[2].plot(usable[name], cfg.threshold, "o", **STYLES[name])
+    for axes, sweep in ((panels[0], result.by_keys), (panels[2], result.by_amplitude)):
+        scale_logarithmically(axes, sweep, cfg.threshold)
+    figure.suptitle("Standard attention (λ = 0) and differential attention, map 1 − λ · map 2")
+    figure.supxlabel(
+        f"One query; signal {cfg.signal:g} logits above noise of mean 0, which has correlation ρ "
+        f"between the maps. Mean of {cfg.draws} draws ± 2 standard errors. "
+        f"Dashed: threshold {cfg.threshold:g}.",
+        size="small",
+    )
+    return figure
+
+
+def draw_panel(axes: Axes, title: str, sweep: Sweep, labels: dict[str, str]) -> None:
+    """The curves that have a label, with two standard errors on either side as a band."""
+    for name, label in labels.items():
+        curve, style = sweep.curves[name], STYLES[name]
+        axes.plot(sweep.at, curve.snr, label=label, **style)
+        low, high = (curve.snr + k * curve.snr_se for k in (-2, 2))
+        axes.fill_between(sweep.at, low, high, color=style["color"], alpha=0.25, linewidth=0)
+    axes.set_title(title, loc="left", size="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def scale_logarithmically(axes: Axes, sweep: Sweep, threshold: float) -> None:
+    """A logarithmic SNR axis with plain numbers, and the threshold as a line.
+
+    It shows all curves from three decades under the threshold (or under the standard) upwards.
+    """
+    values = np.concatenate([*(curve.snr for curve in sweep.curves.values()), [threshold]])
+    floor = min(threshold, sweep.curves["standard"].snr.max()) / 1000
+    bottom, top = max(values.min(), floor), values.max()
+    axes.set(yscale="log", ylim=(bottom / 1.3, top * 1.3))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * bottom else (1,)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.axhline(threshold, color="#666666", linewidth=0.8, linestyle="--", zorder=0)
+
+
+def png(figure: Figure, dpi: int = 200) -> bytes:
+    """The figure as a PNG."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=dpi)
+    return out.getvalue()

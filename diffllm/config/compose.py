@@ -4,11 +4,14 @@ Nothing past `train.py` sees a DictConfig.
 """
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -37,6 +40,14 @@ def config_directory() -> Path:
     package = Path(__file__).parents[1]
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+@contextmanager
+def hydra() -> Iterator[ConfigLoader]:
+    """Hydra over our YAML tree, whatever it was initialised with before; yields its loader."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        yield GlobalHydra.instance().config_loader()
 
 
 def load_config(overrides: list[str] | None = None) -> TrainConfig:
@@ -73,8 +84,7 @@ def check_variant(what: str, name: str) -> None:
 
 def variant_config(name: str) -> AttentionConfig:
     """Return the config of a variant, as its YAML alone makes it."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with hydra():
         attention = OmegaConf.to_object(compose(f"attention/{name}").model.attention)
     assert isinstance(attention, AttentionConfig)
     return attention
@@ -82,8 +92,7 @@ def variant_config(name: str) -> AttentionConfig:
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose a config, untyped; raises ConfigError."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with hydra():
         try:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)

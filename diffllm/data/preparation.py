@@ -9,7 +9,7 @@ from pathlib import Path
 from diffllm.data.config import DataConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
-from diffllm.data.progress import say
+from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream, again
 from diffllm.data.tokenise import TOKENIZER_FILE, available_cores, choose_heldout, write_tokens
 from diffllm.data.tokenizer import Tokenizer
@@ -80,14 +80,14 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
 
     def build(directory: Path) -> None:
         started = time.monotonic()
-        say(f"preparing tokens: {corpus.description}, in {cache_dir}")
+        print_line(f"preparing tokens: {corpus.description}, in {cache_dir}")
         is_heldout = choose_heldout(corpus.load(), cfg.heldout_fraction)
         if cfg.tokenizer is None:
             _train_tokenizer(corpus, cfg, tokenizer_path)
         shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
         manifest = write_tokens(corpus, is_heldout, directory)
         train, heldout = manifest.splits["train"], manifest.splits["heldout"]
-        say(
+        print_line(
             f"prepared {train.tokens:,} training and {heldout.tokens:,} held-out tokens "
             f"in {time.monotonic() - started:.0f} s"
         )

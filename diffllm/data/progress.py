@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """Print one line to stderr."""
     Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
 

@@ -1,6 +1,5 @@
 """Token shards on disk: a manifest, flat binary files, and a stream that reads them."""
 
-import errno
 import hashlib
 import json
 from collections.abc import Sequence
@@ -158,7 +157,7 @@ class TokenStream:
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
         self._maps: dict[int, np.ndarray] = {}
         for shard in self._shards:
-            self._check_size(shard)
+            self._check(shard, content=False)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -179,37 +178,26 @@ class TokenStream:
     def _map(self, index: int) -> np.ndarray:
         if index not in self._maps:
             shard = self._shards[index]
-            self._check_size(shard)
-            self._check_content(shard)
+            self._check(shard, content=True)
             self._maps[index] = np.memmap(self._directory / shard.file, self._dtype, mode="r")
         return self._maps[index]
 
-    def _check_size(self, shard: Shard) -> None:
+    def _check(self, shard: Shard, content: bool) -> None:
         path = self._directory / shard.file
         expected = shard.tokens * self._dtype.itemsize
+        problem: str | None = None
         try:
             actual = path.stat().st_size
             if not path.is_file():
-                raise OSError(errno.EISDIR, "not a file")
+                problem = "not a file"
+            elif actual != expected:
+                problem = f"{actual} bytes where the manifest says {expected}"
+            elif content and not matches(path, shard.sha256):
+                problem = f"damaged, its sha256 is not the manifest's {shard.sha256[:12]}..."
         except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; {again(self._directory)}") from error
-        if actual != expected:
-            raise DataError(
-                f"{path}: {actual} bytes where the manifest says {expected}; "
-                f"{again(self._directory)}"
-            )
-
-    def _check_content(self, shard: Shard) -> None:
-        path = self._directory / shard.file
-        try:
-            intact = matches(path, shard.sha256)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; {again(self._directory)}") from error
-        if not intact:
-            raise DataError(
-                f"{path}: damaged, its sha256 is not the manifest's {shard.sha256[:12]}...; "
-                f"{again(self._directory)}"
-            )
+            problem = error.strerror or repr(error)
+        if problem:
+            raise DataError(f"{path}: {problem}; {again(self._directory)}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}

@@ -38,13 +38,13 @@ def place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int
                 f"{other}={env[other]} is set and {one} is not; start with torchrun or srun, "
                 f"or unset {other} to train in one process"
             )
-    r, n = number(env, rank, 0), number(env, size, 1)
+    r, n = whole_number(env, rank, 0), whole_number(env, size, 1)
     if r >= n:
         raise LaunchError(f"{rank}={r} must be below {size}={n}")
-    return r, n, number(env, local, 0) if local in env else 0
+    return r, n, whole_number(env, local, 0) if local in env else 0
 
 
-def number(env: Mapping[str, str], name: str, least: int) -> int:
+def whole_number(env: Mapping[str, str], name: str, least: int) -> int:
     """Parse the variable as a whole number."""
     text = env[name].strip()
     if not (text.isascii() and text.isdigit()) or int(text) < least:
@@ -63,12 +63,12 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """
     address, port = env.get("MASTER_ADDR"), None
     if "MASTER_PORT" in env:
-        port = number(env, "MASTER_PORT", 1)
+        port = whole_number(env, "MASTER_PORT", 1)
         if port > 65535:
             raise LaunchError(f"MASTER_PORT={port} must be below 65536")
     if "RANK" not in env and "SLURM_STEP_NODELIST" in env:
         address = address or first_host(env["SLURM_STEP_NODELIST"])
-        job, step = (number(env, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job, step = (whole_number(env, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         port = port or FIRST_PORT + (16 * job + step) % PORTS
     missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not v]
     if not address or not port:

@@ -87,15 +87,11 @@ def acted_out(graph: fx.Graph) -> Callable[[list[Any]], Any]:
                 drop(values, dropped.get(node, ()))
             values[node] = result(node)
             drop(values, dropped.get(node, ()))
-        return tree_map(lambda n: value_of(n, values) if isinstance(n, fx.Node) else n, out(output))
+        returned = output.args[0]
+        return tree_map(lambda n: value_of(n, values) if isinstance(n, fx.Node) else n, returned)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
     return run
-
-
-def out(output: fx.Node) -> Any:
-    """Return the nodes that a graph returns."""
-    return output.args[0]
 
 
 def drop(values: dict[fx.Node, Any], nodes: Any) -> None:

@@ -150,15 +150,25 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
     return Plan(cfg, overrides, cluster, steps, [*assumptions(cfg, cluster, given), *assumed])
 
 
-def changed(made: Plan, words: tuple[str, ...], step: Step) -> Plan:
-    """Plan with other words on the command line, for which `step` is already known."""
-    keys = {word.partition("=")[0] for word in words}
-    gpus = [int(word.partition("=")[2]) for word in words if word.startswith("gpus=")]
+def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Plan:
+    """Plan with other words on the command line; the step is simulated unless it is given.
+
+    Raises:
+        ConfigError: the config or the cluster cannot be changed like that.
+    """
+    gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
     cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
-    kept = [word for word in made.overrides if word.partition("=")[0] not in keys]
-    overrides = [*kept, *(word for word in words if not word.startswith("gpus="))]
+    added = [word for word in words if not word.startswith("gpus=")]
+    keys = set(map(key_of, added))
+    overrides = [*(word for word in made.overrides if key_of(word) not in keys), *added]
     cfg, assumed = planned_config(cluster, overrides)
+    step = step or simulate(cfg, cluster.gpus, cluster.rank)
     return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed)
+
+
+def key_of(word: str) -> str:
+    """The key that an override sets."""
+    return word.partition("=")[0].lstrip("+~")
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
@@ -167,7 +177,7 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
     The batch of the default experiment is for one small machine: where no batch is given, each rank
     has one micro-batch a step, of one sequence unless the user says more.
     """
-    keys = {word.partition("=")[0].lstrip("+~") for word in overrides}
+    keys = set(map(key_of, overrides))
     try:
         cfg = load_config(overrides)
     except ConfigError as error:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from diffllm.plan.memory import Kind, Memory
@@ -31,7 +30,7 @@ class Observer(TorchDispatchMode):
             return NotImplemented  # comes back as operations on the tensors inside
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
-            if has_memory(tensor):
+            if tensor.device.type != "meta":
                 self.memory.block(tensor)
         call = call_of(func, args, out)
         if call is not None:
@@ -41,8 +40,3 @@ class Observer(TorchDispatchMode):
             for tensor in tensors_in((args, kwargs, out)):
                 self.memory.suggest(tensor, Kind.communication)
         return out
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is one of the device's, real or fake."""
-    return tensor.device.type != "meta"

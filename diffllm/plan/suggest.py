@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 from diffllm.distributed.mesh import Reduce
 from diffllm.errors import ConfigError
-from diffllm.plan.cluster import Cluster
-from diffllm.plan.estimate import Plan, planned_config
-from diffllm.plan.simulate import Step, simulate
+from diffllm.plan.estimate import Plan, changed, key_of
 
 MORE_GPUS = (2, 4, 8, 16)
 """Multiples of the number of GPUs that are tried."""
@@ -18,10 +16,10 @@ Words = tuple[str, ...]
 
 
 class Change(NamedTuple):
-    """A change with which the plan fits."""
+    """A plan that fits, and the words that lead to it."""
 
     words: Words
-    step: Step
+    plan: Plan
 
 
 class Miss(Enum):
@@ -80,10 +78,6 @@ def more_gpus(plan: Plan, times: int) -> Words:
     return *words, f"parallel.shard={shard}"
 
 
-def key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
-
-
 class Search:
     """The changes of one plan, each simulated once."""
 
@@ -107,21 +101,9 @@ class Search:
         spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
         if not spreads and state > plan.memory - plan.reserve:
             return Miss.too_big
-        if words == ("activation_checkpointing=true",):
-            return fitting(plan, Change(words, plan.steps[True]))
-        gpus = next((int(word[5:]) for word in words if word.startswith("gpus=")), None)
-        gpus = gpus or plan.cluster.gpus
-        overrides = [word for word in words if not word.startswith("gpus=")]
-        keys = set(map(key_of, overrides))
-        kept = [word for word in plan.overrides if key_of(word) not in keys]
-        cluster = Cluster(**{**vars(plan.cluster), "gpus": gpus})
+        known = plan.steps[True] if words == ("activation_checkpointing=true",) else None
         try:
-            cfg, _ = planned_config(cluster, [*kept, *overrides])
-            return fitting(plan, Change(words, simulate(cfg, gpus, cluster.rank)))
+            other = changed(plan, words, known)
         except ConfigError:
             return Miss.invalid
-
-
-def fitting(plan: Plan, change: Change) -> Change | Miss:
-    """Return `change` if it fits the device of `plan`."""
-    return change if plan.free(change.step) >= 0 else Miss.too_big
+        return Change(words, other) if other.fits else Miss.too_big

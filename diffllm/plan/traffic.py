@@ -56,14 +56,9 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
         if name in SILENT:
             return None
         raise NotImplementedError(f"what {func} sends cannot be counted")
-    size = max(total_bytes(part) for part in (*args, out))
+    size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
     ranks = tuple(sorted(dist.get_process_group_ranks(group_of(args))))
     return Call(kind, size, ranks) if len(ranks) > 1 else None
-
-
-def total_bytes(value: Any) -> int:
-    """Sum the bytes of all tensors in a nested structure."""
-    return sum(t.nbytes for t in tensors_in(value))
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:

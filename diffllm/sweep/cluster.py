@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import diffllm
-from diffllm.config.compose import config_directory
+from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
 from diffllm.sweep.job import Ending, Job
@@ -72,9 +71,8 @@ class ClusterLauncher:
 
     def settings(self, sweep: str) -> dict[str, Any]:
         """Compose the launcher's keys."""
-        GlobalHydra.instance().clear()
         words = [*self.words, f"run.sweep={sweep}", f"hydra.job.name={sweep}"]
-        with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        with hydra():
             try:
                 cfg = compose("train", overrides=words, return_hydra_config=True)
                 settings = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)

@@ -9,7 +9,7 @@ from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.job import Job
 from diffllm.sweep.local import run_here
 from diffllm.sweep.names import experiment_words, parse
-from diffllm.sweep.plan import SweepDirectory, plan_jobs
+from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.sweep.report import report, write_comparison
 
 
@@ -43,7 +43,7 @@ def sweep(words: list[str], script: str) -> int:
         if not any(o.get_key_element() == "run.sweep" for o in own):
             own += parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
         cluster = ClusterLauncher.of(launcher, world.size)
-        directory, runs = plan_jobs(own, cluster.world_size if cluster else world.size)
+        directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
         return runs
 
     jobs = [Job(script, **run) for run in world.decide("sweep", choose)]

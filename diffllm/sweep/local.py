@@ -49,18 +49,18 @@ def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
     with Stops() as stops:
         for job in jobs:
             if job.finished:
-                say(f"{job.path} is finished: {job.steps} steps", world.rank)
+                print_on_rank_0(f"{job.path} is finished: {job.steps} steps", world.rank)
                 continue
-            say(f"\nrun {job.number} of {job.total}: {job.name}", world.rank)
+            print_on_rank_0(f"\nrun {job.number} of {job.total}: {job.name}", world.rank)
             endings[job.name] = ending = stops.run(job, world.rank)
             if ending.state == "failed":
-                say(f"{job.path} failed, {ending.reason}", world.rank)
+                print_on_rank_0(f"{job.path} failed, {ending.reason}", world.rank)
             if stops.received:
                 break
     return stops.received, endings
 
 
-def say(text: str, rank: int) -> None:
+def print_on_rank_0(text: str, rank: int) -> None:
     """Print on rank 0."""
     if rank == 0:
         print(text, flush=True)

@@ -7,14 +7,13 @@ import re
 from enum import Enum
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from diffllm.config import TrainConfig
-from diffllm.config.compose import config_directory
+from diffllm.config.compose import hydra
 from diffllm.config.overrides import GROUPS, explain, one_line
 from diffllm.errors import ConfigError
 
@@ -25,8 +24,7 @@ LONGEST = 40
 def experiment_words(words: list[str]) -> list[str]:
     """Return the chosen experiment's swept values, its hydra.sweeper.params, as overrides."""
     chosen = [word for word in words if word.startswith("experiment=")]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with hydra():
         try:
             cfg = compose("train", overrides=chosen, return_hydra_config=True)
         except HydraException:
@@ -40,9 +38,7 @@ def parse(words: list[str]) -> tuple[list[Override], list[str]]:
     Raises:
         ConfigError: a word that Hydra's grammar does not know, or a key that a sweep sets itself.
     """
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()  # for glob(...)
+    with hydra() as loader:  # which glob(...) reads
         try:
             overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
         except HydraException as error:
@@ -131,7 +127,7 @@ def value_of(cfg: TrainConfig, key: str) -> Any:
 def label_value(label: str, value: Any) -> str:
     """Label a value: seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    text = plain(value)
+    text = text_of(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
@@ -139,7 +135,7 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{'' if number or not label else '_'}{safe}"
 
 
-def plain(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Return a value as text; a list of one text is that text."""
     if isinstance(value, Enum):
         return value.name

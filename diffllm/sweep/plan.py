@@ -53,7 +53,7 @@ class SweepDirectory:
         print(f"sweep {self.path}: {len(jobs)} runs{others}", flush=True)
 
 
-def plan_jobs(
+def plan_sweep(
     overrides: list[Override], world_size: int
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check every job, take the sweep's directory, find out which runs are finished.

@@ -127,11 +127,11 @@ def table(shown: LayerMaps, heads: list[int]) -> str:
         cells = {name: float(column[0, head]) for name, column in columns.items()}
         lines.append(
             f"{head:>4}"
-            + "".join(f"{number(cells[name]):>{width}}" for name, width in widths.items())
+            + "".join(f"{three_decimals(cells[name]):>{width}}" for name, width in widths.items())
         )
     return "\n".join(lines)
 
 
-def number(value: float) -> str:
+def three_decimals(value: float) -> str:
     """Three decimals, or a dash for what one token cannot have."""
     return "-" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # no minus zero

@@ -1,6 +1,6 @@
 """diffllm noise-floor [key=value ...] [--json]: a signal among noisy logits, one map against two.
 
-The model and its formulas are in diffllm/noise_floor.py.
+The model, its formulas and the figure are in diffllm/analysis/noise_floor.py.
 """
 
 import json
@@ -11,10 +11,18 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from diffllm.analysis.noise_floor import LARGEST_AMPLITUDE, NoiseFloor, Settings, Sweep, noise_floor
-from diffllm.analysis.noise_floor_figure import draw_figure, png
+from diffllm.analysis.noise_floor import (
+    LARGEST_AMPLITUDE,
+    Curve,
+    NoiseFloor,
+    Settings,
+    Sweep,
+    draw_figure,
+    noise_floor,
+    png,
+)
 from diffllm.errors import ConfigError
 from diffllm.tools.arguments import parse
 
@@ -36,7 +44,7 @@ class Arguments(Settings):
             raise ConfigError(f"out={self.out} must end in .png")
 
 
-def number(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits, plain where that is short."""
     if value == 0 or not 1e-3 <= abs(value) < 1e5:
         return f"{value:.2g}"
@@ -46,81 +54,72 @@ def number(value: float) -> str:
 def with_error(value: float, error: float) -> str:
     """A mean and its standard error, to the error's first digit."""
     if error < 1e-9 * abs(value):
-        return number(value)
+        return three_digits(value)
     if abs(value) >= 1e4 or 0 < abs(value) < 1e-2:
         return f"{value:.2e} ± {error:.0e}"
     digits = min(max(-math.floor(math.log10(error)), 0), 4) if error else 4
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
-def empty_table(title: str, heads: list[str]) -> Table:
-    """Right-aligned columns without a frame."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.padding, table.pad_edge = (0, 1, 0, 0), False
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    return table
+def weight_and_snr(curve: Curve, i: int) -> tuple[str, str]:
+    """The cells of a curve's i-th point."""
+    return three_digits(curve.weight[i]), with_error(curve.snr[i], curve.snr_se[i])
 
 
-def sweep_table(title: str, axis: str, at: list[str], sweep: Sweep, lam: float) -> Table:
-    """Rows of a sweep over keys or amplitude, `at` their first cells; "" leaves a row out."""
-    given = f"lambda {lam:g}"
-    heads = [
-        axis,
-        "standard\nweight",
-        "\nSNR",
-        f"{given}\nweight",
-        "\nSNR",
-        "best\nlambda",
-        "\nSNR",
-    ]
-    table = empty_table(title, [*heads, "uncorrelated\nSNR"])
-    curves = sweep.curves
-    for i, first in enumerate(at):
-        snr = {name: with_error(curve.snr[i], curve.snr_se[i]) for name, curve in curves.items()}
-        weight = {name: number(curve.weight[i]) for name, curve in curves.items()}
-        pairs = [
-            text for name in ("standard", "differential") for text in (weight[name], snr[name])
-        ]
-        if first:
-            best = f"{curves['best'].lam[i]:.2f}"
-            table.add_row(first, *pairs, best, snr["best"], snr["uncorrelated"])
-    return table
+def table(title: str, heads: list[str]) -> Table:
+    """An empty table of right-aligned columns without a frame."""
+    columns = [Column(head, justify="right", no_wrap=True) for head in heads]
+    made = Table(*columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made.title_justify, made.title_style = "left", "bold"
+    return made
+
+
+def sweep_table(title: str, axis: str, at: dict[int, str], sweep: Sweep, lam: float) -> Table:
+    """Points of a sweep over keys or amplitude, `at` their first cells by place."""
+    standard = ["standard\nweight", "\nSNR"]
+    given = [f"lambda {lam:g}\nweight", "\nSNR"]
+    made = table(title, [axis, *standard, *given, "best\nlambda", "\nSNR", "uncorrelated\nSNR"])
+    for i, first in at.items():
+        cells = {name: weight_and_snr(curve, i) for name, curve in sweep.curves.items()}
+        best = f"{sweep.curves['best'].lam[i]:.2f}", cells["best"][1]
+        snr_apart = cells["uncorrelated"][1]
+        made.add_row(first, *cells["standard"], *cells["differential"], *best, snr_apart)
+    return made
 
 
 def lambda_table(title: str, result: NoiseFloor) -> Table:
     """Every tenth of lambda, and the best ones."""
-    names = {"differential": f"correlation {result.settings.correlation:g}"}
-    names["uncorrelated"] = "uncorrelated"
-    heads = [head for name in names.values() for head in (f"{name}\nweight", "\nSNR")]
-    table = empty_table(title, ["lambda", *heads, ""])
+    names = {
+        "differential": f"correlation {result.settings.correlation:g}",
+        "uncorrelated": "uncorrelated",
+    }
+    heads = [head for text in names.values() for head in (f"{text}\nweight", "\nSNR")]
+    made = table(title, ["lambda", *heads, ""])
     for i, lam in enumerate(result.by_lambda.at):
         best = [text for name, text in names.items() if result.best_lambda[name] == lam]
-        if i % 10 and not best:
-            continue
-        cells = [f"{lam:.2f}"]
-        for name in names:
-            curve = result.by_lambda.curves[name]
-            cells += [number(curve.weight[i]), with_error(curve.snr[i], curve.snr_se[i])]
-        table.add_row(*cells, f"best, {' and '.join(best)}" if best else "")
-    return table
+        if best or i % 10 == 0:
+            cells = [c for name in names for c in weight_and_snr(result.by_lambda.curves[name], i)]
+            made.add_row(f"{lam:.2f}", *cells, f"best, {' and '.join(best)}" if best else "")
+    return made
 
 
 def conclusions(result: NoiseFloor) -> str:
-    """What the tables come to: best lambda, gain over standard attention, usable amplitude."""
+    """Best lambda, gain over standard attention and usable amplitude, a line each."""
     cfg, curves = result.settings, result.by_lambda.curves
-    standard = float(curves["standard"].snr[0])
+    standard = curves["standard"].snr[0]
     lines = [
-        f"At {cfg.keys:,} keys and amplitude {cfg.amplitude:g}, standard SNR {number(standard)}:"
+        f"At {cfg.keys:,} keys and amplitude {cfg.amplitude:g}, "
+        f"standard SNR {three_digits(standard)}:"
     ]
-    for name, noise in (
-        ("differential", f"correlation {cfg.correlation:g}"),
-        ("uncorrelated", "uncorrelated noise"),
-    ):
-        snr = float(curves[name].snr.max())
+    noises = {
+        "differential": f"correlation {cfg.correlation:g}",
+        "uncorrelated": "uncorrelated noise",
+    }
+    for name, noise in noises.items():
+        snr = curves[name].snr.max()
         lines.append(
-            f"  {noise}: best lambda {result.best_lambda[name]:.2f}, SNR {number(snr)}, "
-            f"{number(snr / standard)} times the standard's"
+            f"  {noise}: best lambda {result.best_lambda[name]:.2f}, SNR {three_digits(snr)}, "
+            f"{three_digits(snr / standard)} times the standard's"
         )
     words = {None: f"up to {LARGEST_AMPLITUDE:g} and beyond", 0.0: "at no amplitude"}
     usable = {
@@ -146,8 +145,8 @@ def print_tables(result: NoiseFloor, console: Console) -> None:
     )
     keys, noise = f"{cfg.keys:,} keys", f"noise of amplitude {cfg.amplitude:g}"
     correlation = f"correlation {cfg.correlation:g} between the maps"
-    contexts = [f"{n / 1024:g}k" for n in result.by_keys.at]
-    sigmas = [f"{s:.3g}" if i % 4 == 3 else "" for i, s in enumerate(result.by_amplitude.at)]
+    contexts = {i: f"{n / 1024:g}k" for i, n in enumerate(result.by_keys.at)}
+    sigmas = {i: f"{s:.3g}" for i, s in enumerate(result.by_amplitude.at) if i % 4 == 3}
     title = f"Number of keys: {noise}, {correlation}"
     console.print(sweep_table(title, "keys", contexts, result.by_keys, cfg.lambda_))
     console.print(lambda_table(f"Lambda: {keys}, {noise}", result))

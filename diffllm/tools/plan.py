@@ -9,7 +9,7 @@ from rich.table import Table
 
 from diffllm.errors import ConfigError
 from diffllm.plan.cluster import OWN_KEYS, Cluster
-from diffllm.plan.estimate import DAY, GIB, Plan, changed, idealised, plan
+from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 from diffllm.plan.suggest import Change, nearest_change
@@ -104,20 +104,20 @@ def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
             "days": made.seconds and made.seconds / DAY,
             "gpu_hours": made.seconds and made.seconds / 3600 * cluster.gpus,
         },
-        "nearest_change": change and change_numbers(made, change),
+        "nearest_change": change and change_numbers(change),
         "assumptions": [assumption._asdict() for assumption in made.assumptions],
         "idealised": idealised(cfg),
     }
 
 
-def change_numbers(made: Plan, change: Change) -> dict[str, Any]:
-    other = changed(made, change.words, change.step)
+def change_numbers(change: Change) -> dict[str, Any]:
+    made = change.plan
     return {
         "overrides": list(change.words),
-        **policy_numbers(made, change.step),
-        "communication_seconds": other.communication_seconds,
-        "step_seconds": other.step_seconds,
-        "tokens_per_s": other.tokens_per_s,
+        **policy_numbers(made, made.step),
+        "communication_seconds": made.communication_seconds,
+        "step_seconds": made.step_seconds,
+        "tokens_per_s": made.tokens_per_s,
     }
 
 
@@ -231,8 +231,8 @@ def verdict(made: Plan, change: Change | None) -> str:
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
     if change is None:
         return f"{text}; nor with all changes that were tried"
-    other = changed(made, change.words, change.step)
-    used = change.step.peak.total + made.reserve
+    other = change.plan
+    used = other.step.peak.total + other.reserve
     return (
         f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB, "
         f"{other.step_seconds:.3g} s a step and reaches {other.tokens_per_s:,.0f} tokens a second"
