@@ -18,7 +18,7 @@ from diffllm.analysis.maps import LayerMaps
 from diffllm.analysis.token_labels import FONT
 
 PERCENTILE = 99
-"""Of the magnitudes in the maps shown: where colours end. A few keys, the first token above all,
+"""Quantile of the magnitudes shown at which colours end. A few keys, the first token above all,
 have weights that would leave the others pale."""
 SYMBOL = {"lambda": "λ"}
 SIGNED = colormaps["RdBu_r"]

@@ -19,13 +19,13 @@ ROUNDING = 1e-4
 
 @dataclass
 class LayerMaps:
-    """What one layer attends to."""
+    """The attention maps of one layer."""
 
     maps: Maps
     """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
     by_query: dict[str, Tensor]
-    """What goes with each query, (B, h, T): "lambda", "gate" (mean over its channels), or "sink",
-    the weight that an explicit sink keeps from the tokens. Empty for plain softmax."""
+    """Values of each query, (B, h, T): "lambda", "gate" (mean over its channels), or "sink", the
+    weight that an explicit sink keeps from the tokens. Empty for plain softmax."""
 
     @property
     def effective(self) -> Tensor:

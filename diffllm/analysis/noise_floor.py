@@ -1,4 +1,4 @@
-"""What subtracting a second attention map does to noise, for one query of a known signal.
+"""The effect of subtracting a second attention map on noise, for one query of a known signal.
 
 The idea is differential attention's (Differential Transformer, Ye et al., arXiv 2410.05258); the
 model below is a caricature of it that can be solved, not a measurement of a trained model.
@@ -132,7 +132,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What happens while one quantity varies."""
+    """The results while one quantity varies."""
 
     at: Array
     curves: dict[str, Curve]

@@ -29,7 +29,7 @@ FORMATS = (".png", ".pdf", ".svg")
 
 @dataclass
 class Arguments:
-    """What `diffllm attention-map` takes."""
+    """The arguments of `diffllm attention-map`."""
 
     run: str = field(metadata={"help": "run directory"})
     prompt: str = field(metadata={"help": "text to read, taken verbatim"})

@@ -30,7 +30,7 @@ diffllm checkpoints run=outputs/mine verify=false --json"""
 
 @dataclass
 class Arguments:
-    """What `diffllm checkpoints` takes."""
+    """The arguments of `diffllm checkpoints`."""
 
     run: str = field(metadata={"help": "run directory"})
     verify: bool = field(default=True, metadata={"help": "read all files; false: sizes only"})
@@ -45,7 +45,7 @@ class Listed:
     state: str
     """good, damaged, or incomplete: a save under way, or one that was cut short."""
     problems: list[str]
-    """What is damaged, a phrase a file."""
+    """The damage, a phrase a file."""
     checksums: bool
     """Whether files were read, not only measured."""
     bytes: int
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def listing(path: Path, checksums: bool) -> Listed:
-    """What there is to know about a checkpoint; raises FileNotFoundError if it is gone."""
+    """Collect the facts about a checkpoint; raises FileNotFoundError if it is gone."""
     if path.name.startswith("."):
         step = int(path.name.removeprefix(".step-").removesuffix(".incomplete"))
         size, written = size_of(path), path.stat().st_mtime

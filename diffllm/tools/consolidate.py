@@ -44,7 +44,7 @@ SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 @dataclass
 class Arguments:
-    """What `diffllm consolidate` takes."""
+    """The arguments of `diffllm consolidate`."""
 
     run: str = field(metadata={"help": "run directory"})
     step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
@@ -133,7 +133,7 @@ def files_beside(run: Path, directory: Path) -> list[str]:
 
 
 def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the files will hold, without storage, by name: parameters in `dtype`, routers' state.
+    """Name the files' tensors, without storage: parameters in `dtype`, routers' state.
 
     Parameters that a variant keeps in float32 stay that.
 

@@ -12,7 +12,7 @@ from diffllm.model.groups import OTHER_COMPONENTS
 Counts = dict[str, dict[str, Any]]
 """Variant to what `count` gives; the first is what the others are compared with."""
 Row = tuple[str, list[tuple[str, str]]]
-"""What it is, and a variant's value and change."""
+"""A label, and each variant's value and change."""
 
 
 def print_comparison(title: str, counts: Counts) -> None:

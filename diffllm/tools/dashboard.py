@@ -18,7 +18,7 @@ spikes, norms, outliers and lambda over tokens, runs grouped by attention varian
 
 @dataclass
 class Arguments:
-    """What `diffllm dashboard` takes."""
+    """The arguments of `diffllm dashboard`."""
 
     entity: str = field(metadata={"help": "wandb user or team"})
     project: str = field(metadata={"help": "wandb project"})

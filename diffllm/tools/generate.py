@@ -17,7 +17,7 @@ from diffllm.tools.arguments import parse
 
 @dataclass
 class Arguments:
-    """What `diffllm generate` takes."""
+    """The arguments of `diffllm generate`."""
 
     run: str = field(metadata={"help": "run directory"})
     prompt: list[str] = field(metadata={"help": "text to continue, taken verbatim; repeatable"})

@@ -34,7 +34,7 @@ WIDTH = 120  # wide enough for every number, so that none is cut off
 
 @dataclass
 class Arguments(Settings):
-    """What `diffllm noise-floor` takes."""
+    """The arguments of `diffllm noise-floor`."""
 
     out: str = field(default="noise-floor.png", metadata={"help": "figure to write, a PNG"})
 
@@ -134,7 +134,7 @@ def conclusions(result: NoiseFloor) -> str:
 
 
 def print_tables(result: NoiseFloor, console: Console) -> None:
-    """What is measured, a table for each sweep, and what they come to."""
+    """Print the quantities, a table for each sweep, and the conclusions."""
     cfg = result.settings
     console.print(
         f"One query: signal {cfg.signal:g} logits above noise of mean 0; {cfg.draws} draws, "

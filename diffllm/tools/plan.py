@@ -186,7 +186,7 @@ def plain_table(*columns: str) -> Table:
 
 
 def memory_table(made: Plan) -> Table:
-    """What the peak consists of with each policy, GiB."""
+    """The parts of the peak with each policy, GiB."""
     policies = (False, True)
     chosen = made.cfg.activation_checkpointing
     names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
@@ -207,7 +207,7 @@ def memory_table(made: Plan) -> Table:
 
 
 def flow_table(made: Plan) -> Table:
-    """What one rank sends in a step."""
+    """Tabulate the bytes that one rank sends in a step."""
     table = plain_table("a rank and step", "ranks", "over", "calls", "GiB sent", "ms")
     for flow in made.flows:
         near = flow.in_a_node

@@ -30,7 +30,7 @@ OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 @dataclass
 class Arguments:
-    """What `diffllm report` takes besides directories."""
+    """The arguments of `diffllm report` besides directories."""
 
     baseline: str = field(
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
