@@ -1,5 +1,6 @@
 """launch/torchrun.sh: what it hands on, and what becomes of signals and of killed launchers."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from integration.runs import ROOT, command, descendants, finish, wait_for, write_corpus
+from integration.runs import PATIENCE_S, ROOT, command, descendants, prepared_corpus, wait_for
 
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 AWKWARD = [
@@ -124,7 +125,7 @@ def test_a_run_that_was_stopped_asks_to_go_on(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def started(words: list[str], **variables: str) -> subprocess.Popen:
@@ -137,6 +138,19 @@ def started(words: list[str], **variables: str) -> subprocess.Popen:
         text=True,
         start_new_session=True,
     )
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Its output, once it has ended well; all below it is killed if it does not end."""
+    try:
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output
+    return output
 
 
 def small(corpus: Path, run: Path, *overrides: str) -> list[str]:
