@@ -140,7 +140,8 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     straight, broken = directory / "straight", directory / "broken"
     rng = random.Random(args.seed)
     undisturbed, victim = (
-        Victim([*overrides_of(corpus, run), *words], args.ranks, run) for run in (straight, broken)
+        Victim([*overrides_of(corpus, run), "seq_len=128", "seq_len=128", *words], args.ranks, run)
+        for run in (straight, broken)
     )
     undisturbed.start()
     undisturbed.wait(lambda: False, "end")

@@ -3,6 +3,7 @@
 import gc
 import os
 import secrets
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,10 @@ os.environ.setdefault(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py, whose imports forked runs share
 
+# A shell that starts this in the background has it ignore Ctrl-C, and all that it starts with it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import pytest
 import torch
 
@@ -25,6 +30,14 @@ import torch
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # tiny models, and cores shared with the processes that tests start
+
+
+LONG = ("integration", "plan", "distributed")
+"""Folders of the tests that take longest; they start first, or one would run alone in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
 def pytest_collection_finish() -> None:

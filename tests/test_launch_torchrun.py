@@ -145,10 +145,20 @@ def finish(process: subprocess.Popen) -> str:
     try:
         output, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        for pid in [process.pid, *descendants(process.pid)]:
+        below = [process.pid, *descendants(process.pid)]
+        listed = [
+            "ps",
+            "-o",
+            "pid,ppid,stat,ignored,caught,pending,args",
+            "-p",
+            ",".join(map(str, below)),
+        ]
+        tree = subprocess.run(listed, capture_output=True, text=True).stdout
+        for pid in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        raise
+        output, _ = process.communicate()
+        raise AssertionError(f"it goes on:\n{tree}\n{output[-3000:]}") from None
     assert process.returncode == 0, output
     return output
 

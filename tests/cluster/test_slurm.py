@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command(corpus, Path("unused"), "model.n_layers=1", "log_interval=1")
+    words = command(corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1")
     words = words[words.index(str(ROOT / "train.py")) + 1 :]
     return [*(word for word in words if not word.startswith("run.dir=")), *more]
 

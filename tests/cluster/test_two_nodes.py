@@ -90,7 +90,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command(corpus, Path("unused"), "model.n_layers=1", "log_interval=1")
+    words = command(corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1")
     words = words[words.index(str(ROOT / "train.py")) + 1 :]
     return [*(word for word in words if not word.startswith("run.dir=")), *more]
 
