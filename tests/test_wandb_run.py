@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -341,11 +342,11 @@ print("finished")
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("SIGKILL", "Connection lost"), ("SIGSTOP", "did not finish within 2 s")]
+    ("name", "line"),
+    [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
 )
 def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
     """A stopped one takes values until the socket is full, then blocks whoever sends more."""
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", SERVICE, str(tmp_path), name],
         capture_output=True,
@@ -355,8 +356,7 @@ def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "finished\n"
     (said,) = done.stderr.splitlines()
-    assert line in said
-    assert time.monotonic() - start < 20
+    assert re.search(line, said)
 
 
 @contextlib.contextmanager
