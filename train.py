@@ -27,7 +27,7 @@ from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # n
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
 def hydra_main(_: DictConfig) -> None:
-    """What Hydra's own flags (--help, --cfg) need; a sweep has other ways."""
+    """Serve Hydra's own flags (--help, --cfg); runs and sweeps do not come here."""
 
 
 def arguments() -> tuple[Namespace, bool]:

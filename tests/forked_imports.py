@@ -1,4 +1,4 @@
-"""What forked processes share: imports, and what the first use of some of them sets up."""
+"""Imports that forked processes share, and the set-up that the first use of some of them does."""
 
 import gc
 

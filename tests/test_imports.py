@@ -137,7 +137,7 @@ def test_what_can_stand_without_a_model_does(part):
 
 
 def rooms() -> dict[str, set[str]]:
-    """What each module or package directly in diffllm/ imports of the others."""
+    """Map each module or package directly in diffllm/ to those of the others that it imports."""
     files = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
     names = {module_name(path).split(".")[1] for path in files}
     found: dict[str, set[str]] = {name: set() for name in names}

@@ -16,7 +16,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 GRACE_S = 5
 """Seconds that a process is given to end by itself."""
 State = dict[str, Any]
-"""What a process keeps between calls; begins with "device"."""
+"""The values that a process keeps between calls; begins with "device"."""
 
 
 class Reply(NamedTuple):

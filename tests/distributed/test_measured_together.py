@@ -219,7 +219,7 @@ MOE = ["model.moe.n_experts=4", "model.moe.top_k=2", "model.moe.expert_dim=16"]
 
 
 def written(extra):
-    """What is written to the residual stream of a decoder with experts, first step."""
+    """Statistics of the residual stream of a decoder with experts, in its first step."""
     cfg = config("diff_v2", *MOE, *LAYOUT, *extra)
     t = build(cfg, torch.device("cpu"))
     values = named_values(train_step(t, micro_batches(cfg, 0), 0, Due(statistics=True)).stats)

@@ -19,7 +19,7 @@ def cache_dir(workplace: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(cache_dir: Path) -> dict[str, str]:
-    """What commands are started with."""
+    """The environment that commands are started with."""
     return clean_environment(cache_dir)
 
 

@@ -86,7 +86,7 @@ class ForkedRun:
         return [process.exitcode for process in self.processes]
 
     def finish(self, code: int = 0) -> str:
-        """What was said, once all have ended with this exit code."""
+        """Wait until all have ended with this exit code; return their output."""
         codes = self.codes()
         assert set(codes) == {code}, f"{codes}: {self.text()}"
         return self.text()
@@ -134,7 +134,7 @@ def start(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> ForkedRun
 
 
 def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
-    """What a small run of train.py says that ends well."""
+    """Run train.py small to a good end; return its output."""
     return start(corpus, run, *overrides, ranks=ranks).finish()
 
 

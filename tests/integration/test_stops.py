@@ -80,7 +80,7 @@ def test_killed_during_a_save_a_run_becomes_what_it_would_have_been(corpus, tmp_
 
 
 def samples(run: Path) -> dict[int, set[tuple[str, ...]]]:
-    """What each step read, each time that it was made."""
+    """The samples that each step read, each time that it was made."""
     read: dict[int, set[tuple[str, ...]]] = {}
     for text in (run / "samples-0.jsonl").read_text().splitlines():
         line = json.loads(text)
