@@ -68,8 +68,8 @@ def build(cfg: TrainConfig, device: torch.device, document_end: int | None = Non
     Args:
         document_end: the token behind which documents begin; masks them.
     """
-    model, meshes = sharded_model(cfg, device)
-    t = allocated(cfg, device, model, meshes, document_end)
+    model, meshes, choices = sharded_model(cfg, device)
+    t = allocated(cfg, device, model, meshes, choices, document_end)
     t.model.reset_parameters(t.weights.block)
     t.weights.changed()
     return t
@@ -77,19 +77,23 @@ def build(cfg: TrainConfig, device: torch.device, document_end: int | None = Non
 
 def sharded_model(
     cfg: TrainConfig, device: torch.device, splits: Splits = exchanged_splits
-) -> tuple[Transformer, Meshes]:
+) -> tuple[Transformer, Meshes, dict[str, Choice]]:
     """The model on the meta device, wrapped for training on `device`; needs a process group.
 
     Args:
         splits: how many rows experts get from other ranks.
+
+    Returns:
+        The model, its meshes, and the choices of precision and compilation.
     """
+    precision = chosen_precision(cfg.precision, device)
+    compile = chosen_compile(cfg.compile, device)
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    dtype: torch.dtype = chosen_precision(cfg.precision, device).value
-    compile: bool = chosen_compile(cfg.compile, device).value
-    parallelize(model, meshes, dtype, compile, cfg.activation_checkpointing, splits)
-    return model, meshes
+    checkpointing = cfg.activation_checkpointing
+    parallelize(model, meshes, precision.value, compile.value, checkpointing, splits)
+    return model, meshes, {"precision": precision, "compile": compile}
 
 
 def allocated(
@@ -97,19 +101,16 @@ def allocated(
     device: torch.device,
     model: Transformer,
     meshes: Meshes,
+    choices: dict[str, Choice],
     document_end: int | None = None,
 ) -> Training:
     """A model on `device`, its parameters still without values, and its optimizer."""
     model.to_empty(device=device)
-    precision = chosen_precision(cfg.precision, device)
-    compile = chosen_compile(cfg.compile, device)
-    weights: Weights
-    if meshes.one_rank:
-        weights = OneRank(model, precision.value)
-    else:
-        weights = Sharded(model, cfg.parallel.reduce)
+    dtype: torch.dtype = choices["precision"].value
+    one = meshes.one_rank
+    weights: Weights = OneRank(model, dtype) if one else Sharded(model, cfg.parallel.reduce)
     optimizer = build_optimizer(weights.params, cfg.optim)
     guard = Guard(cfg.train.skip_step, device)
-    choices = {"precision": precision, "compile": compile, **weights.choices}
-    choices |= model.choices(device, precision.value, documents=document_end is not None)
+    of_model = model.choices(device, dtype, documents=document_end is not None)
+    choices = {**choices, **weights.choices, **of_model}
     return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)

@@ -147,11 +147,12 @@ def train(
     Raises:
         SkippedTooOften: after saving.
     """
-    cfg, agreement = t.cfg, Agreement(stop, t.cfg.distributed.timeout)
+    cfg = t.cfg
     loader = training_loader(t, data, state)
-    stop.training = True
     batches = recorder.timed(iter(loader))
     recorder.start(state.step)
+    agreement = Agreement(stop, cfg.distributed.timeout)
+    stop.training = True
     stopping: signal.Signals | None = None
     stuck = 0
     while state.step < cfg.steps and not (stopping or stuck):

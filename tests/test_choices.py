@@ -85,7 +85,7 @@ def test_small_gradients_wait_for_the_last_micro_batch(monkeypatch):
 def test_of_experts_that_ranks_share_out_only_the_own_count(words, share):
     cfg = load_config(["model=moe_tiny", "precision=fp32", *words])
     with fake_world(0, 2):
-        model, _ = sharded_model(cfg, CPU)
+        model, *_ = sharded_model(cfg, CPU)
         for name, param in model.named_parameters():
             own = param.numel() // (share if ".experts." in name else 1)
             assert gathered_numel(param) == own, name

@@ -98,13 +98,13 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     observer = Observer()
     gc.collect()
     with fake_world(rank, world_size), compiling(), gpu_kernels():
-        model, meshes = sharded_model(cfg, CPU, balanced_splits)
+        sharded = sharded_model(cfg, CPU, balanced_splits)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             observer.memory.patched(),
             observer,
         ):
-            t = allocated(cfg, CPU, model, meshes)
+            t = allocated(cfg, CPU, *sharded)
             return Watched(t, observer).step(count)
 
 

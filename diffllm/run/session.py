@@ -60,13 +60,14 @@ class Session:
         self.past = Continuation()
 
         def on_rank_0() -> dict[str, Any]:
-            self.directory = RunDirectory(choose_path(cfg), cfg)
+            path = choose_path(cfg)
+            self.directory = RunDirectory(path, cfg)
             self.past = continuation(cfg, self.directory)
             if not self.past.finished:
                 check_tokenizer(cfg)
             self.directory.forget_requeue()
             return {
-                "path": str(self.directory.path),
+                "path": str(path),
                 "finished": self.past.finished,
                 "checkpoint": self.past.checkpoint and str(self.past.checkpoint),
                 "ranks": self.past.saved["ranks"] if self.past.saved else 0,

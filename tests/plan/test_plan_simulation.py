@@ -88,9 +88,9 @@ def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp
 def observed(cfg):
     """A rank's step with data, seen by the same observer."""
     observer = Observer()
-    model, meshes = sharded_model(cfg, CPU, balanced_splits)
+    sharded = sharded_model(cfg, CPU, balanced_splits)
     with gpu_kernels(), observer.memory.patched(), observer:
-        t = allocated(cfg, CPU, model, meshes)
+        t = allocated(cfg, CPU, *sharded)
         for param in t.params.values():
             local(param).detach().zero_()
         watched = Watched(t, observer)
