@@ -16,6 +16,7 @@ os.environ.setdefault(
 )  # workers have that of their parent
 # Before torch is imported. Workers side by side share the cores, with the runs that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process would compile all modules anew
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py, whose imports forked runs share
 
 # A shell that starts this in the background has it ignore Ctrl-C, and all that it starts with it.
@@ -24,6 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import torch
+
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)

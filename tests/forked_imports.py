@@ -3,7 +3,11 @@
 import gc
 
 import hydra.main  # noqa: F401
+import jinja2  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401
+import torch._dynamo  # noqa: F401
 
 import diffllm.run.start
 import diffllm.tools  # noqa: F401
