@@ -14,6 +14,7 @@ from checkpoint_files import sign
 from datasets import Dataset
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
+from tiers import slow_but
 
 from diffllm import build_model, load_config, tools
 from diffllm.analysis.attention_map_figure import draw
@@ -148,7 +149,13 @@ def test_tokens_are_the_labels_of_both_axes():
 
 @pytest.mark.parametrize(
     ("length", "heads"),
-    [*itertools.product([1, 40, 256], [1, 2, 4]), (40, 5), (40, 7), (40, 8), (256, 16), (40, 32)],
+    slow_but(
+        [(1, 1), (40, 4), (40, 7), (256, 2)],
+        [
+            *itertools.product([1, 40, 256], [1, 2, 4]),
+            *((40, 5), (40, 7), (40, 8), (256, 16), (40, 32)),
+        ],
+    ),
 )
 @pytest.mark.parametrize("kind", ["standard", "gated", "differential"])
 def test_nothing_overlaps_and_sizes_stay_sane(length, heads, kind):

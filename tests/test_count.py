@@ -1,7 +1,9 @@
 """What a model costs: against the equations, for every size and variant."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 import pytest
 from equations import (
@@ -18,6 +20,7 @@ from equations import (
 )
 
 from diffllm import build_model, load_config, tools
+from diffllm.config.compose import variant_config
 from diffllm.errors import ConfigError
 from diffllm.model.groups import GROUPS, component_of, group_of
 from diffllm.tools.count import count
@@ -57,14 +60,23 @@ def expected_counts(m, variant, seq_len):
     }
 
 
+@cache
+def of_size(size):
+    return config(size, "standard", "seq_len=4096")
+
+
+attention_of = cache(variant_config)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_counts_equal_those_from_the_equations(size, variant):
-    if not has_shape(config(size, "standard").model, variant):
+    cfg = of_size(size)
+    cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
+    if not has_shape(cfg.model, variant):
         with pytest.raises(ConfigError, match="must be"):
-            config(size, variant)
+            cfg.validate()
         return
-    cfg = config(size, variant, "seq_len=4096")
     counts = count(cfg)
     groups = counts.pop("by_group")
     assert counts == expected_counts(cfg.model, variant, 4096)

@@ -26,6 +26,7 @@ from cli_helpers import (
     write_jsonl,
 )
 from forked_runs import ForkedRun, Gate
+from tiers import slow_but
 
 from diffllm import tools
 
@@ -753,33 +754,20 @@ def test_tools_without_a_command_say_which_there_are(
 # The same through the real commands
 
 
-def slow(words: list[str], named: list[str]) -> object:
-    return pytest.param(words, named, marks=pytest.mark.slow)
+REAL = [
+    (train_command(["optim.lrr=1"]), ["optim.lrr", "optim.lr"]),
+    (train_command(["steps=[1"]), ["steps=[1"]),
+    (train_command(["-m", "attention=standard,diff_v9"]), ["attention=diff_v9", *VARIANTS]),
+    (train_command(["data=files", "data.paths=[gone.txt]"]), ["data.paths", "gone.txt"]),
+    (train_command(["run.dir=file/run"]), ["file/run", "cannot be written"]),
+    (tool_command(["generate", "run=.", "prompt=a"]), ["config.yaml"]),
+    (tool_command(["generat"]), ["generat", "prepare", "count", "generate"]),
+]
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [
-        (train_command(["optim.lrr=1"]), ["optim.lrr", "optim.lr"]),
-        slow(train_command(["steps=[1"]), ["steps=[1"]),
-        (train_command(["-m", "attention=standard,diff_v9"]), ["attention=diff_v9", *VARIANTS]),
-        pytest.param(
-            train_command(["data=files", "data.paths=[gone.txt]"]),
-            ["data.paths", "gone.txt"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            train_command(["run.dir=file/run"]),
-            ["file/run", "cannot be written"],
-            marks=pytest.mark.slow,
-        ),
-        (tool_command(["generate", "run=.", "prompt=a"]), ["config.yaml"]),
-        pytest.param(
-            tool_command(["generat"]),
-            ["generat", "prepare", "count", "generate"],
-            marks=pytest.mark.slow,
-        ),
-    ],
+    slow_but([REAL[0], REAL[5]], REAL),
     ids=lambda words: " ".join(Path(word).name for word in words),
 )
 def test_real_command(

@@ -572,7 +572,7 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
 
 # Each starts an interpreter.
 REAL_OF_TIERS = [
-    pytest.param(*case, marks=[pytest.mark.slow] if i % 8 else []) for i, case in enumerate(REAL)
+    pytest.param(*case, marks=[pytest.mark.slow] if i else []) for i, case in enumerate(REAL)
 ]
 
 

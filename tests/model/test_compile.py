@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from stand_ins import END
+from tiers import slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
@@ -15,6 +16,12 @@ from diffllm.model.documents import Documents
 
 CASES = [(variant, ()) for variant in VARIANTS]
 CASES += [("diff_v1", ("model.attention.values=split",)), ("diff_v2", ("model.qk_norm=true",))]
+FAST = [
+    ("standard", ()),
+    ("gated", ()),
+    ("diff_v2", ()),
+    ("diff_v1", ("model.attention.values=split",)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +50,7 @@ def assert_same(found, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("variant", "extra"), CASES)
+@pytest.mark.parametrize(("variant", "extra"), slow_but(FAST, CASES))
 def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant, extra):
     """With statistics and without, with documents masked and without."""
     model = build_model(small_config(variant, extra=extra).model)

@@ -1,0 +1,18 @@
+"""Cases of a test that are left to the slow tier."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return the values of `parametrize`, marked slow unless they are among `fast`."""
+    cases = list(cases)
+    assert all(case in cases for case in fast), f"{fast} are not all among {cases}"
+    return [
+        case
+        if case in fast
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
