@@ -1,4 +1,4 @@
-"""What diagnostics cost at their default intervals, on against off in one run.
+"""Cost of diagnostics at their default intervals, on against off in one run.
 
     python benchmarks/diagnostics_cost.py [shape] [overrides] [--rounds 40] [--json FILE]
 

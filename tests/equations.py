@@ -86,7 +86,7 @@ def sizes(layer):
 
 
 def width_of(m):
-    """Of the feed-forward layers, or of the experts."""
+    """Return the width of the feed-forward layers, or of the experts."""
     return m.moe.expert_dim if m.moe.n_experts else m.ffn_dim
 
 

@@ -30,7 +30,7 @@ def forked(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any) -> list:
-    """What `function(*args)` returns on each rank, inside a gloo process group.
+    """Return the result of `function(*args)` on each rank, inside a gloo process group.
 
     The ranks meet through a file in `directory`, so no port can be taken. `function` must be
     importable and its arguments and result picklable.

@@ -150,7 +150,7 @@ def resumed(run: Path) -> None:
 
 
 def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """What each reader of tensors says, one line each; all must refuse."""
+    """Return the line that each reader of tensors says; all must refuse."""
     capfd.readouterr()
     with pytest.raises(CheckpointError) as caught:
         resumed(run)

@@ -1,4 +1,4 @@
-"""What is verified, which checkpoint is used, and which of them stay."""
+"""Verification, the choice of the checkpoint that is used, and which of them stay."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def save_steps(directory: Path, *steps: int, start: int = 0, **cfg: object) -> None:
-    """What a run does that begins after `start` and saves at these steps."""
+    """Save at these steps as a run does that begins after `start`."""
     checkpointer = Checkpointer(directory, CheckpointConfig(**cfg), start)  # type: ignore[arg-type]
     for step in steps:
         checkpointer.save(step, tensors(float(step)), STATE)
@@ -354,7 +354,7 @@ def test_the_command_without_a_run_is_an_error(tmp_path, capfd):
 
 
 def test_signing_makes_a_changed_checkpoint_whole_again(three):
-    """What the tests of forged checkpoints rest on."""
+    """Tests of forged checkpoints rest on this."""
     (three[0] / "state.json").write_text("{}")
     assert verify(three[0])
     sign(three[0])

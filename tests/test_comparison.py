@@ -151,7 +151,7 @@ def test_a_pipe_gets_one_table_however_wide(capsys):
 
 
 def on_a_terminal(columns, *words):
-    """What the command draws on a terminal, without its colours."""
+    """Return the text that the command draws on a terminal, without its colours."""
     main, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (50, columns))
     code = "import sys; from diffllm.tools import main; sys.exit(main(sys.argv[1:]))"

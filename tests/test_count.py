@@ -1,4 +1,4 @@
-"""What a model costs: against the equations, for every size and variant."""
+"""The cost of a model against the equations, for every size and variant."""
 
 import json
 from dataclasses import replace

@@ -49,7 +49,7 @@ RECORD = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['SEEN'],
 
 
 def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -> list[str]:
-    """What the script's torchrun is started with."""
+    """Return the words that the script starts torchrun with."""
     fake(tmp_path / "bin", "torchrun", RECORD)
     seen = tmp_path / "seen.json"
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)

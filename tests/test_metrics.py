@@ -100,7 +100,7 @@ def test_a_last_line_cut_short_is_dropped(tmp_path, keep):
     "junk", [b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n']
 )
 def test_junk_at_the_end_of_the_file_does_not_stop_a_resume(tmp_path, junk):
-    """What a machine that lost power can leave behind."""
+    """A machine that lost power can leave such lines behind."""
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     path.write_bytes(path.read_bytes() + junk)

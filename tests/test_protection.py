@@ -175,7 +175,7 @@ def train_with_every_fault(variant, *extra):
     [
         (1, ["diff_v2"]),
         (2, ["diff_v1"]),
-        (2, ["diff_v1", "parallel.replicate=2"]),
+        pytest.param(2, ["diff_v1", "parallel.replicate=2"], marks=pytest.mark.slow),
         (2, ["diff_v2", "model=moe_tiny"]),
     ],
 )

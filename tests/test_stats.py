@@ -145,7 +145,7 @@ N, WIDE = 8192, 256
 
 
 def values(heads, width):
-    """Of RMS 1 and, nearly, uncorrelated over N positions."""
+    """Draw values of RMS 1 that are nearly uncorrelated over N positions."""
     v = torch.randn(1, N, heads, width)
     return v / v.square().mean(-1, keepdim=True).sqrt()
 
@@ -408,7 +408,7 @@ def test_a_negative_interval_is_refused():
 
 
 def reduced_with_nan(values):
-    """What rank 0 and rank 1 make of a statistic of each kind, NaN on one rank only."""
+    """Reduce a statistic of each kind over two ranks, NaN on one of them only."""
     own = torch.tensor(values[torch.distributed.get_rank()])
     stats = {
         name: own.clone()

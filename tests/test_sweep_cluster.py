@@ -1,4 +1,4 @@
-"""What a sweep makes of SLURM's answers, from stand-ins for its commands."""
+"""Sweeps read SLURM's answers, here from stand-ins for its commands."""
 
 import os
 import stat

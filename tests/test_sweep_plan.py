@@ -1,4 +1,4 @@
-"""What a sweep does with a directory that holds runs already, without any training."""
+"""A sweep into a directory that holds runs already, without any training."""
 
 import json
 from pathlib import Path

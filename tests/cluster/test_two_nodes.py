@@ -68,7 +68,7 @@ class Cluster:
         return losses(self.run)
 
     def ranks(self) -> int:
-        """Of the latest start."""
+        """Return the ranks of the latest start."""
         return json.loads((self.run / "run.json").read_text())["ranks"]
 
     def steps(self) -> int:

@@ -42,7 +42,7 @@ def contents(data: TokenData) -> dict[str, bytes]:
 
 
 def visible(cache: Path) -> list[str]:
-    """What a later run would take for complete."""
+    """List the files that a later run would take for complete."""
     return sorted(
         str(path.relative_to(cache))
         for kind in ("tokens", "tokenizers")
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, make_config: MakeConfig) -> 
 def test_sigkill_at_random_moments_leaves_nothing_half_done(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
-    """What is left is never taken for complete, and the next start makes the same as ever."""
+    """Leftovers are never taken for complete, and the next start makes the same as ever."""
     paths = make_three(tmp_path, ".jsonl")
     cfg = make_config(*paths)
     undisturbed = prepare(make_config(*paths, cache_dir=str(tmp_path / "undisturbed")))

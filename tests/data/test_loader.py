@@ -54,7 +54,7 @@ def samples_of(inputs: torch.Tensor) -> list[int]:
 
 
 def expected_step(step: int) -> list[int]:
-    """What the order's definition says that optimizer step `step` reads."""
+    """Return the samples of optimizer step `step` by the order's definition."""
     indices = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
     return [int(permute(np.array([g % SAMPLES]), SAMPLES, SEED, g // SAMPLES)[0]) for g in indices]
 

@@ -69,7 +69,7 @@ def full(tensor):
 
 
 def trained(overrides, bias=None):
-    """What a short run gives, as plain numbers and arrays; `bias` moves the routers' choice."""
+    """Return a short run's results, plain numbers and arrays; `bias` moves the routers' choice."""
     cfg = config(overrides)
     t = build(cfg, torch.device("cpu"))
     if bias:
@@ -396,7 +396,7 @@ def test_the_shared_expert_runs_while_rows_travel(overrides, tmp_path):
 
 
 def exchanged_without_data(splits):
-    """What rows and weights without values come back as, and their gradients."""
+    """Send rows and weights without values; return those that come back, and gradients."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     experts = Experts(4, 16, 32).bfloat16()
     share_out(experts, mesh, splits)

@@ -72,7 +72,7 @@ def recomputed(variant):
 
 
 def listen(model):
-    """What each layer's parts read and wrote in the next forward pass."""
+    """Record inputs and outputs of each layer's parts in the next forward pass."""
     heard = [{} for _ in model.layers]
 
     def keep(store, name, what):
@@ -171,7 +171,7 @@ def gradient_norms(model):
 
 
 def update_norm(model, cfg):
-    """Of one AdamW step behind clipping, at the first learning rate of warmup."""
+    """Return the norm of one AdamW step behind clipping, at the first learning rate of warmup."""
     before = [p.detach().clone() for p in model.parameters()]
     torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_norm)
     decayed = [p for p in model.parameters() if p.ndim >= 2]

@@ -104,7 +104,7 @@ def test_one_and_two_ranks_train_alike(variant, tmp_path):
     [
         ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=every"],
         ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=last"],
-        ["parallel.replicate=4"],
+        pytest.param(["parallel.replicate=4"], marks=pytest.mark.slow),
         ["activation_checkpointing=true", "model.tie_embeddings=true", "model.qk_norm=true"],
     ],
 )

@@ -107,7 +107,7 @@ def describe(path: Path) -> str:
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """What appeared, vanished or changed between two snapshots."""
+    """List entries that appeared, vanished or changed between two snapshots."""
     return [
         f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
         for name in sorted(before.keys() | after.keys())

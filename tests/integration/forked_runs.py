@@ -98,7 +98,7 @@ class ForkedRun:
             process.join()
 
     def text(self) -> str:
-        """What the ranks said, one after the other."""
+        """Return the output of all ranks, one after the other."""
         return "".join(Path(file).read_text() for file in self.said)
 
 

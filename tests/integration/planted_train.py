@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Fault(NamedTuple):
-    """What goes wrong, where and when."""
+    """A fault: its kind, the rank that it strikes, and the step."""
 
     kind: str = "none"
     rank: int = 0

@@ -45,7 +45,7 @@ def command(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[st
 
 
 def overrides_of(corpus: Path, run: Path) -> list[str]:
-    """What makes a run small."""
+    """Return overrides that make a run small."""
     return [
         "data=files",
         f"data.paths=[{corpus}]",

@@ -48,7 +48,7 @@ OWN = {"standard": [], "gated": ["gate_mean"], "diff_v1": LAMBDA, "diff_v2": LAM
 
 
 def assert_complete(run: Path) -> None:
-    """What every finished run of four steps has."""
+    """Assert that a run has all that a finished run of four steps has."""
     assert [line["step"] for line in metrics(run)][-1] == 4
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert (run / "config.yaml").is_file()
@@ -155,7 +155,7 @@ def test_help_and_cfg(tmp_path: Path, tiny: list[str], environment: dict[str, st
 
 
 def continued(run: Path, capfd: pytest.CaptureFixture[str], prompt: str, *more: str) -> str:
-    """What `diffllm generate` prints, in this process."""
+    """Return the output of `diffllm generate`, run in this process."""
     words = ["generate", f"run={run}", f"prompt={prompt}", "max_new_tokens=6", *more]
     result = call(lambda: tools.main(words), capfd)
     assert (result.code, result.err) == (0, "")
@@ -205,7 +205,7 @@ def test_generate_without_chance_ignores_the_seed(
 def test_generate_prints_of_several_prompts_what_it_prints_of_each(
     finished_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the same prompt again, what the next seed gives."""
+    """The same prompt a second time is continued with the next seed."""
     prompts = ["def ", "x", "return a[3] + b\ndef f(", "def "]
     singles = [
         continued(finished_run, capfd, prompt, f"seed={seed}")

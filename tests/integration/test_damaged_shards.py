@@ -188,7 +188,7 @@ def outside(manifest: dict) -> None:
 
 
 def wider(manifest: dict) -> None:
-    """Of 32 bits a token, though the shards have 16."""
+    """Claim 32 bits a token, though the shards have 16."""
     manifest["vocab_size"] = 100_000
 
 

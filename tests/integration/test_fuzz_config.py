@@ -105,7 +105,7 @@ def of_tier(tier: str, few: int, many: int) -> tuple[random.Random, int]:
 
 
 def line_of(check: Callable[[], object]) -> str | None:
-    """What a check says, or None if it has nothing to say."""
+    """Return the error line of a check, or None if it raises none."""
     try:
         check()
         return None

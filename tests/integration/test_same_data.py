@@ -30,7 +30,7 @@ def words(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 def samples(run: Path) -> dict[int, list[str]]:
-    """What each step read, over all ranks, sorted; a step that was made again counts once."""
+    """Return the samples of each step over all ranks, sorted; of a step made again, the last."""
     by_rank: list[dict[int, list[str]]] = []
     for file in run.glob("samples-*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]

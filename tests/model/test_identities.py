@@ -1,4 +1,4 @@
-"""What the variants must obey whatever the shape: identities between them, bounds, symmetries.
+"""Laws of the variants at any shape: identities between them, bounds, symmetries.
 
 All in float64 over drawn shapes, weights, layer indices and lambdas. Maps come from references.py.
 """

@@ -63,7 +63,7 @@ def reference(moe, x, chosen=None):
 
 
 def gradients(moe, x, out):
-    """Of a loss that weighs every output differently, with respect to x and every parameter."""
+    """Return gradients, by x and all parameters, of a loss that weighs every output differently."""
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     names = dict(moe.named_parameters())
     return dict(

@@ -1,4 +1,4 @@
-"""What a compiled function holds, by hand."""
+"""Bytes that a compiled function holds, counted by hand."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def gated(x, w1, w3, w2):
 
 
 def held(function, *shapes):
-    """Of a function compiled without data, in bytes beyond its inputs: the most at once in its
-    forward pass, what is kept for the backward pass with the result, the most at once in the
+    """Compile a function without data, and return its bytes beyond the inputs: the most at once in
+    its forward pass, those kept for the backward pass with the result, the most at once in the
     backward pass with the result's gradient; and the shapes of result and gradients."""
     observer = Observer()
     memory = observer.memory

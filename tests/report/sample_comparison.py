@@ -103,7 +103,7 @@ def run(
 
 
 def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> dict[str, float]:
-    """What diagnostics of a step at the share `t` of the run look like."""
+    """Return diagnostics like those of a step at the share `t` of a run."""
     depth = np.arange(LAYERS) / LAYERS
     scale = {"diff_v2_no_lambda": 0.12, "diff_v2_no_sigmoid": 0.5 + 3 * t}.get(variant, 0.35)
     mean = scale * (0.3 + 0.7 * t) * (0.5 + depth) * rng.lognormal(0, 0.03, LAYERS)
