@@ -19,20 +19,19 @@ from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.init import Initializer, Shard, named, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
-from diffllm.model.norm import RMSNorm
 from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import Stats, block_stats, stack_stats
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); norm is RMSNorm (arXiv 1910.07467)."""
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
-        self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention: Attention = cfg.attention.build(cfg, layer_idx)
-        self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.routes = cfg.moe.n_experts > 0 and layer_idx >= cfg.moe.n_dense_layers
         self.ffn: Any = MoE(cfg.dim, cfg.moe) if self.routes else SwiGLU(cfg.dim, cfg.ffn_dim)
 
@@ -87,7 +86,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(cfg.vocab_size, cfg.dim)
         self.rope = RotaryEmbedding(cfg.head_dim, cfg.seq_len, cfg.rope)
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layers))
-        self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         if not cfg.tie_embeddings:
             self.output = nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
         self.chunk_loss: Any = chunk_loss
@@ -216,7 +215,7 @@ class Transformer(nn.Module):
             layer.attention.reset_parameters(init, cfg.init_std, out_std)
             layer.ffn.reset_parameters(init, cfg.init_std, out_std)
         for module in self.modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, nn.RMSNorm):
                 init.constant_(module.weight, 1.0)
         if not cfg.tie_embeddings:
             init.normal_(self.output.weight, cfg.init_std, truncate=3)

@@ -21,7 +21,6 @@ from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
 from diffllm.model.attention.diff_v1 import by_map, clamped, lambda_init_at
 from diffllm.model.init import Initializer, named
-from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import RopeConfig, RotaryEmbedding, apply_rope
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
@@ -108,7 +107,7 @@ def layer_of(variant, shape, **fields):
     generator = torch.Generator().manual_seed(shape.seed)
     with torch.no_grad():
         for module in attention.modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, torch.nn.RMSNorm):
                 module.weight.fill_(1)  # as the decoder does
         for param in attention.parameters():
             if param.ndim == 1:

@@ -21,7 +21,6 @@ from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.model.init import Initializer
-from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope, apply_rope
 
 if TYPE_CHECKING:
@@ -192,8 +191,8 @@ class Attention(nn.Module):
         self.wv = nn.Linear(model.dim, kv_dim, bias=False)
         self.wo = nn.Linear(context_dim, model.dim, bias=False)
         if model.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, model.norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, model.norm_eps)
+            self.q_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
         self.qk_norm = model.qk_norm
 
     def forward(

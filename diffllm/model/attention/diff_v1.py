@@ -20,7 +20,6 @@ from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
-from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope
 from diffllm.registry import schema
 
@@ -114,7 +113,7 @@ def lambda_init_at(layer_idx: int) -> float:
 
 
 class DiffV1Attention(Attention):
-    """context = RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
+    """context = nn.RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
 
     Adjacent heads are a pair: differential head i uses q[2i], q[2i+1] and, with j = i // (H/K),
     k[2j], k[2j+1] and the 2d-wide v[j], as the reference FlashAttention files do.
@@ -132,7 +131,7 @@ class DiffV1Attention(Attention):
         for name in self.fp32_parameters:
             self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim)))
         if cfg.head_norm:
-            self.head_norm = RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
+            self.head_norm = nn.RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, not a float: layers with different constants share one compiled graph.
