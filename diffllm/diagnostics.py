@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.metrics.table import metric_of
 from diffllm.model.stats import Stats
 
@@ -34,10 +34,6 @@ class DiagnosticsConfig:
     """Steps between probes of explicit maps; 0 turns them off."""
     probe_queries: int = bounded(8, least=1)
     """Number of query positions of a probe, spread over the sequence and drawn anew each time."""
-
-    def validate(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        check_bounds("diagnostics.", self)
 
 
 class Due(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import AgreedByAll, AgreedError
 
 WINDOW128_SIGMAS = 6.0
@@ -191,10 +191,6 @@ class ProtectionConfig:
     skip_step: SkipStep = SkipStep.nonfinite
     max_consecutive_skips: int = bounded(20, least=1)
     """Skipped updates in a row after which a run saves and stops, at the next logged step."""
-
-    def validate(self) -> None:
-        """Raise ConfigError for a limit below 1."""
-        check_bounds("train.", self)
 
 
 class SkippedTooOften(AgreedError, AgreedByAll):

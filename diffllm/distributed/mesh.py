@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 
 
@@ -40,7 +40,6 @@ class ParallelConfig:
         Args:
             n_experts: routed experts of each MoE layer; 0 for a dense model.
         """
-        check_bounds("parallel.", self)
         for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.distributed.collectives import record_collectives
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
@@ -40,10 +40,6 @@ class DistributedConfig:
     check_interval: int = bounded(0, least=0)
     """Steps between checks that ranks with the same part of the model hold the same values; at the
     start that is always checked, and 0 leaves it at that."""
-
-    def validate(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        check_bounds("distributed.", self)
 
 
 @dataclass
