@@ -72,28 +72,22 @@ def _unknown(paths: Sequence[Path], index: dict[str, FileFacts]) -> list[Path]:
 
 def _read_facts(path: Path) -> FileFacts:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
-    is_utf8, is_blank = True, True
+    is_utf8, is_blank, block = True, True, b"begin"
     try:
         with path.open("rb") as file:
             # Taken before reading: a change while reading then shows as a newer mtime.
             stat = os.fstat(file.fileno())
-            while block := file.read(BLOCK_BYTES):
+            while block:
+                block = file.read(BLOCK_BYTES)
                 digest.update(block)
                 is_blank = is_blank and not block.strip()
-                if is_utf8:
-                    is_utf8 = _decodes(decoder, block)
-            is_utf8 = is_utf8 and _decodes(decoder, b"", final=True)
+                try:
+                    decoder.decode(block, final=not block)
+                except UnicodeDecodeError:
+                    is_utf8 = False
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     return FileFacts(stat.st_size, stat.st_mtime_ns, digest.hexdigest(), is_utf8, is_blank)
-
-
-def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> bool:
-    try:
-        decoder.decode(block, final)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
