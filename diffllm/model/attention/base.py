@@ -175,11 +175,8 @@ class Attention(nn.Module):
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
     ):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = (
-            model.n_heads,
-            model.n_kv_heads,
-            model.head_dim,
-        )
+        self.n_heads, self.n_kv_heads = model.n_heads, model.n_kv_heads
+        self.head_dim = self.value_dim = model.head_dim
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
         self.kernel_width = partial(model.attention.kernel_width, model)
@@ -250,8 +247,10 @@ class Attention(nn.Module):
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
         """Return the mask that `forward` of any layer takes for a batch of tokens (B, T)."""
-        width = self.kernel_width(tokens.device)
-        return training_mask(documents, tokens, self.backend, dtype, width, self.explicit_mask)
+        device, masked = tokens.device, documents is not None
+        width = self.kernel_width(device)
+        kernel = training_kernel(self.backend, device, dtype, width, masked, self.explicit_mask)
+        return training_mask(kernel.value, documents, tokens)
 
     def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
         """Fill matrices from a truncated normal, `wo` at `out_std`; the decoder fills the norms."""
@@ -260,14 +259,11 @@ class Attention(nn.Module):
         init.normal_(self.wo.weight, out_std, truncate=3)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Count training FLOPs a token: projections and causal maps, forward and backward."""
+        """Count training FLOPs a token, forward and backward: those of the projections, and of q k
+        and weights times v over (seq_len + 1) / 2 keys."""
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
-        return 6 * matrices + self.map_flops_per_token(seq_len)
-
-    def map_flops_per_token(self, seq_len: int, value_dim: int | None = None) -> float:
-        """Count training FLOPs a token of q k and weights times v, over (seq_len + 1) / 2 keys."""
-        width = self.head_dim + (value_dim or self.head_dim)
-        return 3 * 2 * self.n_query_heads * width * (seq_len + 1) / 2
+        width = self.head_dim + self.value_dim
+        return 6 * (matrices + self.n_query_heads * width * (seq_len + 1) / 2)
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str

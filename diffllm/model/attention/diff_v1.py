@@ -128,10 +128,11 @@ class DiffV1Attention(Attention):
 
     def __init__(self, model: ModelConfig, cfg: DiffV1Config, layer_idx: int):
         super().__init__(model)
+        self.value_dim = 2 * self.head_dim
         for name in self.fp32_parameters:
             self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim)))
         if cfg.head_norm:
-            self.head_norm = nn.RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
+            self.head_norm = nn.RMSNorm(self.value_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, not a float: layers with different constants share one compiled graph.
@@ -177,8 +178,9 @@ class DiffV1Attention(Attention):
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        pairs, d = self.n_kv_heads // 2, self.head_dim
-        return KVCache((batch, 2 * pairs, length, d), (batch, pairs, length, 2 * d), dtype, device)
+        keys = (batch, self.n_kv_heads, length, self.head_dim)
+        values = (batch, self.n_kv_heads // 2, length, self.value_dim)
+        return KVCache(keys, values, dtype, device)
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
@@ -192,9 +194,6 @@ class DiffV1Attention(Attention):
             init.normal_(getattr(self, name), 0.1)
         constant = self.cfg.lambda_init
         self.lambda_init.fill_(lambda_init_at(self.layer_idx) if constant is None else constant)
-
-    def map_flops_per_token(self, seq_len: int, value_dim: int | None = None) -> float:
-        return super().map_flops_per_token(seq_len, value_dim=2 * self.head_dim)
 
 
 def clamped(weights: Tensor) -> Tensor:
