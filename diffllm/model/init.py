@@ -123,16 +123,14 @@ def in_threads(work: Callable[[T], None], items: list[T]) -> None:
         for item in items:
             work(item)
         return
-    remaining, inference = iter(items), torch.is_inference_mode_enabled()
+    inference = torch.is_inference_mode_enabled()
 
-    def work_on() -> None:
+    def work_on(item: T) -> None:
         with torch.inference_mode(inference):  # each thread has a mode of its own
-            for item in remaining:
-                work(item)
+            work(item)
 
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(work_on) for _ in range(workers)]:
-            done.result()
+        list(pool.map(work_on, items))
 
 
 def named(module: nn.Module) -> dict[Tensor, str]:
