@@ -6,7 +6,6 @@ NaN and infinity are always spikes and never enter it.
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,8 +18,11 @@ from diffllm.bounds import bounded
 from diffllm.errors import AgreedByAll, AgreedError
 
 WINDOW128_SIGMAS = 6.0
+SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
+"""The counts of skipped updates that a checkpoint holds."""
 
 
+@dataclass
 class SpikeCounter:
     """Counts spikes of one series.
 
@@ -32,18 +34,16 @@ class SpikeCounter:
         inclusive: whether exactly `sigmas` counts.
     """
 
-    def __init__(self, window: int, least: int, sigmas: float, two_sided: bool, inclusive: bool):
-        self.window = window
-        self.values: deque[float] = deque(maxlen=window)
-        self.recent: deque[bool] = deque(maxlen=window)
-        self.least, self.sigmas, self.two_sided, self.inclusive = (
-            least,
-            sigmas,
-            two_sided,
-            inclusive,
-        )
-        self.total = 0
-        self.seen = 0
+    window: int
+    least: int
+    sigmas: float
+    two_sided: bool = False
+    inclusive: bool = False
+
+    def __post_init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=self.window)
+        self.recent: deque[bool] = deque(maxlen=self.window)
+        self.total = self.seen = 0
 
     def update(self, value: float) -> bool:
         """Take the next value of the series; True when it is a spike."""
@@ -91,19 +91,15 @@ class SpikeCounter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values.clear()
-        self.values.extend(state["values"])
-        self.recent.clear()
-        self.recent.extend(bool(spike) for spike in state["recent"])
+        self.values = deque(state["values"], self.window)
+        self.recent = deque(map(bool, state["recent"]), self.window)
         self.total, self.seen = state["total"], state["seen"]
 
 
 def window128() -> SpikeCounter:
     """Count values above mean + 6 standard deviations of the 128 before them, once there are
     128."""
-    return SpikeCounter(
-        window=128, least=128, sigmas=WINDOW128_SIGMAS, two_sided=False, inclusive=False
-    )
+    return SpikeCounter(window=128, least=128, sigmas=WINDOW128_SIGMAS)
 
 
 def olmo2() -> SpikeCounter:
@@ -158,17 +154,12 @@ class SpikeMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         counters = {name: counter.state_dict() for name, counter in self.counters.items()}
-        return {
-            **counters,
-            "skipped_total": self.skipped_total,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "longest_skip": self.longest_skip,
-        }
+        return {**counters, **{name: getattr(self, name) for name in SKIPS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, counter in self.counters.items():
             counter.load_state_dict(state[name])
-        for name in ("skipped_total", "skipped_in_a_row", "longest_skip"):
+        for name in SKIPS:
             setattr(self, name, state[name])
 
 
@@ -205,8 +196,9 @@ class Guard:
 
     def __init__(self, mode: SkipStep, device: torch.device):
         self.mode = mode
-        window = SpikeMonitor().counters["spikes/loss"].window
-        self.windows = torch.full((2, window), torch.nan, dtype=torch.float64, device=device)
+        self.windows = torch.full(
+            (2, window128().window), torch.nan, dtype=torch.float64, device=device
+        )
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1.0 to skip the update, else 0.0 (float32); takes scalars equal on all ranks."""
@@ -225,9 +217,7 @@ class Guard:
 
     def load(self, monitor: SpikeMonitor) -> None:
         """Continue with the windows of a monitor that has seen the same steps."""
-        rows: Iterable[list[float]] = (
-            list(monitor.counters[f"spikes/{series}"].values) for series in ("loss", "grad")
-        )
+        rows = [list(monitor.counters[f"spikes/{series}"].values) for series in ("loss", "grad")]
         size = self.windows.shape[1]
         padded = [[float("nan")] * (size - len(row)) + row for row in rows]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

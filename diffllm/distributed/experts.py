@@ -37,8 +37,6 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """Return the sizes for equally many rows a rank and expert, for tensors without data.
 
     Rows then arrive in the right shape, but not at the right experts.
-
-    What arrives is then of the right shape, but not of the right experts.
     """
     n = mesh.size()
     send = parts(rows, n)
@@ -71,6 +69,13 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         experts.register_parameter(name, nn.Parameter(whole))
     # A graph cannot hold what waits for the host.
     experts.forward = torch.compiler.disable(exchanging(experts, mesh, splits))
+
+
+def expert_ranks(param: Tensor) -> int:
+    """Return the number of ranks that share out a parameter of experts; 1 for any other."""
+    if not isinstance(param, DTensor) or "expert" not in (param.device_mesh.mesh_dim_names or ()):
+        return 1
+    return param.device_mesh["expert"].size()
 
 
 def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable[..., Tensor]:

@@ -58,36 +58,26 @@ class World:
         if self.rank == 0:
             try:
                 result = choose()
-                self.store.set(key, json.dumps({"result": result}))
-                return result
             except UserError as error:
-                self._tell(key, str(error))
+                self.store.set(key, json.dumps({"error": str(error)}))
+                # The store ends with this process, unless torchrun has it.
+                read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
+                with contextlib.suppress(DistError):
+                    self.store.wait(read, timedelta(seconds=READ_S))
                 raise
-        decision = json.loads(self._wait_for(key))
-        if "result" in decision:
-            return decision["result"]
-        self.store.set(f"{key}/read/{self.rank}", "")
-        raise AgreedError(decision["error"])
-
-    def _tell(self, key: str, error: str) -> None:
-        """Tell the other ranks why rank 0 is about to end, and wait until they have read it.
-
-        The store ends with this process, unless torchrun has it.
-        """
-        self.store.set(key, json.dumps({"error": error}))
-        read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
-        with contextlib.suppress(DistError):
-            self.store.wait(read, timedelta(seconds=READ_S))
-
-    def _wait_for(self, key: str) -> bytes:
-        """Wait for rank 0's word."""
+            self.store.set(key, json.dumps({"result": result}))
+            return result
         try:
             self.wait([key])
         except DistStoreError as error:
             raise LaunchError(
                 f"rank 0 has not answered ({key}) within distributed.timeout={self.timeout} seconds"
             ) from error
-        return self.store.get(key)
+        decision = json.loads(self.store.get(key))
+        if "result" in decision:
+            return decision["result"]
+        self.store.set(f"{key}/read/{self.rank}", "")
+        raise AgreedError(decision["error"])
 
     def wait(self, keys: list[str]) -> None:
         """Wait until all keys are there; in slices, for no signal is handled while the store waits.
