@@ -20,9 +20,9 @@ class UserError(Exception):
         super().__init__(line)
 
 
-def listed(parts: Sequence[str], most: int = 5) -> str:
-    """Join parts of a message by semicolons, those behind the first `most` as '...'."""
-    return "; ".join([*parts[:most], *["..."] * (len(parts) > most)])
+def listed(parts: Sequence[str]) -> str:
+    """Join parts of a message by semicolons, the sixth and all behind it as '...'."""
+    return "; ".join([*parts[:5], *["..."] * (len(parts) > 5)])
 
 
 class AgreedError(UserError):

@@ -8,6 +8,7 @@ import contextlib
 import math
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -185,10 +186,9 @@ class Recorder:
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
     """`grad_norm/<group>` of the groups that there are."""
-    squares: dict[str, float] = {}
+    squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
-        group = group_of(name)
-        squares[group] = squares.get(group, 0.0) + square
+        squares[group_of(name)] += square
     return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}
 
 

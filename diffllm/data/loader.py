@@ -73,7 +73,7 @@ class TrainLoader:
     """Yields (inputs, targets), (m, T) int64, for ever, and resumes at any step.
 
     Global sample g is sequence `permute(g % n)` of epoch g // n. Step s reads the global samples
-    [s * G, (s + 1) * G) after `start_sample`; its micro-step k on rank r reads m of them from
+    [s * G, (s + 1) * G) from the start on; its micro-step k on rank r reads m of them from
     s * G + k * W * m + r * m on. So what a step reads depends on neither the world size W, the
     micro batch nor the workers.
     """
@@ -87,12 +87,11 @@ class TrainLoader:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        start_sample: int = 0,
         num_workers: int = 1,
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the global sample `start_sample`.
+        """Start at the first sample.
 
         Raises:
             DataError: the stream is shorter than one sequence.
@@ -104,7 +103,7 @@ class TrainLoader:
                 f"{micro_batch_size} times {world_size} ranks"
             )
         self._samples = sequences_in(stream, seq_len)
-        self._seed, self._start = seed, start_sample
+        self._seed, self._start = seed, 0
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._dataset = ShuffledSequences(stream, seq_len, self._samples, seed)

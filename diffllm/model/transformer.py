@@ -146,6 +146,11 @@ class Transformer(nn.Module):
         objective = objective + self.cfg.moe.router_z_loss * together.z
         return TrainOutput(objective, loss, stack_stats(stats), together)
 
+    @property
+    def mixtures(self) -> list[MoE]:
+        """The mixtures of experts, those of the last layers."""
+        return [layer.ffn for layer in self.layers if layer.routes]
+
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
         """Tell the routers how busy their experts were in an optimizer step.
 
@@ -153,9 +158,8 @@ class Transformer(nn.Module):
             counts: (layers of experts, E) int64, over the whole global batch.
             skipped: scalar; 1.0 leaves the routers as they are.
         """
-        routers = [layer.ffn.router for layer in self.layers if layer.routes]
-        for router, layer_counts in zip(routers, counts.unbind(), strict=True):
-            router.rebalance(layer_counts, skipped)
+        for mixture, layer_counts in zip(self.mixtures, counts.unbind(), strict=True):
+            mixture.router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
         """Return what routers learn without a gradient, by name; part of a checkpoint."""
@@ -163,13 +167,13 @@ class Transformer(nn.Module):
 
     def router_bias_range(self) -> Tensor:
         """Return the largest bias of an expert minus the smallest, (MoE layers,)."""
-        biases = [layer.ffn.router.bias for layer in self.layers if layer.routes]
-        return torch.stack([bias.max() - bias.min() for bias in biases])
+        biases = torch.stack([mixture.router.bias for mixture in self.mixtures])
+        return biases.amax(1) - biases.amin(1)
 
     def active_parameters(self) -> int:
         """Count the parameters of a token: all but those of experts that it does not go to."""
         total = sum(param.numel() for param in self.parameters())
-        return total - sum(layer.ffn.idle_parameters() for layer in self.layers if layer.routes)
+        return total - sum(mixture.idle_parameters() for mixture in self.mixtures)
 
     def whole_sequences(
         self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -233,16 +237,11 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, Choice]:
-        """Decide what is left to `device` when training in `dtype`, by name.
-
-        Args:
-            documents: whether queries see their own document only.
-        """
-        cfg = self.cfg
-        found = cfg.attention.choices(cfg, device, dtype, documents)
-        found["loss_chunk"] = loss_chunk(cfg.loss_chunk, device)
-        mixtures = (layer.ffn for layer in self.layers if layer.routes)
-        return found | next((each.choices(device, dtype) for each in mixtures), {})
+        """Decide what is left to `device` when training in `dtype`, by name; with `documents`,
+        queries see their own document only."""
+        found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
+        found["loss_chunk"] = loss_chunk(self.cfg.loss_chunk, device)
+        return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
     def flops_per_token(self) -> float:
         """Count training FLOPs a token at `cfg.seq_len`: matrix products, causal attention."""

@@ -62,9 +62,7 @@ class AttentionConfig:
     ) -> dict[str, Choice]:
         """Decide what is left to the device in training, by name: "attention" is the kernel.
 
-        Args:
-            dtype: that of queries and keys.
-            documents: whether queries see their own document only.
+        `dtype` is that of queries and keys; with `documents`, they see their own document only.
         """
         width = self.kernel_width(model, device)
         return {
@@ -84,14 +82,9 @@ class AttentionConfig:
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ) -> None:
-        """Make the kernel ready on `device`, before anything is built.
+        """Make the kernel ready before anything is built; raises ConfigError if it cannot run.
 
-        Args:
-            dtype: that of queries and keys, where it is known already.
-            documents: whether queries will see their own document only.
-
-        Raises:
-            ConfigError: the backend cannot run there.
+        Arguments as for `choices`; `dtype` where it is known already.
         """
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)

@@ -1,4 +1,8 @@
-"""The choice of the attention kernel that trains on a device; `ops.attend` calls it."""
+"""The choice of the attention kernel that trains on a device; `ops.attend` calls it.
+
+`dtype` is that of queries and keys, `width` the largest of queries, keys and values, `documents`
+whether queries see their own document only.
+"""
 
 from enum import StrEnum
 
@@ -65,9 +69,6 @@ def training_kernel(
     """Choose the `Kernel` that attends in a training forward pass.
 
     Args:
-        dtype: that of queries and keys.
-        width: the largest of queries, keys and values.
-        documents: whether queries see their own document only.
         explicit_mask: the variant masks documents by a boolean tensor, because no kernel knows its
             map.
     """
@@ -116,11 +117,6 @@ def prepare_backend(
     documents: bool = False,
 ) -> None:
     """Make `backend` ready on `device`, before anything is built: find its package, and try it.
-
-    Args:
-        width: the largest of queries, keys and values.
-        dtype: that of queries and keys, where it is known already.
-        documents: whether a kernel will have to mask documents.
 
     Raises:
         ConfigError: the backend cannot run here.
