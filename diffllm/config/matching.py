@@ -75,7 +75,8 @@ def match(
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     wanted, start = total_params(target_model), width_of(model)
-    total, width, name = total_params(model), start, width_key(model)
+    total, width = total_params(model), start
+    name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
     if total != wanted:
         a_step = Fraction(total_params(widened(model, 2 * width)) - total, width)
         exact = width + (wanted - total) / a_step
@@ -94,13 +95,8 @@ def match(
     return Matched(target, wanted, start, total, width, name)
 
 
-def width_key(model: ModelConfig) -> str:
-    """Return the dotted field of a model whose width is solved."""
-    return "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
-
-
 def width_of(model: ModelConfig) -> int:
-    """Return the value of that field."""
+    """Return the width that is solved: of the experts, or of the feed-forward layers."""
     return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,38 +236,28 @@ class Watch:
         """Tell the others, write stack traces, and end the process with code 1."""
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # the other thread is at it
-        done: dict[str, Any] = {"first": True, "where": ""}
-
-        def tell() -> None:
-            done["first"] = self._tell(message)
-
-        def write() -> None:
-            done["where"] = self._write_traces(message)
-            self.on_end()
-
         try:
-            # on threads, for the store or a disk may hang
-            threads = [threading.Thread(target=work, daemon=True) for work in (tell, write)]
-            for thread in threads:
-                thread.start()
-            deadline = time.monotonic() + LAST_WORDS_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            if done["first"]:
-                print(f"error: {message}{done['where']}", file=sys.stderr, flush=True)
+            pool = ThreadPoolExecutor()  # the store or a disk may hang
+            told = pool.submit(self._tell, message)
+            written = pool.submit(self._write_traces, message)
+            work: list[Future[Any]] = [told, written, pool.submit(self.on_end)]
+            wait(work, LAST_WORDS_S)
+            if not told.done() or told.result():
+                where = written.result() if written.done() else ""
+                print(f"error: {message}{where}", file=sys.stderr, flush=True)
             time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with this process
         finally:
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
-        """Whether this rank is the first to say so."""
-        try:
+        """Whether this rank is the first to say so; in doubt, it is."""
+        with contextlib.suppress(Exception):
             self.store.set("verdict", message)
             return self.store.add("said", 1) == 1
-        except DistError:
-            return True
+        return True
 
     def _write_traces(self, message: str) -> str:
+        """Write the stacks of all threads to a file; say where, or why that failed."""
         if self.traces is None:
             return ""
         try:
@@ -277,7 +268,7 @@ class Watch:
                     traceback.print_exception(self.error, file=file)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as problem:
+        except Exception as problem:
             return f"; no stack traces: {problem}"
         return f"; stack traces in {self.traces}"
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
 
 T = TypeVar("T")
@@ -76,6 +77,16 @@ class Initializer:
             target[low:high].copy_(values)
 
         in_threads(fill, blocks.tolist())
+
+    def matrices_(self, module: nn.Module, std: float, out_std: float) -> None:
+        """Fill every matrix of a module from N(0, std^2) truncated at 3 standard deviations.
+
+        Of the output projections, `wo` and `w2`, the standard deviation is `out_std`.
+        """
+        for name, param in module.named_parameters():
+            if param.ndim > 1:
+                is_output = not OUTPUTS.isdisjoint(name.split("."))
+                self.normal_(param, out_std if is_output else std, truncate=3)
 
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()

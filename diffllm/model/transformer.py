@@ -17,6 +17,7 @@ from diffllm.model.choice import Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
+from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, named, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
 from diffllm.model.probes import Probe, probe_at, probe_stats
@@ -210,19 +211,17 @@ class Transformer(nn.Module):
         Args:
             shard: how to find the rows that this process holds of a parameter.
         """
-        cfg = self.cfg
-        init = Initializer(cfg.init_seed, named(self), shard)
-        out_std = cfg.init_std / math.sqrt(2 * cfg.n_layers)
+        std = self.cfg.init_std
+        init = Initializer(self.cfg.init_seed, named(self), shard)
+        init.matrices_(self, std, std / math.sqrt(2 * self.cfg.n_layers))
         self.rope.reset_parameters()
-        init.normal_(self.tok_embeddings.weight, cfg.init_std, truncate=3)
-        for layer in self.layers:
-            layer.attention.reset_parameters(init, cfg.init_std, out_std)
-            layer.ffn.reset_parameters(init, cfg.init_std, out_std)
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):
                 init.constant_(module.weight, 1.0)
-        if not cfg.tie_embeddings:
-            init.normal_(self.output.weight, cfg.init_std, truncate=3)
+            elif isinstance(module, Attention):
+                module.reset_parameters(init)
+            elif isinstance(module, Router):
+                module.reset_buffers()
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None

@@ -103,7 +103,9 @@ def layer_of(variant, shape, **fields):
     """An attention module in float64, its vectors away from values at which all looks right."""
     cfg = configured(variant, shape, **fields)
     attention = cfg.attention.build(cfg, shape.layer).double()
-    attention.reset_parameters(Initializer(shape.seed, named(attention)), 0.3, 0.3)
+    init = Initializer(shape.seed, named(attention))
+    init.matrices_(attention, 0.3, 0.3)
+    attention.reset_parameters(init)
     generator = torch.Generator().manual_seed(shape.seed)
     with torch.no_grad():
         for module in attention.modules():

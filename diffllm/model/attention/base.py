@@ -245,11 +245,8 @@ class Attention(nn.Module):
         kernel = training_kernel(self.backend, device, dtype, width, masked, self.explicit_mask)
         return training_mask(kernel.value, documents, tokens)
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill matrices from a truncated normal, `wo` at `out_std`; the decoder fills the norms."""
-        for linear in (self.wq, self.wk, self.wv):
-            init.normal_(linear.weight, std, truncate=3)
-        init.normal_(self.wo.weight, out_std, truncate=3)
+    def reset_parameters(self, init: Initializer) -> None:
+        """Fill what a variant has besides matrices and norms, which the decoder fills."""
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count training FLOPs a token, forward and backward: those of the projections, and of q k

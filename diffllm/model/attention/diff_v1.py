@@ -188,8 +188,7 @@ class DiffV1Attention(Attention):
         q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
+    def reset_parameters(self, init: Initializer) -> None:
         for name in self.fp32_parameters:
             init.normal_(getattr(self, name), 0.1)
         constant = self.cfg.lambda_init

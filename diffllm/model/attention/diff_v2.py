@@ -119,9 +119,6 @@ class DiffV2Attention(Attention):
         logits = logits.to(at_least_float32(logits.dtype))
         return logits if form is Lambda.raw else torch.sigmoid(logits)
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
-        if self.cfg.lambda_form in (Lambda.sigmoid, Lambda.raw):
-            init.normal_(self.w_lambda.weight, std, truncate=3)
+    def reset_parameters(self, init: Initializer) -> None:
         if self.cfg.lambda_form is Lambda.scalar:
             init.constant_(self.lambda_logit, 0.0)

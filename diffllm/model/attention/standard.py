@@ -94,8 +94,7 @@ class StandardAttention(Attention):
         """Return the sink's logit of each head, (H,); None for a logit of 0."""
         return self.sink if self.sink_kind is Sink.learned else None
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
+    def reset_parameters(self, init: Initializer) -> None:
         if self.sink_kind is Sink.learned:
             init.constant_(self.sink, 0.0)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
 from diffllm.model.dtypes import dtype_name
-from diffllm.model.init import Initializer
 from diffllm.torch_versions import IS_ROCM
 
 ALIGNMENT = 16
@@ -59,12 +58,6 @@ class Experts(nn.Module):
         else:
             gate_up = [expert_linear(x, weight, None, ends, False) for weight in (self.w1, self.w3)]
         return expert_linear(self.activation(weights, *gate_up), self.w2, None, ends, False)
-
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill as SwiGLU does: from a truncated normal, the output projections at `out_std`."""
-        init.normal_(self.w1, std, truncate=3)
-        init.normal_(self.w3, std, truncate=3)
-        init.normal_(self.w2, out_std, truncate=3)
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from diffllm.model.ffn.router import (
     sequence_balance,
 )
 from diffllm.model.ffn.swiglu import SwiGLU
-from diffllm.model.init import Initializer
 
 
 class Routed(NamedTuple):
@@ -81,13 +80,6 @@ class MoE(nn.Module):
         if self.cfg.router_z_loss:
             z = routing.logits.logsumexp(-1).square().sum()
         return Routed(counts, balance, z)
-
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill matrices from a truncated normal, the output projections at `out_std`."""
-        self.router.reset_parameters(init, std)
-        self.experts.reset_parameters(init, std, out_std)
-        if self.shared is not None:
-            self.shared.reset_parameters(init, std, out_std)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, Choice]:
         """Decide what is left to `device` for tokens of `dtype`, by name."""

@@ -13,7 +13,6 @@ from diffllm.model.choice import Choice
 from diffllm.model.dtypes import at_least_float32, dtype_name
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.ffn.split_product import SplitProduct
-from diffllm.model.init import Initializer
 from diffllm.torch_versions import IS_ROCM
 
 EPS = 1e-20
@@ -82,9 +81,8 @@ class Router(nn.Module):
         self.bias.copy_(torch.where(keep, self.bias, moved))
         self.load.copy_(torch.where(keep, self.load, load))
 
-    def reset_parameters(self, init: Initializer, std: float) -> None:
-        """Fill the matrix from a truncated normal; start with no bias and equally busy experts."""
-        init.normal_(self.weight, std, truncate=3)
+    def reset_buffers(self) -> None:
+        """Start with no bias and equally busy experts."""
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.load)
 
