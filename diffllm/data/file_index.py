@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock
 
@@ -19,8 +19,7 @@ INDEX_VERSION = 1
 BLOCK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class FileFacts:
+class FileFacts(NamedTuple):
     """The facts about a file that reading it once gave."""
 
     size: int
@@ -48,7 +47,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
                 for path in unknown:
                     index[str(path)] = _read_facts(path)
                     advance(1)
-            _write_index(index_path, index)
+            replace_file(index_path, json.dumps({"version": INDEX_VERSION, "files": index}))
     return [index[str(path)] for path in paths]
 
 
@@ -99,8 +98,3 @@ def _read_index(path: Path) -> dict[str, FileFacts]:
         return {name: FileFacts(*facts) for name, facts in stored["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
-    files = {name: astuple(facts) for name, facts in index.items()}
-    replace_file(path, json.dumps({"version": INDEX_VERSION, "files": files}))

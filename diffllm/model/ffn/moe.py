@@ -85,11 +85,8 @@ class MoE(nn.Module):
         """Decide what is left to `device` for tokens of `dtype`, by name."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
-        gate_up = "one product"
-        if joining.value is None:
-            gate_up = "two products"
-        elif joining.value:
-            gate_up = f"one product from {joining.value} rows an expert"
+        several = f"one product from {joining.value} rows an expert"
+        gate_up = {None: "two products", 0: "one product"}.get(joining.value, several)
         return {
             "router_product": router_product(device, dtype),
             "expert_products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),
