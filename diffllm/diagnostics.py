@@ -103,11 +103,8 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return the busiest and the idlest expert's tokens over the uniform number, (L,) float32 each.
-
-    Args:
-        counts: (L, E) int64, tokens of the global batch that each expert got.
-    """
+    """Return the busiest and the idlest expert's tokens over the uniform number, (L,) float32 each,
+    from the tokens of the global batch that each expert got, (L, E) int64."""
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 

@@ -102,10 +102,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
     """Make a step unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
 
-    The decision stays on the device: `found_inf` is how the fused kernels take it.
-
-    Args:
-        skip: float32 scalar on the parameters' device, equal on all ranks.
+    The decision, a float32 scalar that is equal on all ranks, stays on the device: `found_inf` is
+    how the fused kernels take it.
     """
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()

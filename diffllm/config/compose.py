@@ -53,11 +53,8 @@ def hydra() -> Iterator[ConfigLoader]:
 def load_config(overrides: list[str] | None = None) -> TrainConfig:
     """Compose, type and validate a configuration; solve its width if it is to match.
 
-    Args:
-        overrides: words of the command line, e.g. ["model=tiny", "attention=diff_v2"].
-
-    Raises:
-        ConfigError: a key, choice or value is wrong; one line that says what is allowed.
+    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]. A wrong key,
+    choice or value raises ConfigError: one line that says what is allowed.
     """
     cfg = typed(compose_config(overrides or []))
     target = cfg.model.match_params_to

@@ -55,10 +55,9 @@ def match(
 ) -> Matched:
     """Solve the width with which `model` has as many parameters as with another attention.
 
-    The width is that of the feed-forward layers, or of the experts where there are any.
-
-    A width that gives exactly the target's total stays. Otherwise it is the nearest positive
-    multiple of the largest of MODULI that comes within TOLERANCE.
+    The width is that of the feed-forward layers, or of the experts where there are any. One that
+    gives exactly the target's total stays; otherwise it is the nearest positive multiple of the
+    largest of MODULI that comes within TOLERANCE.
 
     Args:
         model: a valid shape, its width the target's.

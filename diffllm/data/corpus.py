@@ -47,8 +47,7 @@ class Corpus:
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the corpus that `cfg` names, and identify its content.
 
-    Raises:
-        DataError: a source is missing, empty, of an unknown format or not UTF-8.
+    DataError is raised for a source that is missing, empty, of an unknown format or not UTF-8.
     """
     open_source = {"stdlib": _stdlib, "files": _files, "hub": _hub}[cfg.source]
     return open_source(cfg, cache_dir)

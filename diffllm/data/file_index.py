@@ -31,11 +31,8 @@ class FileFacts(NamedTuple):
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return facts about `paths`, in order; only files that are new or changed are read.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Return facts about `paths`, in order, and read only those that are new or changed; raises
+    DataError for one that cannot be read."""
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
     if _unknown(paths, index):

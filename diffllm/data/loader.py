@@ -24,11 +24,8 @@ WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 
 
 def sequences_in(stream: TokenStream, seq_len: int) -> int:
-    """Count the sequences of seq_len inputs, and a target each, that `stream` holds.
-
-    Raises:
-        DataError: not even one.
-    """
+    """Count the sequences of seq_len inputs, and a target each, that `stream` holds; raises
+    DataError if there is not even one."""
     n = (len(stream) - 1) // seq_len
     if n < 1:
         raise DataError(
@@ -57,10 +54,7 @@ def heldout_batches(
     """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
 
     Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
-    overlap; the last batch may be smaller and a rank may get none.
-
-    Raises:
-        DataError: the stream is shorter than one sequence.
+    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`.
     """
     n = sequences_in(stream, seq_len)
     count = min(sequences, n)
@@ -91,12 +85,8 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample.
-
-        Raises:
-            DataError: the stream is shorter than one sequence.
-            ConfigError: the global batch does not divide into micro batches of all ranks.
-        """
+        """Start at the first sample; raises as `sequences_in`, and ConfigError for a global batch
+        that does not divide into micro batches of all ranks."""
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
@@ -143,11 +133,8 @@ class TrainLoader:
         return {"seed": self._seed, "epoch": epoch, "sample": sample}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`, whatever world size, micro batch or workers it was saved with.
-
-        Raises:
-            CheckpointError: it belongs to another seed, corpus or sequence length.
-        """
+        """Continue from `state`, whatever world size, micro batch or workers it was saved with;
+        raises CheckpointError if it belongs to another seed, corpus or sequence length."""
         if state["seed"] != self._seed:
             raise CheckpointError(
                 f"the checkpoint's data order has seed={state['seed']}, this run seed={self._seed}"

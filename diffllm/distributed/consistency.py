@@ -27,14 +27,10 @@ class Disagreement(UserError):
 
 
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
-    """Compare every rank's facts, through the store; no process group is needed.
+    """Compare every rank's facts, as text, through the store; no process group is needed.
 
-    Args:
-        what: the subject of the facts, for the message.
-        facts: values by name; compared as text.
-
-    Raises:
-        Disagreement: on every rank alike; names the ranks, the facts and their values.
+    Where they differ, every rank raises Disagreement, or an AgreedError with its message, which
+    names `what` the facts are about, the ranks, the facts and their values.
     """
     key = f"same/{what}"
     mine = {name: str(value) for name, value in facts.items()}
@@ -90,8 +86,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
         tensors: those of this rank, the same names everywhere, local shards in DTensors.
         replica_size: neighbouring ranks that hold one copy of the sharded tensors.
 
-    Raises:
-        Disagreement: on every rank alike; names ranks and tensors.
+    Where they differ, every rank raises, as in `check_same`; names ranks and tensors.
     """
     own = torch.stack([fingerprint(local(t)) for t in tensors.values()])
     size = dist.get_world_size()

@@ -96,11 +96,9 @@ def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable
 
 
 def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the order that sorts rows by expert, and the one that puts them back; each (R,) int64.
+    """Return the order that sorts R rows by expert, and the one that puts them back: (R,) int64.
 
-    Args:
-        received: (n, E/n) int64, how the rows lie: by rank, then by expert.
-        rows: R.
+    received (n, E/n) int64 counts the rows as they lie: by rank, then by expert.
     """
     n, experts = received.shape
     expert = torch.arange(experts, device=received.device).repeat(n)

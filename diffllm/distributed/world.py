@@ -132,12 +132,8 @@ class World:
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Meet the other processes of this launch; waits for all of them to appear.
-
-    Raises:
-        LaunchError: the environment variables do not say who meets where, or not all ranks have
-            appeared within `cfg.timeout`.
-    """
+    """Meet the other processes of this launch, when all have appeared; raises LaunchError if that
+    takes longer than `cfg.timeout`, or the environment does not say who meets where."""
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())

@@ -96,10 +96,7 @@ class Initializer:
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
     """Return the global row indices that a block of a tensor has parts of, ascending, int64.
 
-    Args:
-        local: the block's shape.
-        first: its first index in each dimension.
-        leading: the dimensions of the whole tensor that count rows.
+    The block has shape `local` and begins at index `first`; `leading` dimensions count rows.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(leading, first, local, strict=False):

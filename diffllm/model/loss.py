@@ -15,11 +15,7 @@ GPU_CHUNK, CPU_CHUNK = 4096, 512
 
 
 def loss_chunk(asked: int | None, device: torch.device) -> Choice:
-    """Return the number of tokens that have logits at once.
-
-    Args:
-        asked: `model.loss_chunk`; None leaves it to the device.
-    """
+    """Return the number of tokens that have logits at once: `asked`, or what suits the device."""
     if asked is not None:
         return Choice(asked, ASKED)
     if device.type == "cuda":
@@ -144,15 +140,14 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Loss]:
     """Sum the cross-entropy of `hidden @ weight.T` over tokens, plus z_weight times z.
 
+    Returns this objective, differentiable (float32 scalar), and its two parts, detached.
+
     Args:
         hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64,
             negative ones ignored.
         z_weight: weight of logsumexp^2 (PaLM, arXiv 2204.02311, section 5).
         chunk: tokens whose logits exist at once; the softmax is in float32.
         compute: `chunk_loss` or a compiled copy of it.
-
-    Returns:
-        The differentiable objective (float32 scalar) and its two parts, detached.
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
     return total, Loss(nll, z)

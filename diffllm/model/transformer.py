@@ -153,12 +153,8 @@ class Transformer(nn.Module):
         return [layer.ffn for layer in self.layers if layer.routes]
 
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Tell the routers how busy their experts were in an optimizer step.
-
-        Args:
-            counts: (layers of experts, E) int64, over the whole global batch.
-            skipped: scalar; 1.0 leaves the routers as they are.
-        """
+        """Tell each router how busy its experts were, as `Router.rebalance` takes it: counts are
+        (layers of experts, E)."""
         for mixture, layer_counts in zip(self.mixtures, counts.unbind(), strict=True):
             mixture.router.rebalance(layer_counts, skipped)
 
@@ -208,8 +204,7 @@ class Transformer(nn.Module):
     def reset_parameters(self, shard: Shard = whole) -> None:
         """Fill every parameter and buffer; values depend on (init_seed, name) only.
 
-        Args:
-            shard: how to find the rows that this process holds of a parameter.
+        `shard` finds the block that this process holds of a parameter.
         """
         std = self.cfg.init_std
         init = Initializer(self.cfg.init_seed, named(self), shard)
@@ -262,11 +257,8 @@ def stack_routed(layers: list[Routed]) -> Routed:
 
 
 def build_model(cfg: ModelConfig) -> Transformer:
-    """Build an initialised decoder in float32 on the current default device.
-
-    Raises:
-        ConfigError: the attention backend cannot run on that device.
-    """
+    """Build an initialised decoder in float32 on the current default device; raises ConfigError if
+    the attention backend cannot run there."""
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)

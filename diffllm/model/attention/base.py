@@ -91,12 +91,9 @@ class AttentionConfig:
 
 
 class KVCache:
-    """The keys and values of all positions decoded so far, preallocated: (B, K, S_max, d) each.
+    """The keys and values of all positions decoded so far, preallocated: (B, heads, S_max, width).
 
     Heads come before positions, so that a decoding step reads each head's keys in one sweep.
-
-    Args:
-        k_shape, v_shape: (B, heads, S_max, width) of each.
     """
 
     def __init__(

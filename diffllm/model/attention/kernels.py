@@ -68,9 +68,7 @@ def training_kernel(
 ) -> Choice:
     """Choose the `Kernel` that attends in a training forward pass.
 
-    Args:
-        explicit_mask: the variant masks documents by a boolean tensor, because no kernel knows its
-            map.
+    With `explicit_mask`, a boolean tensor masks documents, because no kernel knows the map.
     """
     if backend is Backend.reference:
         return Choice(Kernel.explicit, ASKED)
@@ -116,11 +114,8 @@ def prepare_backend(
     dtype: torch.dtype | None = None,
     documents: bool = False,
 ) -> None:
-    """Make `backend` ready on `device`, before anything is built: find its package, and try it.
-
-    Raises:
-        ConfigError: the backend cannot run here.
-    """
+    """Make `backend` ready on `device`, before anything is built: find its package, and try it;
+    raises ConfigError if it cannot run here."""
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
         raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")

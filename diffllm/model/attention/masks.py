@@ -20,9 +20,7 @@ PACKED = (Kernel.varlen, Kernel.varlen_2, Kernel.varlen_4)
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
     """Build the mask of a batch in the form that `kernel` takes; one mask serves all layers.
 
-    Args:
-        documents: None where a row is one document.
-        tokens: (B, T); only their shape and device count.
+    `documents` are None where a row is one; of tokens (B, T) only shape and device count.
     """
     length = tokens.shape[1]
     if documents is None:

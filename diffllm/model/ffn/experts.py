@@ -38,7 +38,7 @@ class Experts(nn.Module):
         self.activation: Any = weighted_swiglu
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert.
+        """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert: (M, D) as x.
 
         The weight is applied before w2: that is the same, and needs no output kept for its
         gradient.
@@ -47,9 +47,6 @@ class Experts(nn.Module):
             x: (M, D), sorted by expert.
             weights: (M,) float, one a row.
             counts: (E,) int64, rows of each expert; they sum to M.
-
-        Returns:
-            (M, D) in the dtype of x.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
@@ -63,9 +60,7 @@ class Experts(nn.Module):
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
     """Compute the activation weight * silu(gate) * up: (M, F) in the dtype of gate.
 
-    Args:
-        weights: (M,) float.
-        gate_up: gate and up, each (M, F), or both side by side in one (M, 2 F).
+    The weights are (M,) float; gate and up (M, F) each, or side by side in one tensor (M, 2 F).
     """
     gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
