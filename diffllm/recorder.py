@@ -56,11 +56,7 @@ class Outputs(NamedTuple):
 
 
 class Recorder:
-    """Collects on every rank, writes on rank 0.
-
-    Args:
-        outputs: None on ranks other than 0.
-    """
+    """Collects on every rank, writes on rank 0; other ranks have no `outputs`."""
 
     def __init__(
         self, t: Training, spikes: SpikeMonitor, display: Display, outputs: Outputs | None

@@ -304,6 +304,7 @@ def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, mess
         (["attention=nonsense"], "diff_v2"),
         (["precision=fp8"], "fp32"),
         (["steps=many"], "steps=many"),
+        (["steps=many", "steps=5"], "steps=many"),
         (["model.match_params_to=diff_v3"], "model.match_params_to=diff_v3"),
         (["model.match_params_to=[a]"], "model.match_params_to=[a]"),
     ],

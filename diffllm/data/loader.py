@@ -8,6 +8,7 @@ import itertools
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -185,22 +186,24 @@ class TrainLoader:
                     worker.kill()
 
 
+@dataclass
 class ShuffledSequences(Dataset[Batch | DataError]):
     """The sequences of a stream by global sample index, each epoch in its own order."""
 
-    def __init__(self, stream: TokenStream, seq_len: int, samples: int, seed: int) -> None:
-        self._stream, self._seq_len = stream, seq_len
-        self._samples, self._seed = samples, seed
+    stream: TokenStream
+    seq_len: int
+    samples: int
+    seed: int
 
     def __getitem__(self, indices: range) -> Batch | DataError:
         """Return (inputs, targets) of global samples, or the error: a worker would wrap it."""
-        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._samples)
+        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self.samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            samples[here] = permute(positions[here], self._samples, self._seed, epoch)
+            samples[here] = permute(positions[here], self.samples, self.seed, epoch)
         try:
-            return read_sequences(self._stream, self._seq_len, samples)
+            return read_sequences(self.stream, self.seq_len, samples)
         except DataError as error:
             return error
 

@@ -77,8 +77,7 @@ class Agreement:
     def step(self, save: bool) -> tuple[signal.Signals | None, bool]:
         """Exchange whether a checkpoint is due by a rank's clock; call once a step on every rank.
 
-        Returns:
-            A signal that some rank had received, if any, and whether to save.
+        Returns a signal that some rank had received, if any, and whether to save.
         """
         number = self.request.received
         if self.group is not None:

@@ -121,10 +121,8 @@ class Watch:
         """Before an error ends this rank, end with the name of a missing rank if there is one.
 
         An error of this rank's own is left for the others to read, and returns; exiting with it
-        takes EXIT_S at most. A stop before training is told to the others.
-
-        Raises:
-            StoppedEarly: a collective failed because another rank was asked to stop.
+        takes EXIT_S at most. A stop before training is told to the others; where it made a
+        collective fail, StoppedEarly is raised.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return

@@ -27,6 +27,8 @@ def generate(
 ) -> list[list[int]]:
     """Return prompts with continuations, made all at once; each gets what it would get alone.
 
+    ValueError is raised for a prompt that is empty or longer than the model reads.
+
     Args:
         prompts: B of them, of any lengths >= 1. Once more the same prompt is another sample of
             it: what it would get alone from the next seed.
@@ -38,9 +40,6 @@ def generate(
         vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
         stop_token: ends a continuation, as its last token.
         dtype: the caches' dtype; the parameters' by default.
-
-    Raises:
-        ValueError: a prompt is empty or longer than the model reads.
     """
     texts = [list(prompt) for prompt in prompts]
     for text in texts:

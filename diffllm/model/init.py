@@ -8,11 +8,12 @@ dimensions runs along. Blocks are drawn on the CPU, by as many threads as torch 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
@@ -30,17 +31,15 @@ def whole(param: Tensor) -> LocalBlock:
     return param, (0,) * param.ndim, param.shape
 
 
+@dataclass
 class Initializer:
-    """Fills parameters in place, each from (seed, its own name).
+    """Fills parameters in place, each from (seed, its own name)."""
 
-    Args:
-        seed: any integer.
-        names: the parameter names of the model, by parameter.
-        shard: how to find the block that this process holds, for sharded models.
-    """
-
-    def __init__(self, seed: int, names: Mapping[Tensor, str], shard: Shard = whole):
-        self.seed, self.names, self.shard = seed, names, shard
+    seed: int
+    names: Mapping[Tensor, str]
+    """The names of the parameters to fill."""
+    shard: Shard = whole
+    """A function that finds the block that this process holds, for sharded models."""
 
     def constant_(self, param: Tensor, value: float) -> None:
         """Fill with one value."""
@@ -78,12 +77,12 @@ class Initializer:
 
         in_threads(fill, blocks.tolist())
 
-    def matrices_(self, module: nn.Module, std: float, out_std: float) -> None:
-        """Fill every matrix of a module from N(0, std^2) truncated at 3 standard deviations.
+    def matrices_(self, std: float, out_std: float) -> None:
+        """Fill every matrix from N(0, std^2) truncated at 3 standard deviations.
 
         Of the output projections, `wo` and `w2`, the standard deviation is `out_std`.
         """
-        for name, param in module.named_parameters():
+        for param, name in self.names.items():
             if param.ndim > 1:
                 is_output = not OUTPUTS.isdisjoint(name.split("."))
                 self.normal_(param, out_std if is_output else std, truncate=3)
@@ -139,8 +138,3 @@ def in_threads(work: Callable[[T], None], items: list[T]) -> None:
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(work_on, items))
-
-
-def named(module: nn.Module) -> dict[Tensor, str]:
-    """Return parameter names by parameter, as `Initializer` takes them."""
-    return {param: name for name, param in module.named_parameters()}

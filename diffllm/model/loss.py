@@ -85,14 +85,6 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
     return total.addmm_(grad_logits.T, hidden)
 
 
-def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply grad by a scalar in the wider of their dtypes; the result is in `dtype`.
-
-    Written at once: the product in the wider dtype would be as large a tensor again.
-    """
-    return torch.mul(grad, scale.view(1), out=torch.empty_like(grad, dtype=dtype))
-
-
 class _ChunkedLoss(torch.autograd.Function):
     """Cross-entropy whose gradients are taken chunk by chunk in the forward pass, so that logits
     never outlive a chunk."""
@@ -125,8 +117,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        hidden, weight = (scaled(grad, grads[0], ctx.dtype) for grad in (grad_hidden, grad_weight))
+        # Written at once: a product in the wider dtype would be as large a tensor again.
+        hidden, weight = (
+            torch.mul(grad, grads[0].view(1), out=torch.empty_like(grad, dtype=ctx.dtype))
+            for grad in ctx.saved_tensors
+        )
         return hidden, weight, None, None, None, None
 
 

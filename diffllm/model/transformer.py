@@ -18,7 +18,7 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
-from diffllm.model.init import Initializer, Shard, named, whole
+from diffllm.model.init import Initializer, Shard, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
 from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
@@ -207,8 +207,9 @@ class Transformer(nn.Module):
         `shard` finds the block that this process holds of a parameter.
         """
         std = self.cfg.init_std
-        init = Initializer(self.cfg.init_seed, named(self), shard)
-        init.matrices_(self, std, std / math.sqrt(2 * self.cfg.n_layers))
+        names: dict[Tensor, str] = {param: name for name, param in self.named_parameters()}
+        init = Initializer(self.cfg.init_seed, names, shard)
+        init.matrices_(std, std / math.sqrt(2 * self.cfg.n_layers))
         self.rope.reset_parameters()
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):

@@ -120,10 +120,6 @@ class DiffV1Attention(Attention):
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-    lambda_q1: Tensor
-    lambda_k1: Tensor
-    lambda_q2: Tensor
-    lambda_k2: Tensor
     lambda_init: Tensor
 
     def __init__(self, model: ModelConfig, cfg: DiffV1Config, layer_idx: int):
@@ -184,8 +180,8 @@ class DiffV1Attention(Attention):
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
-        dtype = at_least_float32(self.lambda_q1.dtype)
-        q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
+        vectors: list[Tensor] = [getattr(self, name) for name in self.fp32_parameters]
+        q1, k1, q2, k2 = (vector.to(at_least_float32(vector.dtype)) for vector in vectors)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     def reset_parameters(self, init: Initializer) -> None:
