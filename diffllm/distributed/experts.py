@@ -67,19 +67,6 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
         whole = DTensor.from_local(own.clone(), mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(whole))
-    # A graph cannot hold what waits for the host.
-    experts.forward = torch.compiler.disable(exchanging(experts, mesh, splits))
-
-
-def expert_ranks(param: Tensor) -> int:
-    """Return the number of ranks that share out a parameter of experts; 1 for any other."""
-    if not isinstance(param, DTensor) or "expert" not in (param.device_mesh.mesh_dim_names or ()):
-        return 1
-    return param.device_mesh["expert"].size()
-
-
-def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable[..., Tensor]:
-    """Return the forward pass of `experts` between two exchanges of rows."""
     compute = experts.forward
 
     def forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -92,7 +79,15 @@ def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable
             y = compute(rows, weights, received.sum(0))
         return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
 
-    return forward
+    # A graph cannot hold what waits for the host.
+    experts.forward = torch.compiler.disable(forward)
+
+
+def expert_ranks(param: Tensor) -> int:
+    """Return the number of ranks that share out a parameter of experts; 1 for any other."""
+    if not isinstance(param, DTensor) or "expert" not in (param.device_mesh.mesh_dim_names or ()):
+        return 1
+    return param.device_mesh["expert"].size()
 
 
 def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,8 @@ class Transformer(nn.Module):
         )
         if not routed:
             return TrainOutput(objective, loss, stack_stats(stats), None)
-        together = stack_routed(routed)
+        counts, balance, z = map(torch.stack, zip(*routed, strict=True))
+        together = Routed(counts, balance.sum(), z.sum())
         objective = objective + self.cfg.moe.balance_loss * together.balance
         objective = objective + self.cfg.moe.router_z_loss * together.z
         return TrainOutput(objective, loss, stack_stats(stats), together)
@@ -249,12 +250,6 @@ class Transformer(nn.Module):
     def kv_cache_bytes_per_token(self) -> int:
         """Count the bytes that one position of one sequence holds in all caches, in bf16."""
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
-
-
-def stack_routed(layers: list[Routed]) -> Routed:
-    """Stack the layers' counts and add their losses."""
-    counts, balance, z = zip(*layers, strict=True)
-    return Routed(torch.stack(counts), torch.stack(balance).sum(), torch.stack(z).sum())
 
 
 def build_model(cfg: ModelConfig) -> Transformer:
