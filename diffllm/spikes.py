@@ -67,20 +67,16 @@ class SpikeCounter:
         bound = self.sigmas * window.std()
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
-    @property
-    def score(self) -> float:
-        """Share of the values seen that were spikes."""
-        return self.total / self.seen if self.seen else 0.0
-
-    @property
-    def rolling_total(self) -> int:
-        """Number of spikes among the last `window` values seen."""
-        return sum(self.recent)
-
-    @property
-    def rolling_score(self) -> float:
-        """Share of the last `window` values seen that were spikes."""
-        return self.rolling_total / len(self.recent) if self.recent else 0.0
+    def metrics(self) -> dict[str, float]:
+        """Return the number of spikes and their share of the values, of all and of the last
+        `window` values seen."""
+        rolling = sum(self.recent)
+        return {
+            "total": float(self.total),
+            "score": self.total / max(1, self.seen),
+            "rolling_total": float(rolling),
+            "rolling_score": rolling / max(1, len(self.recent)),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -141,9 +137,9 @@ class SpikeMonitor:
         Totals and scores are of the run so far; rolling ones of the definition's window.
         """
         counts = {
-            f"{name}_{what}": float(getattr(counter, what))
+            f"{name}_{what}": value
             for name, counter in self.counters.items()
-            for what in ("total", "score", "rolling_total", "rolling_score")
+            for what, value in counter.metrics().items()
         }
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 

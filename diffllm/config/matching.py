@@ -59,13 +59,11 @@ def match(
     gives exactly the target's total stays; otherwise it is the nearest positive multiple of the
     largest of MODULI that comes within TOLERANCE.
 
+    Raises ConfigError if the target cannot have this shape, or no width comes close enough.
+
     Args:
         model: a valid shape, its width the target's.
-        variant: name of `model.attention`, for messages.
-        target: name of `target_attention`.
-
-    Raises:
-        ConfigError: the target cannot have this shape, or no width comes close enough.
+        variant, target: names of `model.attention` and `target_attention`, for messages.
     """
     key = f"model.match_params_to={target}"
     target_model = replace(model, attention=target_attention)

@@ -53,15 +53,10 @@ def parts(total: int, n: int) -> list[int]:
 def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Keep this rank's E/n experts in `experts`, and have its forward pass send tokens to theirs.
 
-    The parameters, each (E, ...), become DTensors over `mesh`. `experts` goes on taking the
-    tokens of this rank for all E experts. Its result is not waited for: what the caller computes
-    before it uses the result runs while the rows travel.
-
-    Args:
-        experts: its forward maps rows (M, D) sorted by expert, weights (M,) and counts (E,) to
-            (M, D), with as many experts as its parameters have rows.
-        mesh: one-dimensional.
-        splits: how many rows go where.
+    The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The forward pass
+    goes on taking the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
+    (M,) and counts (E,) to (M, D). Its result is not waited for: what the caller computes before it
+    uses the result runs while the rows travel.
     """
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]

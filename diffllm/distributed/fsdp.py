@@ -36,11 +36,7 @@ def parallelize(
     them is for `weights.OneRank`. From several, gradients arrive averaged over all ranks, in
     float32; those of experts that ranks share out are for `average_experts`. Parameters named in
     a module's `fp32_parameters` stay out: replicated, in float32, their gradients for
-    `average_replicated`.
-
-    Args:
-        param_dtype: dtype of the all-gathered parameters and of the computation.
-        splits: how many rows experts get from other ranks.
+    `average_replicated`. All-gathered parameters and the computation are in `param_dtype`.
     """
     layers: Any = model.layers
     if compile:

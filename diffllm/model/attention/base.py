@@ -151,7 +151,6 @@ class Attention(nn.Module):
     """The base of the variants' modules: projections, RoPE and KV cache.
 
     Args:
-        model: the decoder's shape.
         n_query_heads: heads that `wq` makes; the baseline's H unless the variant says otherwise.
         context_dim: width of what enters `wo`; n_query_heads * head_dim by default.
     """
