@@ -4,7 +4,8 @@ Beyond some upper bounds a number is a slip: sizes overflow, or processes and mo
 """
 
 import operator
-from dataclasses import field, fields
+from collections.abc import Iterator
+from dataclasses import field, fields, is_dataclass
 from typing import Any
 
 from diffllm.errors import ConfigError
@@ -23,16 +24,21 @@ def bounded(default: Any, **bounds: float) -> Any:
     return field(default=default, metadata=bounds)
 
 
-def check_bounds(section: str, config: Any) -> None:
-    """Raise ConfigError for a field of a config dataclass beyond its bounds; NaN is beyond all.
-
-    Args:
-        section: the prefix of a field's name in the message, such as "model.rope.".
-    """
+def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over (prefix of its keys, such as "model.rope.", dataclass) of a config's tree."""
+    yield prefix, config
     for f in fields(config):
-        value = getattr(config, f.name)
-        for rule, bound in f.metadata.items():
-            keeps, words = RULES[rule]
-            if value is not None and not keeps(value, bound):
-                must = AT_ZERO.get((rule, bound), f"{words} {bound}")
-                raise ConfigError(f"{section}{f.name}={value} must {must}")
+        if is_dataclass(value := getattr(config, f.name)):
+            yield from sections(value, f"{prefix}{f.name}.")
+
+
+def check_bounds(prefix: str, config: Any) -> None:
+    """Raise ConfigError for a key in the tree of a config beyond its bounds; NaN is beyond all."""
+    for section, node in sections(config, prefix):
+        for f in fields(node):
+            value = getattr(node, f.name)
+            for rule, bound in f.metadata.items():
+                keeps, words = RULES[rule]
+                if value is not None and not keeps(value, bound):
+                    must = AT_ZERO.get((rule, bound), f"{words} {bound}")
+                    raise ConfigError(f"{section}{f.name}={value} must {must}")

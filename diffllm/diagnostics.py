@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.metrics.table import metric_of
 from diffllm.model.stats import Stats
 
@@ -34,10 +34,6 @@ class DiagnosticsConfig:
     """Steps between probes of explicit maps; 0 turns them off."""
     probe_queries: int = bounded(8, least=1)
     """Number of query positions of a probe, spread over the sequence and drawn anew each time."""
-
-    def validate(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        check_bounds("diagnostics.", self)
 
 
 class Due(NamedTuple):
@@ -107,11 +103,8 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return the busiest and the idlest expert's tokens over the uniform number, (L,) float32 each.
-
-    Args:
-        counts: (L, E) int64, tokens of the global batch that each expert got.
-    """
+    """Return the busiest and the idlest expert's tokens over the uniform number, (L,) float32 each,
+    from the tokens of the global batch that each expert got, (L, E) int64."""
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 

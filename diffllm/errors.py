@@ -1,5 +1,7 @@
 """Errors that a user can act on: each ends in one line on stderr and exit code 2, no traceback."""
 
+from collections.abc import Sequence
+
 LONGEST = 1500
 """Characters of a message; of a longer one the middle is left out."""
 
@@ -16,6 +18,11 @@ class UserError(Exception):
         if len(line) > LONGEST:
             line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
         super().__init__(line)
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Join parts of a message by semicolons, the sixth and all behind it as '...'."""
+    return "; ".join([*parts[:5], *["..."] * (len(parts) > 5)])
 
 
 class AgreedError(UserError):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.model.documents import Documents
 
 
@@ -20,10 +20,6 @@ class EvalConfig:
     """Steps between evaluations; the last step always has one."""
     sequences: int = bounded(64, least=1)
     """Held-out sequences, spread evenly over the split; the same ones every time."""
-
-    def validate(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        check_bounds("eval.", self)
 
 
 @torch.no_grad()

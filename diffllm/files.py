@@ -13,8 +13,7 @@ from diffllm.errors import CheckpointError, ConfigError
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file in one step: a reader sees its former content or all of the new one.
 
-    Raises:
-        OSError: it cannot be written; nothing partial stays behind.
+    Where it cannot be written, OSError is raised and nothing partial stays behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -36,12 +35,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def hold(path: Path, kind: str, instead: str) -> FileLock:
     """Make a directory and keep other processes out of it until this one ends.
 
-    Args:
-        kind: the kind of directory, for messages: "run directory".
-        instead: the key to change where it cannot be written.
-
-    Raises:
-        ConfigError: another process is there, or the directory cannot be written.
+    Raises ConfigError, which calls it a `kind` such as "run directory", if another process is
+    there, or if it cannot be written: then `instead` is the key to change.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

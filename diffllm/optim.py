@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 
 
@@ -40,8 +40,7 @@ class OptimConfig:
     """Learning rate at the end, as a share of `lr`."""
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for values outside their range."""
-        check_bounds("optim.", self)
+        """Raise ConfigError for a warmup that is longer than the run."""
         if self.warmup_steps > steps:
             raise ConfigError(f"optim.warmup_steps={self.warmup_steps} exceeds steps={steps}")
 
@@ -103,10 +102,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
     """Make a step unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
 
-    The decision stays on the device: `found_inf` is how the fused kernels take it.
-
-    Args:
-        skip: float32 scalar on the parameters' device, equal on all ranks.
+    The decision, a float32 scalar that is equal on all ranks, stays on the device: `found_inf` is
+    how the fused kernels take it.
     """
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()

@@ -8,6 +8,7 @@ import contextlib
 import math
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,11 +56,7 @@ class Outputs(NamedTuple):
 
 
 class Recorder:
-    """Collects on every rank, writes on rank 0.
-
-    Args:
-        outputs: None on ranks other than 0.
-    """
+    """Collects on every rank, writes on rank 0; other ranks have no `outputs`."""
 
     def __init__(
         self, t: Training, spikes: SpikeMonitor, display: Display, outputs: Outputs | None
@@ -70,9 +67,7 @@ class Recorder:
         self.spikes = spikes
         self.display, self.outputs = display, outputs
         self.pending: list[tuple[int, Tensor, Stats]] = []
-        self.losses: dict[str, Tensor] = {}
-        self.grad_norms: Norms | None = None
-        self.update_norm: Tensor | None = None
+        self.last: StepOutput | None = None
         self.line: dict[str, Any] = {}
         self.speeds: list[float] = []
 
@@ -108,8 +103,7 @@ class Recorder:
         """Keep one step's device tensors."""
         row = torch.stack((out.nll, out.grad_norms.total, out.skipped))
         self.pending.append((step, row, out.stats))
-        self.losses = out.losses
-        self.grad_norms, self.update_norm = out.grad_norms, out.update_norm
+        self.last = out
         self.display.advance(step)
 
     def note(self, name: str, value: float) -> None:
@@ -118,7 +112,7 @@ class Recorder:
 
     def flush(self, step: int) -> None:
         """Read all pending steps: count spikes, write the lines that are due before `step`."""
-        if not self.pending:
+        if not self.last or not self.pending:
             return
         values = torch.stack([row for _, row, _ in self.pending]).tolist()
         for (at, _, stats), (nll, norm, skipped) in zip(self.pending, values, strict=True):
@@ -131,7 +125,7 @@ class Recorder:
                 self.write(at, named_values(stats))
         nll, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
-        self.latest |= {name: loss.item() for name, loss in self.losses.items()}
+        self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
         self.pending.clear()
 
     def end_line(self, step: int) -> None:
@@ -148,14 +142,14 @@ class Recorder:
         elapsed = time.perf_counter() - self.since - self.paused_s
         speed = count * self.tokens_per_step / elapsed
         self.speeds.append(speed)
-        assert self.grad_norms is not None
-        assert self.update_norm is not None
+        assert self.last is not None
+        assert self.last.update_norm is not None
         self.line |= {
             **self.latest,
             "train/lr": lr,
             "train/param_norm": param_norm.item(),
-            "train/update_norm": self.update_norm.item(),
-            **grad_norm_by_group(self.grad_norms),
+            "train/update_norm": self.last.update_norm.item(),
+            **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
             "perf/data_ms": 1e3 * self.data_s / count,
@@ -185,10 +179,9 @@ class Recorder:
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
     """`grad_norm/<group>` of the groups that there are."""
-    squares: dict[str, float] = {}
+    squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
-        group = group_of(name)
-        squares[group] = squares.get(group, 0.0) + square
+        squares[group_of(name)] += square
     return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}
 
 

@@ -6,7 +6,6 @@ NaN and infinity are always spikes and never enter it.
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -15,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import AgreedByAll, AgreedError
 
 WINDOW128_SIGMAS = 6.0
+SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
+"""The counts of skipped updates that a checkpoint holds."""
 
 
+@dataclass
 class SpikeCounter:
     """Counts spikes of one series.
 
@@ -32,18 +34,16 @@ class SpikeCounter:
         inclusive: whether exactly `sigmas` counts.
     """
 
-    def __init__(self, window: int, least: int, sigmas: float, two_sided: bool, inclusive: bool):
-        self.window = window
-        self.values: deque[float] = deque(maxlen=window)
-        self.recent: deque[bool] = deque(maxlen=window)
-        self.least, self.sigmas, self.two_sided, self.inclusive = (
-            least,
-            sigmas,
-            two_sided,
-            inclusive,
-        )
-        self.total = 0
-        self.seen = 0
+    window: int
+    least: int
+    sigmas: float
+    two_sided: bool = False
+    inclusive: bool = False
+
+    def __post_init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=self.window)
+        self.recent: deque[bool] = deque(maxlen=self.window)
+        self.total = self.seen = 0
 
     def update(self, value: float) -> bool:
         """Take the next value of the series; True when it is a spike."""
@@ -67,20 +67,16 @@ class SpikeCounter:
         bound = self.sigmas * window.std()
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
-    @property
-    def score(self) -> float:
-        """Share of the values seen that were spikes."""
-        return self.total / self.seen if self.seen else 0.0
-
-    @property
-    def rolling_total(self) -> int:
-        """Number of spikes among the last `window` values seen."""
-        return sum(self.recent)
-
-    @property
-    def rolling_score(self) -> float:
-        """Share of the last `window` values seen that were spikes."""
-        return self.rolling_total / len(self.recent) if self.recent else 0.0
+    def metrics(self) -> dict[str, float]:
+        """Return the number of spikes and their share of the values, of all and of the last
+        `window` values seen."""
+        rolling = sum(self.recent)
+        return {
+            "total": float(self.total),
+            "score": self.total / max(1, self.seen),
+            "rolling_total": float(rolling),
+            "rolling_score": rolling / max(1, len(self.recent)),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -91,19 +87,15 @@ class SpikeCounter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values.clear()
-        self.values.extend(state["values"])
-        self.recent.clear()
-        self.recent.extend(bool(spike) for spike in state["recent"])
+        self.values = deque(state["values"], self.window)
+        self.recent = deque(map(bool, state["recent"]), self.window)
         self.total, self.seen = state["total"], state["seen"]
 
 
 def window128() -> SpikeCounter:
     """Count values above mean + 6 standard deviations of the 128 before them, once there are
     128."""
-    return SpikeCounter(
-        window=128, least=128, sigmas=WINDOW128_SIGMAS, two_sided=False, inclusive=False
-    )
+    return SpikeCounter(window=128, least=128, sigmas=WINDOW128_SIGMAS)
 
 
 def olmo2() -> SpikeCounter:
@@ -145,9 +137,9 @@ class SpikeMonitor:
         Totals and scores are of the run so far; rolling ones of the definition's window.
         """
         counts = {
-            f"{name}_{what}": float(getattr(counter, what))
+            f"{name}_{what}": value
             for name, counter in self.counters.items()
-            for what in ("total", "score", "rolling_total", "rolling_score")
+            for what, value in counter.metrics().items()
         }
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
@@ -158,17 +150,12 @@ class SpikeMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         counters = {name: counter.state_dict() for name, counter in self.counters.items()}
-        return {
-            **counters,
-            "skipped_total": self.skipped_total,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "longest_skip": self.longest_skip,
-        }
+        return {**counters, **{name: getattr(self, name) for name in SKIPS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, counter in self.counters.items():
             counter.load_state_dict(state[name])
-        for name in ("skipped_total", "skipped_in_a_row", "longest_skip"):
+        for name in SKIPS:
             setattr(self, name, state[name])
 
 
@@ -192,10 +179,6 @@ class ProtectionConfig:
     max_consecutive_skips: int = bounded(20, least=1)
     """Skipped updates in a row after which a run saves and stops, at the next logged step."""
 
-    def validate(self) -> None:
-        """Raise ConfigError for a limit below 1."""
-        check_bounds("train.", self)
-
 
 class SkippedTooOften(AgreedError, AgreedByAll):
     """Too many updates in a row were skipped; the run has been saved."""
@@ -209,8 +192,9 @@ class Guard:
 
     def __init__(self, mode: SkipStep, device: torch.device):
         self.mode = mode
-        window = SpikeMonitor().counters["spikes/loss"].window
-        self.windows = torch.full((2, window), torch.nan, dtype=torch.float64, device=device)
+        self.windows = torch.full(
+            (2, window128().window), torch.nan, dtype=torch.float64, device=device
+        )
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1.0 to skip the update, else 0.0 (float32); takes scalars equal on all ranks."""
@@ -229,9 +213,7 @@ class Guard:
 
     def load(self, monitor: SpikeMonitor) -> None:
         """Continue with the windows of a monitor that has seen the same steps."""
-        rows: Iterable[list[float]] = (
-            list(monitor.counters[f"spikes/{series}"].values) for series in ("loss", "grad")
-        )
+        rows = [list(monitor.counters[f"spikes/{series}"].values) for series in ("loss", "grad")]
         size = self.windows.shape[1]
         padded = [[float("nan")] * (size - len(row)) + row for row in rows]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

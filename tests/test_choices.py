@@ -10,8 +10,9 @@ from diffllm.build import build, sharded_model
 from diffllm.choices import chosen_compile, chosen_precision, for_json
 from diffllm.config import Precision, load_config
 from diffllm.distributed import weights
+from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.mesh import Reduce
-from diffllm.distributed.weights import chosen_reduce, gathered_numel
+from diffllm.distributed.weights import chosen_reduce
 from diffllm.plan.simulate import fake_world
 
 FUSED = "torch's fused CPU kernel"
@@ -87,5 +88,4 @@ def test_of_experts_that_ranks_share_out_only_the_own_count(words, share):
     with fake_world(0, 2):
         model, *_ = sharded_model(cfg, CPU)
         for name, param in model.named_parameters():
-            own = param.numel() // (share if ".experts." in name else 1)
-            assert gathered_numel(param) == own, name
+            assert expert_ranks(param) == (share if ".experts." in name else 1), name

@@ -264,8 +264,10 @@ def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
     ],
 )
 def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, message):
+    cfg = load_config(["model=tiny"])
+    cfg.parallel.expert, cfg.model.moe.n_experts, cfg.model.moe.expert_dim = expert, n_experts, 8
     with pytest.raises(ConfigError, match=message):
-        ParallelConfig(expert=expert).validate(n_experts)
+        cfg.validate()
 
 
 # What cannot run anywhere
@@ -302,6 +304,7 @@ def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, mess
         (["attention=nonsense"], "diff_v2"),
         (["precision=fp8"], "fp32"),
         (["steps=many"], "steps=many"),
+        (["steps=many", "steps=5"], "steps=many"),
         (["model.match_params_to=diff_v3"], "model.match_params_to=diff_v3"),
         (["model.match_params_to=[a]"], "model.match_params_to=[a]"),
     ],

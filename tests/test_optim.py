@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from diffllm.bounds import check_bounds
 from diffllm.errors import ConfigError
 from diffllm.optim import (
     OptimConfig,
@@ -18,9 +19,15 @@ from diffllm.optim import (
 SCHEDULES = list(Schedule)
 
 
+def validate(cfg, steps):
+    """As the config of a run does."""
+    check_bounds("optim.", cfg)
+    cfg.validate(steps)
+
+
 def rates(steps, **changes):
     cfg = OptimConfig(**{"lr": 0.5, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes})
-    cfg.validate(steps)
+    validate(cfg, steps)
     return [learning_rate(cfg, step, steps) for step in range(steps)]
 
 
@@ -89,13 +96,13 @@ def test_the_schedule_is_a_pure_function_of_config_step_and_steps(schedule):
 )
 def test_values_outside_their_range_are_refused_by_name(changes):
     with pytest.raises(ConfigError, match=f"optim.{next(iter(changes))}="):
-        OptimConfig(**changes).validate(100)
+        validate(OptimConfig(**changes), 100)
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "beta1", "weight_decay", "clip_norm"])
 def test_nan_is_outside_every_range(name):
     with pytest.raises(ConfigError):
-        OptimConfig(**{name: math.nan}).validate(100)
+        validate(OptimConfig(**{name: math.nan}), 100)
 
 
 def tensors(dtype):

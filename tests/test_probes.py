@@ -10,6 +10,7 @@ import torch
 from single_process import gloo_group
 
 from diffllm import build_model, load_config
+from diffllm.bounds import check_bounds
 from diffllm.config.compose import variants
 from diffllm.diagnostics import DiagnosticsConfig, Due, named_values, probe_positions, reduce_stats
 from diffllm.errors import ConfigError
@@ -262,4 +263,4 @@ def test_probes_can_be_turned_off():
 )
 def test_values_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"diagnostics.{name}={value}"):
-        DiagnosticsConfig(**{name: value}).validate()
+        check_bounds("diagnostics.", DiagnosticsConfig(**{name: value}))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gloo import run_ranks
 
+from diffllm.bounds import check_bounds
 from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
@@ -77,7 +78,7 @@ def test_a_guard_goes_on_with_the_windows_of_the_monitor(cut):
 
 def test_a_limit_below_one_is_refused():
     with pytest.raises(ConfigError, match=r"train.max_consecutive_skips=0"):
-        ProtectionConfig(max_consecutive_skips=0).validate()
+        check_bounds("train.", ProtectionConfig(max_consecutive_skips=0))
 
 
 # The update itself

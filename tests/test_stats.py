@@ -9,6 +9,7 @@ from gloo import run_ranks
 from single_process import gloo_group
 
 from diffllm import build_model, load_config
+from diffllm.bounds import check_bounds
 from diffllm.config.compose import variants
 from diffllm.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
 from diffllm.errors import ConfigError
@@ -404,7 +405,7 @@ def test_rms_combine_by_the_root_of_the_mean_of_squares():
 
 def test_a_negative_interval_is_refused():
     with pytest.raises(ConfigError, match=r"diagnostics.interval=-1"):
-        DiagnosticsConfig(interval=-1).validate()
+        check_bounds("diagnostics.", DiagnosticsConfig(interval=-1))
 
 
 def reduced_with_nan(values):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from diffllm.errors import listed
+
 Changes = dict[str, tuple[Any, Any]]
 """The values of changed keys by dotted key: (before, now)."""
 
@@ -11,7 +13,6 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
-def described(changes: Changes, most: int = 5) -> str:
-    """Describe at most `most` changes: 'seed: 0 there, 1 here; ...'."""
-    parts = [f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()]
-    return "; ".join(parts[:most] + ["..."] * (len(parts) > most))
+def described(changes: Changes) -> str:
+    """Describe the first changes: 'seed: 0 there, 1 here; ...'."""
+    return listed([f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()])

@@ -6,9 +6,8 @@ Nothing past `train.py` sees a DictConfig.
 import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -17,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from diffllm.bounds import sections
 from diffllm.config.changes import is_allowed
 from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
@@ -53,11 +53,8 @@ def hydra() -> Iterator[ConfigLoader]:
 def load_config(overrides: list[str] | None = None) -> TrainConfig:
     """Compose, type and validate a configuration; solve its width if it is to match.
 
-    Args:
-        overrides: words of the command line, e.g. ["model=tiny", "attention=diff_v2"].
-
-    Raises:
-        ConfigError: a key, choice or value is wrong; one line that says what is allowed.
+    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]. A wrong key,
+    choice or value raises ConfigError: one line that says what is allowed.
     """
     cfg = typed(compose_config(overrides or []))
     target = cfg.model.match_params_to
@@ -136,12 +133,10 @@ def check_allowed(cfg: TrainConfig) -> None:
             raise ConfigError(f"run.allow_changes: unknown key {name}{suggest(name, keys)}")
 
 
-def check_fields(node: Any, prefix: str = "") -> None:
+def check_fields(cfg: TrainConfig) -> None:
     """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
-    known = [f.name for f in fields(node)]
-    for name, value in vars(node).items():
-        if name not in known:
+    for prefix, node in sections(cfg):
+        known = [f.name for f in fields(node)]
+        for name in vars(node).keys() - known:
             names = known if prefix else list({*known, *GROUPS})
             raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
-        if is_dataclass(value):
-            check_fields(value, f"{prefix}{name}.")

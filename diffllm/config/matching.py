@@ -55,18 +55,15 @@ def match(
 ) -> Matched:
     """Solve the width with which `model` has as many parameters as with another attention.
 
-    The width is that of the feed-forward layers, or of the experts where there are any.
+    The width is that of the feed-forward layers, or of the experts where there are any. One that
+    gives exactly the target's total stays; otherwise it is the nearest positive multiple of the
+    largest of MODULI that comes within TOLERANCE.
 
-    A width that gives exactly the target's total stays. Otherwise it is the nearest positive
-    multiple of the largest of MODULI that comes within TOLERANCE.
+    Raises ConfigError if the target cannot have this shape, or no width comes close enough.
 
     Args:
         model: a valid shape, its width the target's.
-        variant: name of `model.attention`, for messages.
-        target: name of `target_attention`.
-
-    Raises:
-        ConfigError: the target cannot have this shape, or no width comes close enough.
+        variant, target: names of `model.attention` and `target_attention`, for messages.
     """
     key = f"model.match_params_to={target}"
     target_model = replace(model, attention=target_attention)
@@ -75,7 +72,8 @@ def match(
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     wanted, start = total_params(target_model), width_of(model)
-    total, width, name = total_params(model), start, width_key(model)
+    total, width = total_params(model), start
+    name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
     if total != wanted:
         a_step = Fraction(total_params(widened(model, 2 * width)) - total, width)
         exact = width + (wanted - total) / a_step
@@ -94,13 +92,8 @@ def match(
     return Matched(target, wanted, start, total, width, name)
 
 
-def width_key(model: ModelConfig) -> str:
-    """Return the dotted field of a model whose width is solved."""
-    return "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
-
-
 def width_of(model: ModelConfig) -> int:
-    """Return the value of that field."""
+    """Return the width that is solved: of the experts, or of the feed-forward layers."""
     return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
 
 

@@ -104,18 +104,17 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = one_line(cause)
-    for word in reversed(words):  # the last one for a key counts
-        key = word.partition("=")[0].lstrip("+~")
-        unknown = re.search(r"Key '(\S+)' is not in struct|Key '(\S+)' not in", text)
-        if unknown and (unknown[1] or unknown[2]) in key.split("."):
-            chosen = [word for word in words if word.partition("=")[0] in GROUPS]
-            names = known_keys(compose("train", overrides=chosen))
-            close = difflib.get_close_matches(key, names, n=1)
-            return f"unknown key {key}{suggest(key, close or sisters(key, names))}"
-        if f"'{key}'" in text or re.search(rf"full_key: {re.escape(key)}$", str(cause), re.M):
-            return f"{word}: {text}"
-    culprit = first_that_fails(words)
-    return f"{culprit}: {text}" if culprit else text
+    chosen = [word for word in words if word.partition("=")[0] in GROUPS]
+    culprit = first_that_fails([*chosen, *(word for word in words if word not in chosen)])
+    if culprit is None:
+        return text
+    key = culprit.partition("=")[0].lstrip("+~")
+    unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
+    if unknown and unknown[1] in key.split("."):
+        names = known_keys(compose("train", overrides=chosen))
+        close = difflib.get_close_matches(key, names, n=1)
+        return f"unknown key {key}{suggest(key, close or sisters(key, names))}"
+    return f"{culprit}: {text}"
 
 
 def sisters(key: str, names: list[str]) -> list[str]:

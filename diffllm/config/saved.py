@@ -30,11 +30,8 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 
 
 def differences(path: Path, cfg: TrainConfig) -> Changes:
-    """Return the changes that `cfg` would make to the run at `path`, if there is one.
-
-    Raises:
-        CheckpointError: its config.yaml is not a config of ours.
-    """
+    """Return the changes that `cfg` would make to the run at `path`, if there is one; raises
+    CheckpointError if its config.yaml is not a config of ours."""
     if not (path / "config.yaml").is_file():
         return {}
     saved = flatten(yaml_dict(load_run_config(path)))
@@ -49,11 +46,8 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """Load the typed config of a run directory from its config.yaml.
-
-    Raises:
-        CheckpointError: there is none, or it is not a config of ours.
-    """
+    """Load the typed config of a run directory from its config.yaml; raises CheckpointError if
+    there is none, or it is not a config of ours."""
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)

@@ -99,11 +99,7 @@ class TrainConfig:
         self.data.validate()
         self.optim.validate(self.steps)
         self.parallel.validate(self.model.moe.n_experts)
-        self.distributed.validate()
         self.checkpoint.validate()
-        self.eval.validate()
-        self.diagnostics.validate()
-        self.train.validate()
         self.wandb.validate()
 
     def check_world(self, world_size: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
+from diffllm.bounds import sections
 from diffllm.errors import ConfigError
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -14,15 +15,13 @@ FREE_TEXT = ("data.sample_prompt", "model.match_params_to")
 """Keys of text that is taken as it is, with line breaks; a variant's name is checked on its own."""
 
 
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
     """Iterate over (dotted key, declared type, value) of every value below a config dataclass."""
-    hints = get_type_hints(type(node))
-    for f in fields(node):
-        key, value = f"{prefix}{f.name}", getattr(node, f.name)
-        if is_dataclass(value):
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key, hints[f.name], value
+    for prefix, node in sections(config):
+        hints = get_type_hints(type(node))
+        for f in fields(node):
+            if not is_dataclass(value := getattr(node, f.name)):
+                yield f"{prefix}{f.name}", hints[f.name], value
 
 
 def check_values(cfg: Any) -> None:

@@ -9,14 +9,17 @@ import re
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+
 from diffllm.data.config import DataConfig
 from diffllm.data.file_index import FileFacts, combined_hash, file_facts
 from diffllm.errors import DataError
+from diffllm.files import replace_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,8 +47,7 @@ class Corpus:
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the corpus that `cfg` names, and identify its content.
 
-    Raises:
-        DataError: a source is missing, empty, of an unknown format or not UTF-8.
+    DataError is raised for a source that is missing, empty, of an unknown format or not UTF-8.
     """
     open_source = {"stdlib": _stdlib, "files": _files, "hub": _hub}[cfg.source]
     return open_source(cfg, cache_dir)
@@ -60,7 +62,7 @@ def _stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
     def load() -> "Dataset":
         # Document by document in one call: a call a file would take ten times as long.
-        return _load("text", [path for path, _ in kept], cache_dir, sample_by="document")
+        return _load_files("text", [path for path, _ in kept], cache_dir, sample_by="document")
 
     return Corpus(
         description=f"standard library of Python {platform.python_version()}, {len(kept)} files",
@@ -140,10 +142,10 @@ def _check_readable(path: Path, facts: FileFacts) -> None:
 
 
 def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
-    form, options = _format(path), {}
+    form, column = _format(path), cfg.text_column
+    options: dict[str, Any] = {}
     if form == "text":
-        dataset = _load(form, [path], cache_dir, sample_by=cfg.sample_by.value)
-        return _text_column(dataset, "text", str(path))
+        column, options = "text", {"sample_by": cfg.sample_by.value}
     if form == "parquet":
         # The other columns would be copied into the cache for nothing.
         import pyarrow.parquet
@@ -152,9 +154,9 @@ def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
             names = pyarrow.parquet.read_schema(path).names
         except Exception as error:
             raise DataError(f"{path}: {_reason(error)}") from error
-        _check_column(names, cfg.text_column, str(path))
-        options = {"columns": [cfg.text_column]}
-    return _text_column(_load(form, [path], cache_dir, **options), cfg.text_column, str(path))
+        _check_column(names, column, str(path))
+        options = {"columns": [column]}
+    return _text_column(_load_files(form, [path], cache_dir, **options), column, str(path))
 
 
 def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
@@ -176,17 +178,8 @@ def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
     def load() -> "Dataset":
         where = f"data.dataset={cfg.dataset}"
-        loaded = _call_datasets(
-            where,
-            partial(
-                _datasets().load_dataset,
-                dataset,
-                cfg.name,
-                split=cfg.split,
-                revision=revision,
-                cache_dir=str(cache_dir / "datasets"),
-            ),
-        )
+        options = {"name": cfg.name, "split": cfg.split, "revision": revision}
+        loaded = _load(where, dataset, cache_dir, **options)
         return _text_column(loaded, cfg.text_column, where)
 
     return Corpus(
@@ -212,14 +205,10 @@ def _resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> st
         except Exception as error:
             raise DataError(f"data.dataset={dataset}: {_reason(error)}") from error
         stored.parent.mkdir(parents=True, exist_ok=True)
-        temporary = stored.with_suffix(f".tmp-{os.getpid()}")
-        temporary.write_text(json.dumps({"dataset": dataset, "revision": revision, "sha": commit}))
-        try:
-            os.link(temporary, stored)  # the first process to resolve wins
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
+        with FileLock(f"{stored}.lock"):
+            if not stored.exists():  # the first process to resolve wins
+                found = {"dataset": dataset, "revision": revision, "sha": commit}
+                replace_file(stored, json.dumps(found))
     return json.loads(stored.read_text())["sha"]
 
 
@@ -237,23 +226,16 @@ def _datasets() -> ModuleType:
     return datasets
 
 
-def _load(form: str, paths: list[Path], cache_dir: Path, **options: Any) -> "Dataset":
+def _load_files(form: str, paths: list[Path], cache_dir: Path, **options: Any) -> "Dataset":
     where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files from {paths[0]} on"
-    load_dataset = partial(
-        _datasets().load_dataset,
-        form,
-        data_files=[glob.escape(str(path)) for path in paths],
-        split="train",
-        cache_dir=str(cache_dir / "datasets"),
-        **options,
-    )
-    return _call_datasets(where, load_dataset)
+    files = [glob.escape(str(path)) for path in paths]
+    return _load(where, form, cache_dir, data_files=files, split="train", **options)
 
 
-def _call_datasets(where: str, load_dataset: Callable[[], "Dataset"]) -> "Dataset":
-    """Run a load; whatever goes wrong inside becomes one line that names `where`."""
+def _load(where: str, source: str, cache_dir: Path, **options: Any) -> "Dataset":
+    """Load by `datasets`; whatever goes wrong inside becomes one line that names `where`."""
     try:
-        return load_dataset()
+        return _datasets().load_dataset(source, cache_dir=str(cache_dir / "datasets"), **options)
     except Exception as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and cause.errno in CACHE_DISK_ERRORS:

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock
 
@@ -19,8 +19,7 @@ INDEX_VERSION = 1
 BLOCK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class FileFacts:
+class FileFacts(NamedTuple):
     """The facts about a file that reading it once gave."""
 
     size: int
@@ -32,11 +31,8 @@ class FileFacts:
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return facts about `paths`, in order; only files that are new or changed are read.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Return facts about `paths`, in order, and read only those that are new or changed; raises
+    DataError for one that cannot be read."""
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
     if _unknown(paths, index):
@@ -48,7 +44,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
                 for path in unknown:
                     index[str(path)] = _read_facts(path)
                     advance(1)
-            _write_index(index_path, index)
+            replace_file(index_path, json.dumps({"version": INDEX_VERSION, "files": index}))
     return [index[str(path)] for path in paths]
 
 
@@ -72,28 +68,22 @@ def _unknown(paths: Sequence[Path], index: dict[str, FileFacts]) -> list[Path]:
 
 def _read_facts(path: Path) -> FileFacts:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
-    is_utf8, is_blank = True, True
+    is_utf8, is_blank, block = True, True, b"begin"
     try:
         with path.open("rb") as file:
             # Taken before reading: a change while reading then shows as a newer mtime.
             stat = os.fstat(file.fileno())
-            while block := file.read(BLOCK_BYTES):
+            while block:
+                block = file.read(BLOCK_BYTES)
                 digest.update(block)
                 is_blank = is_blank and not block.strip()
-                if is_utf8:
-                    is_utf8 = _decodes(decoder, block)
-            is_utf8 = is_utf8 and _decodes(decoder, b"", final=True)
+                try:
+                    decoder.decode(block, final=not block)
+                except UnicodeDecodeError:
+                    is_utf8 = False
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     return FileFacts(stat.st_size, stat.st_mtime_ns, digest.hexdigest(), is_utf8, is_blank)
-
-
-def _decodes(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> bool:
-    try:
-        decoder.decode(block, final)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
@@ -105,8 +95,3 @@ def _read_index(path: Path) -> dict[str, FileFacts]:
         return {name: FileFacts(*facts) for name, facts in stored["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
-    files = {name: astuple(facts) for name, facts in index.items()}
-    replace_file(path, json.dumps({"version": INDEX_VERSION, "files": files}))

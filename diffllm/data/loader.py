@@ -4,16 +4,16 @@ Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n se
 """
 
 import atexit
+import itertools
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from diffllm.data.permutation import permute
 from diffllm.data.shards import TokenStream
@@ -25,11 +25,8 @@ WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 
 
 def sequences_in(stream: TokenStream, seq_len: int) -> int:
-    """Count the sequences of seq_len inputs, and a target each, that `stream` holds.
-
-    Raises:
-        DataError: not even one.
-    """
+    """Count the sequences of seq_len inputs, and a target each, that `stream` holds; raises
+    DataError if there is not even one."""
     n = (len(stream) - 1) // seq_len
     if n < 1:
         raise DataError(
@@ -58,10 +55,7 @@ def heldout_batches(
     """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
 
     Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
-    overlap; the last batch may be smaller and a rank may get none.
-
-    Raises:
-        DataError: the stream is shorter than one sequence.
+    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`.
     """
     n = sequences_in(stream, seq_len)
     count = min(sequences, n)
@@ -74,7 +68,7 @@ class TrainLoader:
     """Yields (inputs, targets), (m, T) int64, for ever, and resumes at any step.
 
     Global sample g is sequence `permute(g % n)` of epoch g // n. Step s reads the global samples
-    [s * G, (s + 1) * G) after `start_sample`; its micro-step k on rank r reads m of them from
+    [s * G, (s + 1) * G) from the start on; its micro-step k on rank r reads m of them from
     s * G + k * W * m + r * m on. So what a step reads depends on neither the world size W, the
     micro batch nor the workers.
     """
@@ -88,44 +82,27 @@ class TrainLoader:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        start_sample: int = 0,
         num_workers: int = 1,
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the global sample `start_sample`.
-
-        Raises:
-            DataError: the stream is shorter than one sequence.
-            ConfigError: the global batch does not divide into micro batches of all ranks.
-        """
+        """Start at the first sample; raises as `sequences_in`, and ConfigError for a global batch
+        that does not divide into micro batches of all ranks."""
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
                 f"{micro_batch_size} times {world_size} ranks"
             )
         self._samples = sequences_in(stream, seq_len)
-        self._seed = seed
-        self._global_batch_size = global_batch_size
-        self._micro_steps = global_batch_size // (micro_batch_size * world_size)
-        self._sampler = GlobalBatchSampler(
-            global_batch_size, micro_batch_size, rank, world_size, start_sample
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
-            self._loader = StatefulDataLoader(
-                ShuffledSequences(stream, seq_len, self._samples, seed),
-                batch_sampler=self._sampler,
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor if num_workers else None,
-                collate_fn=_unchanged,
-                pin_memory=pin_memory,
-                worker_init_fn=_leave_signals_to_the_trainer,
-                # A generator of its own: worker seeds would otherwise be drawn from the model's.
-                generator=torch.Generator(),
-                # Our state is one number; that of the library also fixes the number of workers.
-                snapshot_every_n_steps=2**62,
-            )
+        self._seed, self._start = seed, 0
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._rank, self._world_size = rank, world_size
+        self._dataset = ShuffledSequences(stream, seq_len, self._samples, seed)
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory,
+        }
         self._batches: Any = None
         self._consumed = 0
         # Workers ignore SIGTERM, so at exit they have to be told to leave.
@@ -137,7 +114,7 @@ class TrainLoader:
     def __next__(self) -> Batch:
         """Return the next micro batch; raises DataError if it cannot be read or a worker died."""
         if self._batches is None:
-            self._batches = started(self._loader)
+            self._batches = self._started()
         try:
             batch = next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:  # also a pipe that ends half-way
@@ -151,18 +128,14 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the start of the first step that is not wholly consumed: seed, epoch, sample."""
-        step = self._consumed // self._micro_steps
-        epoch, sample = divmod(
-            self._sampler.start_sample + step * self._global_batch_size, self._samples
-        )
+        micro_steps = self._global_batch_size // (self._micro_batch_size * self._world_size)
+        steps = self._consumed // micro_steps
+        epoch, sample = divmod(self._start + steps * self._global_batch_size, self._samples)
         return {"seed": self._seed, "epoch": epoch, "sample": sample}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`, whatever world size, micro batch or workers it was saved with.
-
-        Raises:
-            CheckpointError: it belongs to another seed, corpus or sequence length.
-        """
+        """Continue from `state`, whatever world size, micro batch or workers it was saved with;
+        raises CheckpointError if it belongs to another seed, corpus or sequence length."""
         if state["seed"] != self._seed:
             raise CheckpointError(
                 f"the checkpoint's data order has seed={state['seed']}, this run seed={self._seed}"
@@ -173,13 +146,36 @@ class TrainLoader:
                 f"has {self._samples}: it was saved with another corpus or seq_len"
             )
         self._stop_workers()
-        self._sampler.start_sample = state["epoch"] * self._samples + state["sample"]
+        self._start = state["epoch"] * self._samples + state["sample"]
         self._consumed = 0
 
     def close(self) -> None:
         """End the worker processes."""
         self._stop_workers()
         atexit.unregister(self.close)
+
+    def _started(self) -> Iterator[Any]:
+        """Start the workers; only reading finds out that one died.
+
+        torch would raise at once, in whatever the main thread is doing then.
+        """
+        m = self._micro_batch_size
+        # Steps follow each other without a gap, and so do the micro-steps in them.
+        first = itertools.count(self._start + self._rank * m, self._world_size * m)
+        loader = DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=(range(start, start + m) for start in first),
+            worker_init_fn=_leave_signals_to_the_trainer,
+            # A generator of its own: worker seeds would otherwise be drawn from the model's.
+            generator=torch.Generator(),
+            **self._options,
+        )
+        handler = signal.getsignal(signal.SIGCHLD)
+        batches = iter(loader)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        return batches
 
     def _stop_workers(self) -> None:
         batches, self._batches = self._batches, None
@@ -190,65 +186,26 @@ class TrainLoader:
                     worker.kill()
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
-    """Yields the global sample indices of this rank's micro batches from `start_sample` on."""
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
-        start_sample: int,
-    ) -> None:
-        self.start_sample = start_sample
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._rank, self._world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        m = self._micro_batch_size
-        first = self.start_sample + self._rank * m
-        # Steps follow each other without a gap, and so do the micro-steps in them.
-        while True:
-            yield list(range(first, first + m))
-            first += self._world_size * m
-
-
-class ShuffledSequences(Dataset[Batch]):
+@dataclass
+class ShuffledSequences(Dataset[Batch | DataError]):
     """The sequences of a stream by global sample index, each epoch in its own order."""
 
-    def __init__(self, stream: TokenStream, seq_len: int, samples: int, seed: int) -> None:
-        self._stream, self._seq_len = stream, seq_len
-        self._samples, self._seed = samples, seed
+    stream: TokenStream
+    seq_len: int
+    samples: int
+    seed: int
 
-    def __getitems__(self, indices: list[int]) -> Batch | DataError:
-        """Return (inputs, targets) of global samples (m,)."""
-        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._samples)
+    def __getitem__(self, indices: range) -> Batch | DataError:
+        """Return (inputs, targets) of global samples, or the error: a worker would wrap it."""
+        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self.samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            samples[here] = permute(positions[here], self._samples, self._seed, epoch)
+            samples[here] = permute(positions[here], self.samples, self.seed, epoch)
         try:
-            return read_sequences(self._stream, self._seq_len, samples)
+            return read_sequences(self.stream, self.seq_len, samples)
         except DataError as error:
             return error
-
-
-def started(loader: Any) -> Iterator[Any]:
-    """Start the loader's iterator; only reading finds out that a worker died.
-
-    The library would raise at once, in whatever the main thread is doing then.
-    """
-    handler = signal.getsignal(signal.SIGCHLD)
-    batches = iter(loader)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, handler)
-    return batches
-
-
-def _unchanged(batch: Batch | DataError) -> Batch | DataError:
-    return batch
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

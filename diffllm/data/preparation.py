@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from diffllm.data.config import DataConfig
-from diffllm.data.corpus import Corpus, open_corpus
+from diffllm.data.corpus import open_corpus
 from diffllm.data.file_index import combined_hash
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream, again
@@ -78,12 +78,18 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
     key = combined_hash([FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction])
 
+    def build_tokenizer(directory: Path) -> None:
+        model = train_tokenizer(
+            corpus.load(), cfg.vocab_size, cfg.tokenizer_sample_bytes, available_cores()
+        )
+        (directory / TOKENIZER_FILE).write_bytes(model)
+
     def build(directory: Path) -> None:
         started = time.monotonic()
         print_line(f"preparing tokens: {corpus.description}, in {cache_dir}")
         is_heldout = choose_heldout(corpus.load(), cfg.heldout_fraction)
         if cfg.tokenizer is None:
-            _train_tokenizer(corpus, cfg, tokenizer_path)
+            build_once(tokenizer_path.parent, build_tokenizer)
         shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
         manifest = write_tokens(corpus, is_heldout, directory)
         train, heldout = manifest.splits["train"], manifest.splits["heldout"]
@@ -95,13 +101,3 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
     directory = cache_dir / "tokens" / key[:32]
     build_once(directory, build)
     return TokenData(directory)
-
-
-def _train_tokenizer(corpus: Corpus, cfg: DataConfig, path: Path) -> None:
-    def build(directory: Path) -> None:
-        model = train_tokenizer(
-            corpus.load(), cfg.vocab_size, cfg.tokenizer_sample_bytes, available_cores()
-        )
-        (directory / TOKENIZER_FILE).write_bytes(model)
-
-    build_once(path.parent, build)

@@ -65,10 +65,8 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
     """Choose held-out documents: bool, one for each that is more than whitespace, in order.
 
     The choice hangs on a hash of a document's text alone, so order does not matter and
-    duplicates stay on one side. Each side gets at least one document.
-
-    Raises:
-        DataError: there are fewer than two distinct documents.
+    duplicates stay on one side. Each side gets at least one document; raises DataError where there
+    are fewer than two distinct ones.
     """
     hashes = np.fromiter(
         (

@@ -33,11 +33,8 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Load a .model file.
-
-        Raises:
-            DataError: the file is missing, no sentencepiece model, or has no EOS piece.
-        """
+        """Load a .model file; raises DataError if it is missing, no sentencepiece model, or has no
+        EOS piece."""
         path = Path(path).expanduser()
         if not path.is_file():
             raise DataError(f"{path}: no such tokenizer file")

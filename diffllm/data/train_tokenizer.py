@@ -38,10 +38,8 @@ def train_tokenizer(
 ) -> bytes:
     """Train a sentencepiece model of exactly `vocab_size` pieces; return it serialised.
 
-    The pieces depend on the text, `vocab_size` and `sample_bytes` alone.
-
-    Raises:
-        DataError: the corpus cannot fill, or does not fit, a vocabulary of that size.
+    The pieces depend on the text, `vocab_size` and `sample_bytes` alone. Raises DataError for a
+    corpus that cannot fill, or does not fit, a vocabulary of that size.
     """
     from sentencepiece import SentencePieceTrainer
 

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from diffllm.distributed.fsdp import local
 from diffllm.distributed.world import World
-from diffllm.errors import AgreedError, UserError
+from diffllm.errors import AgreedError, UserError, listed
 
-MOST = 5
-"""Number of differences that an error lists."""
 CHUNK = 2**26
 """Number of bytes hashed at once."""
 MIXER = 0x9E3779B97F4A7C15 - 2**64
@@ -28,14 +27,10 @@ class Disagreement(UserError):
 
 
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
-    """Compare every rank's facts, through the store; no process group is needed.
+    """Compare every rank's facts, as text, through the store; no process group is needed.
 
-    Args:
-        what: the subject of the facts, for the message.
-        facts: values by name; compared as text.
-
-    Raises:
-        Disagreement: on every rank alike; names the ranks, the facts and their values.
+    Where they differ, every rank raises Disagreement, or an AgreedError with its message, which
+    names `what` the facts are about, the ranks, the facts and their values.
     """
     key = f"same/{what}"
     mine = {name: str(value) for name, value in facts.items()}
@@ -48,10 +43,7 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
         names = sorted({name for values in of_ranks for name in values})
         found = (disagreement(name, [values.get(name) for values in of_ranks]) for name in names)
         if different := [text for text in found if text]:
-            more = ["..."] * (len(different) > MOST)
-            raise Disagreement(
-                f"the ranks do not agree on their {what}: {'; '.join([*different[:MOST], *more])}"
-            )
+            raise Disagreement(f"the ranks do not agree on their {what}: {listed(different)}")
 
     if world.size > 1:
         world.decide(f"{key}/judged", judge)
@@ -59,17 +51,16 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 
 def disagreement(name: str, values: list[str | None]) -> str | None:
     """Describe values by rank: 'seed is 1 on rank 3, 0 on the others'; None where all are equal."""
-    (common, count), *others = Counter(values).most_common()
-    if not others:
+    counts = Counter(values).most_common()
+    common, count = counts[0]
+    if count == len(values):
         return None
-    ranks = {value: [r for r, v in enumerate(values) if v == value] for value, _ in others}
-    parts = [f"{value} on {ranks_text(of)}" for value, of in ranks.items()]
-    if count > sum(number for _, number in others):
-        parts.append(f"{common} on the others")
-    else:
-        parts.insert(
-            0, f"{common} on {ranks_text([r for r, v in enumerate(values) if v == common])}"
-        )
+    parts = [
+        f"{value} on {ranks_text([r for r, v in enumerate(values) if v == value])}"
+        for value, _ in counts
+    ]
+    if 2 * count > len(values):
+        parts = [*parts[1:], f"{common} on the others"]
     return f"{name} is {', '.join(parts)}"
 
 
@@ -95,28 +86,25 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
         tensors: those of this rank, the same names everywhere, local shards in DTensors.
         replica_size: neighbouring ranks that hold one copy of the sharded tensors.
 
-    Raises:
-        Disagreement: on every rank alike; names ranks and tensors.
+    Where they differ, every rank raises, as in `check_same`; names ranks and tensors.
     """
-    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-    own = torch.stack([fingerprint(t) for t in local.values()])
+    own = torch.stack([fingerprint(local(t)) for t in tensors.values()])
     size = dist.get_world_size()
     gathered = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(gathered, own)
     rows = [row.tolist() for row in gathered]
     different = []
     for i, (name, tensor) in enumerate(tensors.items()):
-        for first in range(replica_size if isinstance(tensor, DTensor) else 1):
-            stride = replica_size if isinstance(tensor, DTensor) else 1
-            ranks = list(range(first, size, stride))
+        stride = replica_size if isinstance(tensor, DTensor) else 1
+        for first in range(stride):
+            ranks = range(first, size, stride)
             common, _ = Counter(rows[r][i] for r in ranks).most_common(1)[0]
             if others := [r for r in ranks if rows[r][i] != common]:
                 different.append(f"{name} on {ranks_text(others)}")
     if different:
-        more = ["..."] * (len(different) > MOST)
         error = Disagreement if dist.get_rank() == 0 else AgreedError
         raise error(
-            f"the ranks do not hold the same values: {'; '.join([*different[:MOST], *more])} "
+            f"the ranks do not hold the same values: {listed(different)} "
             "differ from those of the other ranks that hold the same part"
         )
 

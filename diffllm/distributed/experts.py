@@ -37,8 +37,6 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """Return the sizes for equally many rows a rank and expert, for tensors without data.
 
     Rows then arrive in the right shape, but not at the right experts.
-
-    What arrives is then of the right shape, but not of the right experts.
     """
     n = mesh.size()
     send = parts(rows, n)
@@ -55,26 +53,15 @@ def parts(total: int, n: int) -> list[int]:
 def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Keep this rank's E/n experts in `experts`, and have its forward pass send tokens to theirs.
 
-    The parameters, each (E, ...), become DTensors over `mesh`. `experts` goes on taking the
-    tokens of this rank for all E experts. Its result is not waited for: what the caller computes
-    before it uses the result runs while the rows travel.
-
-    Args:
-        experts: its forward maps rows (M, D) sorted by expert, weights (M,) and counts (E,) to
-            (M, D), with as many experts as its parameters have rows.
-        mesh: one-dimensional.
-        splits: how many rows go where.
+    The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The forward pass
+    goes on taking the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
+    (M,) and counts (E,) to (M, D). Its result is not waited for: what the caller computes before it
+    uses the result runs while the rows travel.
     """
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
         whole = DTensor.from_local(own.clone(), mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(whole))
-    # A graph cannot hold what waits for the host.
-    experts.forward = torch.compiler.disable(exchanging(experts, mesh, splits))
-
-
-def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable[..., Tensor]:
-    """Return the forward pass of `experts` between two exchanges of rows."""
     compute = experts.forward
 
     def forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -87,15 +74,21 @@ def exchanging(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> Callable
             y = compute(rows, weights, received.sum(0))
         return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
 
-    return forward
+    # A graph cannot hold what waits for the host.
+    experts.forward = torch.compiler.disable(forward)
+
+
+def expert_ranks(param: Tensor) -> int:
+    """Return the number of ranks that share out a parameter of experts; 1 for any other."""
+    if not isinstance(param, DTensor) or "expert" not in (param.device_mesh.mesh_dim_names or ()):
+        return 1
+    return param.device_mesh["expert"].size()
 
 
 def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the order that sorts rows by expert, and the one that puts them back; each (R,) int64.
+    """Return the order that sorts R rows by expert, and the one that puts them back: (R,) int64.
 
-    Args:
-        received: (n, E/n) int64, how the rows lie: by rank, then by expert.
-        rows: R.
+    received (n, E/n) int64 counts the rows as they lie: by rank, then by expert.
     """
     n, experts = received.shape
     expert = torch.arange(experts, device=received.device).repeat(n)

@@ -36,11 +36,7 @@ def parallelize(
     them is for `weights.OneRank`. From several, gradients arrive averaged over all ranks, in
     float32; those of experts that ranks share out are for `average_experts`. Parameters named in
     a module's `fp32_parameters` stay out: replicated, in float32, their gradients for
-    `average_replicated`.
-
-    Args:
-        param_dtype: dtype of the all-gathered parameters and of the computation.
-        splits: how many rows experts get from other ranks.
+    `average_replicated`. All-gathered parameters and the computation are in `param_dtype`.
     """
     layers: Any = model.layers
     if compile:
@@ -54,22 +50,13 @@ def parallelize(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     shard = partial(fully_shard, mp_policy=policy, ignored_params=fp32_parameters(model))
-    shard_dense = partial(
-        shard,
-        mesh=with_replicas(meshes.dense, "fsdp"),
-        shard_placement_fn=partial(placement, meshes.dense["fsdp"].size()),
-    )
+    shard_dense = partial(shard, **over(meshes.dense, "fsdp"))
     for layer in layers:
         experts = getattr(layer.ffn, "experts", None) if meshes.experts else None
         if experts is not None:
             assert meshes.experts is not None
             share_out(experts, meshes.experts["expert"], splits)
-            shard(
-                experts,
-                mesh=with_replicas(meshes.experts, "shard"),
-                shard_placement_fn=partial(placement, meshes.experts["shard"].size()),
-                reshard_after_forward=True,
-            )
+            shard(experts, **over(meshes.experts, "shard"), reshard_after_forward=True)
         wrap_forward(layer, compile, activation_checkpointing, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
     if meshes.experts:
@@ -77,9 +64,12 @@ def parallelize(
     shard_dense(model, reshard_after_forward=False)
 
 
-def with_replicas(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return FSDP's mesh for one dimension, with "replicate" before it where there are any."""
-    return mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
+def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
+    """Return arguments of `fully_shard` for one dimension, with replicas where there are any."""
+    return {
+        "mesh": mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name],
+        "shard_placement_fn": partial(placement, mesh[name].size()),
+    }
 
 
 def placement(ranks: int, param: nn.Parameter) -> Shard | None:

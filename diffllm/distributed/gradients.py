@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.fsdp import local
 
 
@@ -30,10 +31,8 @@ def average_experts(params: Iterable[Tensor]) -> None:
     Each got the tokens of all those ranks, so FSDP's average is of sums over them.
     """
     for param in params:
-        if isinstance(param, DTensor) and param.grad is not None:
-            mesh = param.device_mesh
-            if "expert" in (mesh.mesh_dim_names or ()):
-                local(param.grad).div_(mesh["expert"].size())
+        if param.grad is not None and (ranks := expert_ranks(param)) > 1:
+            local(param.grad).div_(ranks)
 
 
 class Norms(NamedTuple):

@@ -18,10 +18,8 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """Read (rank, world size, local rank) from torchrun's or srun's variables; (0, 1, 0) if none.
 
     SLURM sets most of its variables in the shells of salloc and sbatch, too, and in the one that
-    `srun --pty` opens. A training that is started there by hand is a single process.
-
-    Raises:
-        LaunchError: variables that are no numbers, or that do not fit together.
+    `srun --pty` opens. A training that is started there by hand is a single process. Raises
+    LaunchError for variables that are no numbers, or that do not fit together.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -56,10 +54,8 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, else from SLURM's step.
 
     The address is the first node of the step, where task 0 runs. The port follows from the ids of
-    job and step, so that the jobs of one node do not meet each other.
-
-    Raises:
-        LaunchError: a variable is missing or wrong.
+    job and step, so that the jobs of one node do not meet each other. Raises LaunchError for a
+    variable that is missing or wrong.
     """
     address, port = env.get("MASTER_ADDR"), None
     if "MASTER_PORT" in env:

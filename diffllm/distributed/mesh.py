@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 
 
@@ -35,12 +35,7 @@ class ParallelConfig:
     """When gradients are reduced; null: `last` where all of them are small, else `every`."""
 
     def validate(self, n_experts: int) -> None:
-        """Raise ConfigError for sizes that no world can have.
-
-        Args:
-            n_experts: routed experts of each MoE layer; 0 for a dense model.
-        """
-        check_bounds("parallel.", self)
+        """Raise ConfigError for sizes that no world can have; a dense model has no experts."""
         for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:
@@ -58,11 +53,7 @@ class ParallelConfig:
             )
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Return (replicate, shard, expert) for `world_size` ranks.
-
-        Raises:
-            ConfigError: they do not fill it.
-        """
+        """Return (replicate, shard, expert); raises ConfigError if they do not fill the world."""
         replicate, shard, expert = self.replicate, self.shard, self.expert
         if replicate == -1:
             replicate = world_size // (shard * expert)

@@ -5,7 +5,7 @@ import os
 import signal
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,15 +59,6 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-class Agreed(NamedTuple):
-    """The agreement of the ranks at one step."""
-
-    signal: signal.Signals | None
-    """A signal that some rank had received; None without one."""
-    save: bool
-    """True if rank 0's clock asks for a checkpoint."""
-
-
 class Agreement:
     """The exchange of stop and save requests: one small collective a step, behind the next step.
 
@@ -83,11 +74,10 @@ class Agreement:
         self.flags = torch.zeros(2, dtype=torch.int32)
         self.work: Any = None
 
-    def step(self, save: bool) -> Agreed:
-        """Exchange; call once a step on every rank.
+    def step(self, save: bool) -> tuple[signal.Signals | None, bool]:
+        """Exchange whether a checkpoint is due by a rank's clock; call once a step on every rank.
 
-        Args:
-            save: a checkpoint is due by this rank's clock.
+        Returns a signal that some rank had received, if any, and whether to save.
         """
         number = self.request.received
         if self.group is not None:
@@ -100,7 +90,7 @@ class Agreement:
             self.work = dist.all_reduce(
                 self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
-        return Agreed(signal.Signals(number) if number else None, save)
+        return signal.Signals(number) if number else None, save
 
     def close(self) -> None:
         """Finish the pending collective."""

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,10 +121,8 @@ class Watch:
         """Before an error ends this rank, end with the name of a missing rank if there is one.
 
         An error of this rank's own is left for the others to read, and returns; exiting with it
-        takes EXIT_S at most. A stop before training is told to the others.
-
-        Raises:
-            StoppedEarly: a collective failed because another rank was asked to stop.
+        takes EXIT_S at most. A stop before training is told to the others; where it made a
+        collective fail, StoppedEarly is raised.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -139,9 +138,11 @@ class Watch:
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
-        if number := self._stopped_elsewhere():
+        with contextlib.suppress(DistError):
+            self.stopped = self.world.stopped()
+        if self.stopped:
             self.patience = STOPPING_S
-            raise StoppedEarly(number) from error
+            raise StoppedEarly(self.stopped) from error
         self.error = error
         calls = recorded()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
@@ -153,8 +154,8 @@ class Watch:
             message = self.verdict or self._store_message(SILENT_S)
             silent = [rank for rank in self.beats if self._silence(rank) > SILENT_S]
             if not message and (silent or any(beat.words for beat in self.beats.values())):
-                message = diagnosis(self.beats, silent, self.rank, self.place, calls)
-        message = message or diagnosis(self.beats, [], self.rank, self.place, calls)
+                message = self._diagnosis(silent, calls)
+        message = message or self._diagnosis([], calls)
         self._end(message or f"a collective failed: {one_line(error)}")
 
     def _talk(self) -> None:
@@ -188,15 +189,14 @@ class Watch:
                 waits_s(beat) > self.limit and not_called(self.beats, beat) for beat in others
             )
             if not message and (silent or stuck):
-                message = diagnosis(self.beats, silent, self.rank, self.place, recorded())
+                message = self._diagnosis(silent, recorded())
             # Without its store a launch that ends well looks the same for a moment.
             if message and not (self.store_gone and self.closed.wait(SILENT_S)):
                 self._end(message)
 
-    def _stopped_elsewhere(self) -> signal.Signals | None:
-        with contextlib.suppress(DistError):
-            return self.world.stopped()
-        return self.stopped
+    def _diagnosis(self, silent: list[int], calls: Calls) -> str:
+        here = Beat(0, self.place, 0.0, calls, stopping=False, left=False, words="")
+        return diagnosis({**self.beats, self.rank: here}, silent)
 
     def _beat(self, number: int) -> None:
         with self.beating:  # or a thread could take back what `close` has written
@@ -234,38 +234,28 @@ class Watch:
         """Tell the others, write stack traces, and end the process with code 1."""
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # the other thread is at it
-        done: dict[str, Any] = {"first": True, "where": ""}
-
-        def tell() -> None:
-            done["first"] = self._tell(message)
-
-        def write() -> None:
-            done["where"] = self._write_traces(message)
-            self.on_end()
-
         try:
-            # on threads, for the store or a disk may hang
-            threads = [threading.Thread(target=work, daemon=True) for work in (tell, write)]
-            for thread in threads:
-                thread.start()
-            deadline = time.monotonic() + LAST_WORDS_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            if done["first"]:
-                print(f"error: {message}{done['where']}", file=sys.stderr, flush=True)
+            pool = ThreadPoolExecutor()  # the store or a disk may hang
+            told = pool.submit(self._tell, message)
+            written = pool.submit(self._write_traces, message)
+            work: list[Future[Any]] = [told, written, pool.submit(self.on_end)]
+            wait(work, LAST_WORDS_S)
+            if not told.done() or told.result():
+                where = written.result() if written.done() else ""
+                print(f"error: {message}{where}", file=sys.stderr, flush=True)
             time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with this process
         finally:
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
-        """Whether this rank is the first to say so."""
-        try:
+        """Whether this rank is the first to say so; in doubt, it is."""
+        with contextlib.suppress(Exception):
             self.store.set("verdict", message)
             return self.store.add("said", 1) == 1
-        except DistError:
-            return True
+        return True
 
     def _write_traces(self, message: str) -> str:
+        """Write the stacks of all threads to a file; say where, or why that failed."""
         if self.traces is None:
             return ""
         try:
@@ -276,7 +266,7 @@ class Watch:
                     traceback.print_exception(self.error, file=file)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as problem:
+        except Exception as problem:
             return f"; no stack traces: {problem}"
         return f"; stack traces in {self.traces}"
 
@@ -322,16 +312,14 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
     return [rank for rank, number in numbers.items() if number < open_one.number]
 
 
-def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, calls: Calls) -> str:
+def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
     """Say in one line which ranks are missing, where, and which ranks wait for them in what.
 
     Args:
+        beats: what is known of each rank; of the one that asks, of now.
         silent: ranks without a sign of life.
-        own: the rank that asks, at `place`, with its `calls`; what it knows of the others is older.
     """
-    beats = {r: b for r, b in beats.items() if r != own}
-    here = Beat(0, place, 0.0, calls, False, False, "")
-    waited_for = [r for b in [here, *beats.values()] for r in not_called({**beats, own: here}, b)]
+    waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
     if failed := [r for r, b in beats.items() if b.words]:
         culprits = failed
         parts = [f"rank {r} failed at {beats[r].place}: {beats[r].words}" for r in failed]
@@ -339,12 +327,11 @@ def diagnosis(beats: dict[int, Beat], silent: list[int], own: int, place: str, c
         culprits = silent
         parts = [missing(r, beats.get(r)) for r in silent]
     elif waited_for:
-        culprits = sorted(set(waited_for))
-        places = {**{r: b.place for r, b in beats.items()}, own: place}
-        parts = [f"rank {r} is missing: it hangs at {places[r]}" for r in culprits]
+        culprits = sorted(waited_for)
+        parts = [f"rank {r} is missing: it hangs at {beats[r].place}" for r in culprits]
     else:
         return ""
-    for rank, beat in sorted({**beats, own: here}.items()):
+    for rank, beat in sorted(beats.items()):
         call = beat.calls.pending or beat.calls.newest
         if rank not in culprits and call and not beat.left and len(parts) < len(culprits) + 3:
             parts.append(f"rank {rank} waits at {beat.place} in {call.name}")

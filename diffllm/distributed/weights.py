@@ -6,12 +6,12 @@ only cast and copy every parameter in both passes of every micro-batch; it keeps
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.fsdp import fp32_parameters, local_block
 from diffllm.distributed.mesh import Reduce
 from diffllm.model.choice import ASKED, Choice
@@ -21,7 +21,7 @@ LAST_UP_TO = 8 * 2**30
 """The largest float32 gradient of all parameters, in bytes, that waits for the last micro-batch."""
 
 
-class Weights(Protocol):
+class Weights:
     """The parameters that one rank updates and computes with."""
 
     choices: dict[str, Choice]
@@ -32,6 +32,7 @@ class Weights(Protocol):
 
     def block(self, param: Tensor) -> LocalBlock:
         """Return the part of a parameter of the model that this rank holds, for `Initializer`."""
+        raise NotImplementedError
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare for a forward and a backward pass, the `last` of a step or not."""
@@ -43,7 +44,7 @@ class Weights(Protocol):
         """Free what a forward pass without a backward pass left behind."""
 
 
-class OneRank:
+class OneRank(Weights):
     """Whole parameters in float32, and one copy of them in the dtype of the computation.
 
     A copy is made once a step. The gradient of a copy is added to its parameter's, in float32 and
@@ -72,16 +73,10 @@ class OneRank:
     def block(self, param: Tensor) -> LocalBlock:
         return whole(self.origins.get(param, param))
 
-    def begin_micro_batch(self, last: bool) -> None:
-        pass
-
     @torch.no_grad()
     def changed(self) -> None:
         if self.origins:
             torch._foreach_copy_(list(self.origins), list(self.origins.values()))
-
-    def rest(self) -> None:
-        pass
 
 
 def empty_copies(
@@ -111,7 +106,7 @@ def hand_over(param: Tensor, copy: Tensor) -> None:
     copy.grad = None
 
 
-class Sharded:
+class Sharded(Weights):
     """Parameters that FSDP2 shards, casts and gathers."""
 
     def __init__(self, model: Any, reduce: Reduce | None):
@@ -127,9 +122,6 @@ class Sharded:
         self.model.set_requires_gradient_sync(last or self.reduce is Reduce.every)
         self.model.set_requires_all_reduce(last)  # HSDP: once a step
 
-    def changed(self) -> None:
-        pass
-
     def rest(self) -> None:
         self.model.reshard()
 
@@ -139,14 +131,7 @@ def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> Choice:
     small enough to wait, unless the config says otherwise."""
     if asked is not None:
         return Choice(asked, ASKED)
-    size = 4 * sum(map(gathered_numel, params))
+    # Of experts, a rank computes with its own only.
+    size = 4 * sum(param.numel() // expert_ranks(param) for param in params)
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
     return Choice(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)
-
-
-def gathered_numel(param: Tensor) -> int:
-    """Count the values of a parameter that a rank computes with: of experts, it has only its
-    own."""
-    if isinstance(param, DTensor) and "expert" in (param.device_mesh.mesh_dim_names or ()):
-        return param.numel() // param.device_mesh["expert"].size()
-    return param.numel()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.distributed.collectives import record_collectives
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
@@ -41,10 +41,6 @@ class DistributedConfig:
     """Steps between checks that ranks with the same part of the model hold the same values; at the
     start that is always checked, and 0 leaves it at that."""
 
-    def validate(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        check_bounds("distributed.", self)
-
 
 @dataclass
 class World:
@@ -62,36 +58,26 @@ class World:
         if self.rank == 0:
             try:
                 result = choose()
-                self.store.set(key, json.dumps({"result": result}))
-                return result
             except UserError as error:
-                self._tell(key, str(error))
+                self.store.set(key, json.dumps({"error": str(error)}))
+                # The store ends with this process, unless torchrun has it.
+                read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
+                with contextlib.suppress(DistError):
+                    self.store.wait(read, timedelta(seconds=READ_S))
                 raise
-        decision = json.loads(self._wait_for(key))
-        if "result" in decision:
-            return decision["result"]
-        self.store.set(f"{key}/read/{self.rank}", "")
-        raise AgreedError(decision["error"])
-
-    def _tell(self, key: str, error: str) -> None:
-        """Tell the other ranks why rank 0 is about to end, and wait until they have read it.
-
-        The store ends with this process, unless torchrun has it.
-        """
-        self.store.set(key, json.dumps({"error": error}))
-        read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
-        with contextlib.suppress(DistError):
-            self.store.wait(read, timedelta(seconds=READ_S))
-
-    def _wait_for(self, key: str) -> bytes:
-        """Wait for rank 0's word."""
+            self.store.set(key, json.dumps({"result": result}))
+            return result
         try:
             self.wait([key])
         except DistStoreError as error:
             raise LaunchError(
                 f"rank 0 has not answered ({key}) within distributed.timeout={self.timeout} seconds"
             ) from error
-        return self.store.get(key)
+        decision = json.loads(self.store.get(key))
+        if "result" in decision:
+            return decision["result"]
+        self.store.set(f"{key}/read/{self.rank}", "")
+        raise AgreedError(decision["error"])
 
     def wait(self, keys: list[str]) -> None:
         """Wait until all keys are there; in slices, for no signal is handled while the store waits.
@@ -146,12 +132,8 @@ class World:
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Meet the other processes of this launch; waits for all of them to appear.
-
-    Raises:
-        LaunchError: the environment variables do not say who meets where, or not all ranks have
-            appeared within `cfg.timeout`.
-    """
+    """Meet the other processes of this launch, when all have appeared; raises LaunchError if that
+    takes longer than `cfg.timeout`, or the environment does not say who meets where."""
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())

@@ -45,7 +45,6 @@ class ModelConfig:
     def validate(self) -> None:
         """Raise ConfigError for a shape that cannot be built."""
         check_bounds("model.", self)
-        check_bounds("model.attention.", self.attention)
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"model.n_heads={self.n_heads} must be a multiple of "

@@ -25,7 +25,9 @@ def generate(
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Continue prompts token by token, all at once; each gets what it would get alone.
+    """Return prompts with continuations, made all at once; each gets what it would get alone.
+
+    ValueError is raised for a prompt that is empty or longer than the model reads.
 
     Args:
         prompts: B of them, of any lengths >= 1. Once more the same prompt is another sample of
@@ -38,12 +40,6 @@ def generate(
         vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
         stop_token: ends a continuation, as its last token.
         dtype: the caches' dtype; the parameters' by default.
-
-    Returns:
-        Each prompt with its continuation.
-
-    Raises:
-        ValueError: a prompt is empty or longer than the model reads.
     """
     texts = [list(prompt) for prompt in prompts]
     for text in texts:

@@ -26,9 +26,6 @@ def component_of(name: str) -> str:
 
     It is one of ATTENTION_COMPONENTS or OTHER_COMPONENTS. Any other parameter of an attention goes
     by its own name, e.g. `sink`.
-
-    One of ATTENTION_COMPONENTS or OTHER_COMPONENTS. What an attention has besides goes by its own
-    name, e.g. `sink`.
     """
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:

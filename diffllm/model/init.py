@@ -8,12 +8,14 @@ dimensions runs along. Blocks are drawn on the CPU, by as many threads as torch 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
 
 T = TypeVar("T")
@@ -29,17 +31,15 @@ def whole(param: Tensor) -> LocalBlock:
     return param, (0,) * param.ndim, param.shape
 
 
+@dataclass
 class Initializer:
-    """Fills parameters in place, each from (seed, its own name).
+    """Fills parameters in place, each from (seed, its own name)."""
 
-    Args:
-        seed: any integer.
-        names: the parameter names of the model, by parameter.
-        shard: how to find the block that this process holds, for sharded models.
-    """
-
-    def __init__(self, seed: int, names: Mapping[Tensor, str], shard: Shard = whole):
-        self.seed, self.names, self.shard = seed, names, shard
+    seed: int
+    names: Mapping[Tensor, str]
+    """The names of the parameters to fill."""
+    shard: Shard = whole
+    """A function that finds the block that this process holds, for sharded models."""
 
     def constant_(self, param: Tensor, value: float) -> None:
         """Fill with one value."""
@@ -77,6 +77,16 @@ class Initializer:
 
         in_threads(fill, blocks.tolist())
 
+    def matrices_(self, std: float, out_std: float) -> None:
+        """Fill every matrix from N(0, std^2) truncated at 3 standard deviations.
+
+        Of the output projections, `wo` and `w2`, the standard deviation is `out_std`.
+        """
+        for param, name in self.names.items():
+            if param.ndim > 1:
+                is_output = not OUTPUTS.isdisjoint(name.split("."))
+                self.normal_(param, out_std if is_output else std, truncate=3)
+
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -85,10 +95,7 @@ class Initializer:
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
     """Return the global row indices that a block of a tensor has parts of, ascending, int64.
 
-    Args:
-        local: the block's shape.
-        first: its first index in each dimension.
-        leading: the dimensions of the whole tensor that count rows.
+    The block has shape `local` and begins at index `first`; `leading` dimensions count rows.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(leading, first, local, strict=False):
@@ -123,18 +130,11 @@ def in_threads(work: Callable[[T], None], items: list[T]) -> None:
         for item in items:
             work(item)
         return
-    remaining, inference = iter(items), torch.is_inference_mode_enabled()
+    inference = torch.is_inference_mode_enabled()
 
-    def work_on() -> None:
+    def work_on(item: T) -> None:
         with torch.inference_mode(inference):  # each thread has a mode of its own
-            for item in remaining:
-                work(item)
+            work(item)
 
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(work_on) for _ in range(workers)]:
-            done.result()
-
-
-def named(module: nn.Module) -> dict[Tensor, str]:
-    """Return parameter names by parameter, as `Initializer` takes them."""
-    return {param: name for name, param in module.named_parameters()}
+        list(pool.map(work_on, items))

@@ -15,11 +15,7 @@ GPU_CHUNK, CPU_CHUNK = 4096, 512
 
 
 def loss_chunk(asked: int | None, device: torch.device) -> Choice:
-    """Return the number of tokens that have logits at once.
-
-    Args:
-        asked: `model.loss_chunk`; None leaves it to the device.
-    """
+    """Return the number of tokens that have logits at once: `asked`, or what suits the device."""
     if asked is not None:
         return Choice(asked, ASKED)
     if device.type == "cuda":
@@ -89,14 +85,6 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
     return total.addmm_(grad_logits.T, hidden)
 
 
-def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply grad by a scalar in the wider of their dtypes; the result is in `dtype`.
-
-    Written at once: the product in the wider dtype would be as large a tensor again.
-    """
-    return torch.mul(grad, scale.view(1), out=torch.empty_like(grad, dtype=dtype))
-
-
 class _ChunkedLoss(torch.autograd.Function):
     """Cross-entropy whose gradients are taken chunk by chunk in the forward pass, so that logits
     never outlive a chunk."""
@@ -129,8 +117,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        hidden, weight = (scaled(grad, grads[0], ctx.dtype) for grad in (grad_hidden, grad_weight))
+        # Written at once: a product in the wider dtype would be as large a tensor again.
+        hidden, weight = (
+            torch.mul(grad, grads[0].view(1), out=torch.empty_like(grad, dtype=ctx.dtype))
+            for grad in ctx.saved_tensors
+        )
         return hidden, weight, None, None, None, None
 
 
@@ -144,15 +135,14 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Loss]:
     """Sum the cross-entropy of `hidden @ weight.T` over tokens, plus z_weight times z.
 
+    Returns this objective, differentiable (float32 scalar), and its two parts, detached.
+
     Args:
         hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64,
             negative ones ignored.
         z_weight: weight of logsumexp^2 (PaLM, arXiv 2204.02311, section 5).
         chunk: tokens whose logits exist at once; the softmax is in float32.
         compute: `chunk_loss` or a compiled copy of it.
-
-    Returns:
-        The differentiable objective (float32 scalar) and its two parts, detached.
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
     return total, Loss(nll, z)

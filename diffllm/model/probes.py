@@ -43,10 +43,7 @@ def probe_stats(attention: Attention, x: Tensor, show: Shown, probe: Probe) -> d
     lambda_head: mean over all tokens; absent where lambda does not depend on the head.
     The others are means over sequences, heads and probed positions. Where the maps of a pair
     weight different values (`attention.maps_note`), their difference is still what is measured.
-
-    Args:
-        x: (B, T, D), what the layer read.
-        show: the tensors that it showed.
+    The layer read x (B, T, D).
     """
     x, q, k = x[:, probe.positions], show["q"][:, probe.positions], show["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))

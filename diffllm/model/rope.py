@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
@@ -53,7 +53,6 @@ class RopeConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for values that no frequencies follow from."""
-        check_bounds("model.rope.", self)
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)

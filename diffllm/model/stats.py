@@ -25,10 +25,10 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
     with torch.no_grad():
         stats = {"hidden_top1": x.abs().amax().float(), "hidden_kurtosis": kurtosis(x)}
         rms = show["context"].float().square().mean(-1).sqrt()
-        stats |= spread("context_rms", rms)
-        stats["context_rms"] = stats.pop("context_rms_mean")
+        stats |= {"context_rms": rms.mean(), **extremes("context_rms", rms)}
         if "lambda" in show:
-            stats |= spread("lambda", show["lambda"].float())
+            lam = show["lambda"].float()
+            stats |= {"lambda_mean": lam.mean(), **extremes("lambda", lam)}
         if "gate" in show:
             stats["gate_mean"] = show["gate"].float().mean()
         if "router" in show:
@@ -39,13 +39,9 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
     return stats
 
 
-def spread(name: str, values: Tensor) -> Stats:
-    """Return mean, minimum and maximum."""
-    return {
-        f"{name}_mean": values.mean(),
-        f"{name}_min": values.amin(),
-        f"{name}_max": values.amax(),
-    }
+def extremes(name: str, values: Tensor) -> Stats:
+    """Return minimum and maximum."""
+    return {f"{name}_min": values.amin(), f"{name}_max": values.amax()}
 
 
 def kurtosis(x: Tensor) -> Tensor:

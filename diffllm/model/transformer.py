@@ -17,22 +17,22 @@ from diffllm.model.choice import Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
-from diffllm.model.init import Initializer, Shard, named, whole
+from diffllm.model.ffn.router import Router
+from diffllm.model.init import Initializer, Shard, whole
 from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
-from diffllm.model.norm import RMSNorm
 from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import Stats, block_stats, stack_stats
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); norm is RMSNorm (arXiv 1910.07467)."""
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
-        self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention: Attention = cfg.attention.build(cfg, layer_idx)
-        self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.routes = cfg.moe.n_experts > 0 and layer_idx >= cfg.moe.n_dense_layers
         self.ffn: Any = MoE(cfg.dim, cfg.moe) if self.routes else SwiGLU(cfg.dim, cfg.ffn_dim)
 
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(cfg.vocab_size, cfg.dim)
         self.rope = RotaryEmbedding(cfg.head_dim, cfg.seq_len, cfg.rope)
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layers))
-        self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
+        self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         if not cfg.tie_embeddings:
             self.output = nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
         self.chunk_loss: Any = chunk_loss
@@ -142,21 +142,22 @@ class Transformer(nn.Module):
         )
         if not routed:
             return TrainOutput(objective, loss, stack_stats(stats), None)
-        together = stack_routed(routed)
+        counts, balance, z = map(torch.stack, zip(*routed, strict=True))
+        together = Routed(counts, balance.sum(), z.sum())
         objective = objective + self.cfg.moe.balance_loss * together.balance
         objective = objective + self.cfg.moe.router_z_loss * together.z
         return TrainOutput(objective, loss, stack_stats(stats), together)
 
-    def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Tell the routers how busy their experts were in an optimizer step.
+    @property
+    def mixtures(self) -> list[MoE]:
+        """The mixtures of experts, those of the last layers."""
+        return [layer.ffn for layer in self.layers if layer.routes]
 
-        Args:
-            counts: (layers of experts, E) int64, over the whole global batch.
-            skipped: scalar; 1.0 leaves the routers as they are.
-        """
-        routers = [layer.ffn.router for layer in self.layers if layer.routes]
-        for router, layer_counts in zip(routers, counts.unbind(), strict=True):
-            router.rebalance(layer_counts, skipped)
+    def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
+        """Tell each router how busy its experts were, as `Router.rebalance` takes it: counts are
+        (layers of experts, E)."""
+        for mixture, layer_counts in zip(self.mixtures, counts.unbind(), strict=True):
+            mixture.router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
         """Return what routers learn without a gradient, by name; part of a checkpoint."""
@@ -164,13 +165,13 @@ class Transformer(nn.Module):
 
     def router_bias_range(self) -> Tensor:
         """Return the largest bias of an expert minus the smallest, (MoE layers,)."""
-        biases = [layer.ffn.router.bias for layer in self.layers if layer.routes]
-        return torch.stack([bias.max() - bias.min() for bias in biases])
+        biases = torch.stack([mixture.router.bias for mixture in self.mixtures])
+        return biases.amax(1) - biases.amin(1)
 
     def active_parameters(self) -> int:
         """Count the parameters of a token: all but those of experts that it does not go to."""
         total = sum(param.numel() for param in self.parameters())
-        return total - sum(layer.ffn.idle_parameters() for layer in self.layers if layer.routes)
+        return total - sum(mixture.idle_parameters() for mixture in self.mixtures)
 
     def whole_sequences(
         self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -204,22 +205,20 @@ class Transformer(nn.Module):
     def reset_parameters(self, shard: Shard = whole) -> None:
         """Fill every parameter and buffer; values depend on (init_seed, name) only.
 
-        Args:
-            shard: how to find the rows that this process holds of a parameter.
+        `shard` finds the block that this process holds of a parameter.
         """
-        cfg = self.cfg
-        init = Initializer(cfg.init_seed, named(self), shard)
-        out_std = cfg.init_std / math.sqrt(2 * cfg.n_layers)
+        std = self.cfg.init_std
+        names: dict[Tensor, str] = {param: name for name, param in self.named_parameters()}
+        init = Initializer(self.cfg.init_seed, names, shard)
+        init.matrices_(std, std / math.sqrt(2 * self.cfg.n_layers))
         self.rope.reset_parameters()
-        init.normal_(self.tok_embeddings.weight, cfg.init_std, truncate=3)
-        for layer in self.layers:
-            layer.attention.reset_parameters(init, cfg.init_std, out_std)
-            layer.ffn.reset_parameters(init, cfg.init_std, out_std)
         for module in self.modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, nn.RMSNorm):
                 init.constant_(module.weight, 1.0)
-        if not cfg.tie_embeddings:
-            init.normal_(self.output.weight, cfg.init_std, truncate=3)
+            elif isinstance(module, Attention):
+                module.reset_parameters(init)
+            elif isinstance(module, Router):
+                module.reset_buffers()
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
@@ -234,16 +233,11 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, Choice]:
-        """Decide what is left to `device` when training in `dtype`, by name.
-
-        Args:
-            documents: whether queries see their own document only.
-        """
-        cfg = self.cfg
-        found = cfg.attention.choices(cfg, device, dtype, documents)
-        found["loss_chunk"] = loss_chunk(cfg.loss_chunk, device)
-        mixtures = (layer.ffn for layer in self.layers if layer.routes)
-        return found | next((each.choices(device, dtype) for each in mixtures), {})
+        """Decide what is left to `device` when training in `dtype`, by name; with `documents`,
+        queries see their own document only."""
+        found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
+        found["loss_chunk"] = loss_chunk(self.cfg.loss_chunk, device)
+        return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
     def flops_per_token(self) -> float:
         """Count training FLOPs a token at `cfg.seq_len`: matrix products, causal attention."""
@@ -258,18 +252,9 @@ class Transformer(nn.Module):
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
 
 
-def stack_routed(layers: list[Routed]) -> Routed:
-    """Stack the layers' counts and add their losses."""
-    counts, balance, z = zip(*layers, strict=True)
-    return Routed(torch.stack(counts), torch.stack(balance).sum(), torch.stack(z).sum())
-
-
 def build_model(cfg: ModelConfig) -> Transformer:
-    """Build an initialised decoder in float32 on the current default device.
-
-    Raises:
-        ConfigError: the attention backend cannot run on that device.
-    """
+    """Build an initialised decoder in float32 on the current default device; raises ConfigError if
+    the attention backend cannot run there."""
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)

@@ -155,8 +155,9 @@ def test_loading_a_state_rewinds_a_running_loader(make_loader: MakeLoader) -> No
     assert samples_of(next(loader)[0]) == first
 
 
-def test_start_sample_is_where_the_order_starts(make_loader: MakeLoader) -> None:
-    loader = make_loader(start_sample=2 * GLOBAL_BATCH)
+def test_a_state_is_where_the_order_starts(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    loader.load_state_dict({"seed": SEED, "epoch": 0, "sample": 2 * GLOBAL_BATCH})
     assert [s for i, _ in islice(loader, 3) for s in samples_of(i)] == expected_step(2)
     assert loader.state_dict()["sample"] == 3 * GLOBAL_BATCH
 

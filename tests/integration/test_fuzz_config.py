@@ -29,6 +29,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from diffllm.bounds import check_bounds
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.overrides import GROUPS
 from diffllm.config.values import check_values, leaves
@@ -532,7 +533,7 @@ def test_rope_scalings_are_refused_or_give_frequencies(
         beta_fast=fast if yarn else default.beta_fast,
         attention_factor=warmth if yarn else None,
     )
-    line = line_of(rope.validate)
+    line = line_of(lambda: (check_bounds("model.rope.", rope), rope.validate()))
     if line is None:
         assert_rope(replace(DENSE, model=replace(DENSE.model, rope=rope)))
     else:

@@ -5,6 +5,9 @@ from itertools import pairwise
 
 import torch
 
+from diffllm.model.attention.kernels import training_kernel
+from diffllm.model.attention.masks import training_mask
+
 END = 0
 CUDA = torch.device("cuda")
 MAIN = ("standard", "gated", "diff_v1", "diff_v2")
@@ -28,6 +31,13 @@ def tokens_with_documents(batch=2, length=40):
     tokens = torch.randint(1, 64, (batch, length))
     tokens[torch.rand(batch, length) < 0.15] = END
     return tokens
+
+
+def mask_for(documents, tokens, backend, dtype, width, explicit=False):
+    """The mask of a batch, as the kernel that is chosen for it wants it."""
+    masked = documents is not None
+    kernel = training_kernel(backend, tokens.device, dtype, width, masked, explicit)
+    return training_mask(kernel.value, documents, tokens)
 
 
 def explicit(q, k, v, scale):

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
 
 from diffllm import build_model
-from diffllm.model.attention.masks import document_blocks, packed
+from diffllm.model.attention.kernels import Kernel
+from diffllm.model.attention.masks import document_blocks, training_mask
 from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents
 
@@ -168,7 +169,8 @@ def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant
         documents = documents_of(number)
         rope, mask = model.whole_sequences(documents.ids, documents, x.dtype)
         expected = forward_and_backward(block, x, rope, mask)
-        found = forward_and_backward(compiled, x, rope, packed(documents, LENGTH))
+        mask = training_mask(Kernel.varlen, documents, documents.ids)
+        found = forward_and_backward(compiled, x, rope, mask)
         assert_same(found, expected)
     assert counter.frame_count == 1
 

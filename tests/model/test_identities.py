@@ -20,8 +20,7 @@ from diffllm import build_model, load_config
 from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
 from diffllm.model.attention.diff_v1 import by_map, clamped, lambda_init_at
-from diffllm.model.init import Initializer, named
-from diffllm.model.norm import RMSNorm
+from diffllm.model.init import Initializer
 from diffllm.model.rope import RopeConfig, RotaryEmbedding, apply_rope
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
@@ -104,11 +103,13 @@ def layer_of(variant, shape, **fields):
     """An attention module in float64, its vectors away from values at which all looks right."""
     cfg = configured(variant, shape, **fields)
     attention = cfg.attention.build(cfg, shape.layer).double()
-    attention.reset_parameters(Initializer(shape.seed, named(attention)), 0.3, 0.3)
+    init = Initializer(shape.seed, {param: name for name, param in attention.named_parameters()})
+    init.matrices_(0.3, 0.3)
+    attention.reset_parameters(init)
     generator = torch.Generator().manual_seed(shape.seed)
     with torch.no_grad():
         for module in attention.modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, torch.nn.RMSNorm):
                 module.weight.fill_(1)  # as the decoder does
         for param in attention.parameters():
             if param.ndim == 1:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_ins import CUDA, END, V2, V4, tokens_with_documents
+from stand_ins import CUDA, END, V2, V4, mask_for, tokens_with_documents
 from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model, load_config
@@ -17,7 +17,6 @@ from diffllm.errors import ConfigError
 from diffllm.model.attention import diff_v1, flash, kernels, masks, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
 from diffllm.model.attention.kernels import Kernel, training_kernel
-from diffllm.model.attention.masks import training_mask
 from diffllm.model.attention.ops import Backend, Packed
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
@@ -141,7 +140,7 @@ def test_a_measurement_can_put_another_kernel_in_flex_place(machine, monkeypatch
     monkeypatch.setattr(kernels, "DOCUMENTS_ON_HOPPER", other)
     batch = SimpleNamespace(shape=(2, 40), device=CUDA)
     documents = Documents.of(tokens_with_documents(), END)
-    mask = training_mask(documents, batch, Backend.sdpa, BF16, 128)
+    mask = mask_for(documents, batch, Backend.sdpa, BF16, 128)
     assert isinstance(mask, Packed)
 
 
@@ -204,14 +203,14 @@ def test_documents_come_in_the_form_the_kernel_reads(
     tokens = tokens_with_documents()
     documents = Documents.of(tokens, END)
     batch = SimpleNamespace(shape=tokens.shape, device=device)  # all that is asked of tokens
-    mask = training_mask(documents, batch, Backend[backend], dtype, 64, explicit)
+    mask = mask_for(documents, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(mask, kind)
     if kind is Packed:
         assert torch.equal(mask.boundaries, documents.boundaries)
         assert mask.longest >= documents.boundaries.diff().max()
     elif kind is torch.Tensor:
         assert torch.equal(mask, documents.mask())
-    unmasked = training_mask(None, batch, Backend[backend], dtype, 64, explicit)
+    unmasked = mask_for(None, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
@@ -220,8 +219,8 @@ def test_documents_come_as_blocks_where_flex_is_chosen(machine, monkeypatch):
     monkeypatch.setattr(masks, "document_blocks", lambda ids: Blocks())
     batch = SimpleNamespace(shape=(2, 40), device=CUDA)
     documents = Documents.of(tokens_with_documents(), END)
-    assert isinstance(training_mask(documents, batch, Backend.sdpa, BF16, 128), Blocks)
-    assert training_mask(None, batch, Backend.sdpa, BF16, 128) is None
+    assert isinstance(mask_for(documents, batch, Backend.sdpa, BF16, 128), Blocks)
+    assert mask_for(None, batch, Backend.sdpa, BF16, 128) is None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stand_ins import CUDA, END, MAIN, relative, tokens_with_documents
+from stand_ins import CUDA, END, MAIN, mask_for, relative, tokens_with_documents
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 from variants import small_config
@@ -12,7 +12,6 @@ from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import ConfigError
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
-from diffllm.model.attention.masks import training_mask
 from diffllm.model.attention.ops import Backend, attend
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
@@ -139,7 +138,7 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
     parts = long_heads(wide)
     documents = long_documents() if masked else None
     tokens = torch.empty(1, 4096, device=CUDA)
-    mask = training_mask(documents, tokens, Backend[backend], torch.bfloat16, width)
+    mask = mask_for(documents, tokens, Backend[backend], torch.bfloat16, width)
     found = out_and_grads(parts, lambda *qkv: attend(*qkv, mask, Backend[backend]))
     exact = [part.detach().float().requires_grad_() for part in parts]
     whole = documents.mask() if masked else None
@@ -159,7 +158,7 @@ def test_the_kernels_agree_with_each_other_at_4096_tokens(masked):
             prepare_backend(Backend[backend], CUDA, 128, torch.bfloat16, masked)
         except ConfigError:
             continue
-        mask = training_mask(documents, tokens, Backend[backend], torch.bfloat16, 128)
+        mask = mask_for(documents, tokens, Backend[backend], torch.bfloat16, 128)
         results[backend] = out_and_grads(
             parts, lambda *qkv, mask=mask, name=backend: attend(*qkv, mask, Backend[name])
         )
@@ -226,6 +225,6 @@ def test_the_kernel_of_documents_is_one_that_runs_here():
     assert found.value in (Kernel.varlen, Kernel.varlen_4, Kernel.flex)
     parts = long_heads(1)
     tokens = torch.empty(1, 4096, device=CUDA)
-    mask = training_mask(long_documents(), tokens, Backend.sdpa, torch.bfloat16, 128)
+    mask = mask_for(long_documents(), tokens, Backend.sdpa, torch.bfloat16, 128)
     names = kernels_run(lambda: out_and_grads(parts, lambda *qkv: attend(*qkv, mask)))
     assert any("flex" in name or "flash" in name for name in names)

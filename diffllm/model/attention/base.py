@@ -21,7 +21,6 @@ from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.model.init import Initializer
-from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope, apply_rope
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ class AttentionConfig:
     ) -> dict[str, Choice]:
         """Decide what is left to the device in training, by name: "attention" is the kernel.
 
-        Args:
-            dtype: that of queries and keys.
-            documents: whether queries see their own document only.
+        `dtype` is that of queries and keys; with `documents`, they see their own document only.
         """
         width = self.kernel_width(model, device)
         return {
@@ -85,26 +82,18 @@ class AttentionConfig:
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ) -> None:
-        """Make the kernel ready on `device`, before anything is built.
+        """Make the kernel ready before anything is built; raises ConfigError if it cannot run.
 
-        Args:
-            dtype: that of queries and keys, where it is known already.
-            documents: whether queries will see their own document only.
-
-        Raises:
-            ConfigError: the backend cannot run there.
+        Arguments as for `choices`; `dtype` where it is known already.
         """
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
 
 
 class KVCache:
-    """The keys and values of all positions decoded so far, preallocated: (B, K, S_max, d) each.
+    """The keys and values of all positions decoded so far, preallocated: (B, heads, S_max, width).
 
     Heads come before positions, so that a decoding step reads each head's keys in one sweep.
-
-    Args:
-        k_shape, v_shape: (B, heads, S_max, width) of each.
     """
 
     def __init__(
@@ -162,7 +151,6 @@ class Attention(nn.Module):
     """The base of the variants' modules: projections, RoPE and KV cache.
 
     Args:
-        model: the decoder's shape.
         n_query_heads: heads that `wq` makes; the baseline's H unless the variant says otherwise.
         context_dim: width of what enters `wo`; n_query_heads * head_dim by default.
     """
@@ -176,11 +164,8 @@ class Attention(nn.Module):
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
     ):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = (
-            model.n_heads,
-            model.n_kv_heads,
-            model.head_dim,
-        )
+        self.n_heads, self.n_kv_heads = model.n_heads, model.n_kv_heads
+        self.head_dim = self.value_dim = model.head_dim
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
         self.kernel_width = partial(model.attention.kernel_width, model)
@@ -192,8 +177,8 @@ class Attention(nn.Module):
         self.wv = nn.Linear(model.dim, kv_dim, bias=False)
         self.wo = nn.Linear(context_dim, model.dim, bias=False)
         if model.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, model.norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, model.norm_eps)
+            self.q_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
         self.qk_norm = model.qk_norm
 
     def forward(
@@ -251,24 +236,20 @@ class Attention(nn.Module):
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
         """Return the mask that `forward` of any layer takes for a batch of tokens (B, T)."""
-        width = self.kernel_width(tokens.device)
-        return training_mask(documents, tokens, self.backend, dtype, width, self.explicit_mask)
+        device, masked = tokens.device, documents is not None
+        width = self.kernel_width(device)
+        kernel = training_kernel(self.backend, device, dtype, width, masked, self.explicit_mask)
+        return training_mask(kernel.value, documents, tokens)
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill matrices from a truncated normal, `wo` at `out_std`; the decoder fills the norms."""
-        for linear in (self.wq, self.wk, self.wv):
-            init.normal_(linear.weight, std, truncate=3)
-        init.normal_(self.wo.weight, out_std, truncate=3)
+    def reset_parameters(self, init: Initializer) -> None:
+        """Fill what a variant has besides matrices and norms, which the decoder fills."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Count training FLOPs a token: projections and causal maps, forward and backward."""
+        """Count training FLOPs a token, forward and backward: those of the projections, and of q k
+        and weights times v over (seq_len + 1) / 2 keys."""
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
-        return 6 * matrices + self.map_flops_per_token(seq_len)
-
-    def map_flops_per_token(self, seq_len: int, value_dim: int | None = None) -> float:
-        """Count training FLOPs a token of q k and weights times v, over (seq_len + 1) / 2 keys."""
-        width = self.head_dim + (value_dim or self.head_dim)
-        return 3 * 2 * self.n_query_heads * width * (seq_len + 1) / 2
+        width = self.head_dim + self.value_dim
+        return 6 * (matrices + self.n_query_heads * width * (seq_len + 1) / 2)
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str

@@ -20,7 +20,6 @@ from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
-from diffllm.model.norm import RMSNorm
 from diffllm.model.rope import Rope
 from diffllm.registry import schema
 
@@ -114,25 +113,22 @@ def lambda_init_at(layer_idx: int) -> float:
 
 
 class DiffV1Attention(Attention):
-    """context = RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
+    """context = nn.RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
 
     Adjacent heads are a pair: differential head i uses q[2i], q[2i+1] and, with j = i // (H/K),
     k[2j], k[2j+1] and the 2d-wide v[j], as the reference FlashAttention files do.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-    lambda_q1: Tensor
-    lambda_k1: Tensor
-    lambda_q2: Tensor
-    lambda_k2: Tensor
     lambda_init: Tensor
 
     def __init__(self, model: ModelConfig, cfg: DiffV1Config, layer_idx: int):
         super().__init__(model)
+        self.value_dim = 2 * self.head_dim
         for name in self.fp32_parameters:
             self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim)))
         if cfg.head_norm:
-            self.head_norm = RMSNorm(2 * self.head_dim, cfg.head_norm_eps)
+            self.head_norm = nn.RMSNorm(self.value_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
         # A tensor, not a float: layers with different constants share one compiled graph.
@@ -178,24 +174,21 @@ class DiffV1Attention(Attention):
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        pairs, d = self.n_kv_heads // 2, self.head_dim
-        return KVCache((batch, 2 * pairs, length, d), (batch, pairs, length, 2 * d), dtype, device)
+        keys = (batch, self.n_kv_heads, length, self.head_dim)
+        values = (batch, self.n_kv_heads // 2, length, self.value_dim)
+        return KVCache(keys, values, dtype, device)
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
-        dtype = at_least_float32(self.lambda_q1.dtype)
-        q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in self.fp32_parameters)
+        vectors: list[Tensor] = [getattr(self, name) for name in self.fp32_parameters]
+        q1, k1, q2, k2 = (vector.to(at_least_float32(vector.dtype)) for vector in vectors)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
+    def reset_parameters(self, init: Initializer) -> None:
         for name in self.fp32_parameters:
             init.normal_(getattr(self, name), 0.1)
         constant = self.cfg.lambda_init
         self.lambda_init.fill_(lambda_init_at(self.layer_idx) if constant is None else constant)
-
-    def map_flops_per_token(self, seq_len: int, value_dim: int | None = None) -> float:
-        return super().map_flops_per_token(seq_len, value_dim=2 * self.head_dim)
 
 
 def clamped(weights: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from diffllm.model.attention.ops import Mask, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
-from diffllm.model.norm import RMSNorm
 from diffllm.registry import schema
 
 FIXED = 0.5
@@ -84,7 +83,7 @@ class DiffV2Attention(Attention):
             self.lambda_logit = nn.Parameter(torch.empty(model.n_heads))
             self.fp32_parameters = ("lambda_logit",)
         if cfg.head_norm:
-            self.head_norm = RMSNorm(model.head_dim, model.norm_eps)
+            self.head_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
@@ -120,9 +119,6 @@ class DiffV2Attention(Attention):
         logits = logits.to(at_least_float32(logits.dtype))
         return logits if form is Lambda.raw else torch.sigmoid(logits)
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
-        if self.cfg.lambda_form in (Lambda.sigmoid, Lambda.raw):
-            init.normal_(self.w_lambda.weight, std, truncate=3)
+    def reset_parameters(self, init: Initializer) -> None:
         if self.cfg.lambda_form is Lambda.scalar:
             init.constant_(self.lambda_logit, 0.0)

@@ -48,14 +48,8 @@ def activate_flash_4() -> None:
 
 
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
-    """Make one small call of the flash-attn package, forward and backward.
-
-    Args:
-        documents: whether to make another one with documents masked.
-
-    Raises:
-        Exception: anything; the package may be built for another torch or GPU.
-    """
+    """Make one small call of the flash-attn package, forward and backward, and with `documents`
+    another with these masked; raises anything if it is built for another torch or GPU."""
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
     if documents:

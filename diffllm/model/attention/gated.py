@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from diffllm.model.attention.base import Attention, AttentionConfig, Shown
 from diffllm.model.attention.ops import Mask
 from diffllm.model.config import ModelConfig
-from diffllm.model.init import Initializer
 from diffllm.registry import schema
 
 
@@ -44,7 +43,3 @@ class GatedAttention(Attention):
         if show is not None:
             show["gate"] = gate
         return gate * self.attend(q, k, v, mask)
-
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
-        init.normal_(self.w_gate.weight, std, truncate=3)

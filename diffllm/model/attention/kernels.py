@@ -1,4 +1,8 @@
-"""The choice of the attention kernel that trains on a device; `ops.attend` calls it."""
+"""The choice of the attention kernel that trains on a device; `ops.attend` calls it.
+
+`dtype` is that of queries and keys, `width` the largest of queries, keys and values, `documents`
+whether queries see their own document only.
+"""
 
 from enum import StrEnum
 
@@ -64,12 +68,7 @@ def training_kernel(
 ) -> Choice:
     """Choose the `Kernel` that attends in a training forward pass.
 
-    Args:
-        dtype: that of queries and keys.
-        width: the largest of queries, keys and values.
-        documents: whether queries see their own document only.
-        explicit_mask: the variant masks documents by a boolean tensor, because no kernel knows its
-            map.
+    With `explicit_mask`, a boolean tensor masks documents, because no kernel knows the map.
     """
     if backend is Backend.reference:
         return Choice(Kernel.explicit, ASKED)
@@ -82,8 +81,9 @@ def training_kernel(
         return Choice(Kernel.masked if documents else Kernel.efficient, why)
     if device.type != "cuda" and documents:
         return Choice(Kernel.masked, f"documents on the {device.type}")
-    if backend is Backend.flash:
-        return asked_flash(documents)
+    if backend is Backend.flash:  # which `prepare_backend` has made ready
+        version = "4" if sdpa_is_flash_4() else "2"
+        return Choice(Kernel[("varlen_" if documents else "flash_") + version], ASKED)
     if documents:
         return document_kernel(device, width)
     if device.type == "cuda":
@@ -91,13 +91,6 @@ def training_kernel(
     if in_float32(dtype, width):
         return Choice(Kernel.cpu_float32, f"faster than bf16 with heads {width} wide")
     return Choice(Kernel.cpu, f"on the {device.type}")
-
-
-def asked_flash(documents: bool) -> Choice:
-    """Return the kernel of `backend=flash`, which `prepare_backend` has made ready."""
-    if sdpa_is_flash_4():
-        return Choice(Kernel.varlen_4 if documents else Kernel.flash_4, ASKED)
-    return Choice(Kernel.varlen_2 if documents else Kernel.flash_2, ASKED)
 
 
 def document_kernel(device: torch.device, width: int) -> Choice:
@@ -121,16 +114,8 @@ def prepare_backend(
     dtype: torch.dtype | None = None,
     documents: bool = False,
 ) -> None:
-    """Make `backend` ready on `device`, before anything is built.
-
-    Args:
-        width: the largest of queries, keys and values.
-        dtype: that of queries and keys, where it is known already.
-        documents: whether a kernel will have to mask documents.
-
-    Raises:
-        ConfigError: the backend cannot run here.
-    """
+    """Make `backend` ready on `device`, before anything is built: find its package, and try it;
+    raises ConfigError if it cannot run here."""
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
         raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
@@ -141,29 +126,22 @@ def prepare_backend(
     if width > WIDEST:
         raise ConfigError(f"{name} takes heads up to {WIDEST} wide, this variant needs {width}")
     try:
-        prepare_flash(name, device, width, documents)
+        version = flash_version(device)
+        if not version:
+            raise ConfigError(
+                f"{name} needs the flash-attn package, which is not installed: version 2, or "
+                "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
+            )
+        if version == 4 and documents and not VARLEN_TAKES_FLASH_4:
+            raise ConfigError(
+                f"{name} with data.mask_documents=true: {NEEDS_TORCH}; or choose sdpa"
+            )
+        if version == 4:  # called through torch's dispatcher, version 2 by its own functions
+            activate_flash_4()
+        try_flash(device, width, documents)
     except ConfigError:
         raise
     except Exception as error:  # a package built for another torch or GPU may raise anything
-        version = torch.__version__
         raise ConfigError(
-            f"{name}: flash-attn fails with torch {version} at width {width}: {error}"
+            f"{name}: flash-attn fails with torch {torch.__version__} at width {width}: {error}"
         ) from error
-
-
-def prepare_flash(name: str, device: torch.device, width: int, documents: bool) -> None:
-    """Find the flash-attn package and try it.
-
-    Version 4 is called through torch's dispatcher, version 2 by its own functions.
-    """
-    version = flash_version(device)
-    if not version:
-        raise ConfigError(
-            f"{name} needs the flash-attn package, which is not installed: version 2, or "
-            "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
-        )
-    if version == 4 and documents and not VARLEN_TAKES_FLASH_4:
-        raise ConfigError(f"{name} with data.mask_documents=true: {NEEDS_TORCH}; or choose sdpa")
-    if version == 4:
-        activate_flash_4()
-    try_flash(device, width, documents)

@@ -10,46 +10,27 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from diffllm.model.attention.kernels import Kernel, training_kernel
-from diffllm.model.attention.ops import Backend, Mask, Packed
+from diffllm.model.attention.kernels import Kernel
+from diffllm.model.attention.ops import Mask, Packed
 from diffllm.model.documents import Documents
 
 PACKED = (Kernel.varlen, Kernel.varlen_2, Kernel.varlen_4)
 
 
-def training_mask(
-    documents: Documents | None,
-    tokens: Tensor,
-    backend: Backend,
-    dtype: torch.dtype,
-    width: int,
-    explicit_mask: bool = False,
-) -> Mask:
-    """Build the mask of a batch in the form that `ops.attend` takes; one mask serves all layers.
+def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
+    """Build the mask of a batch in the form that `kernel` takes; one mask serves all layers.
 
-    Args:
-        documents: None where a row is one document.
-        tokens: (B, T); only their shape and device count.
-        dtype: that of queries and keys.
-        width: the largest of queries, keys and values.
-        explicit_mask: documents as a boolean tensor even where there are kernels for them.
+    `documents` are None where a row is one; of tokens (B, T) only shape and device count.
     """
-    length, device = tokens.shape[1], tokens.device
-    masked = documents is not None
-    kernel = training_kernel(backend, device, dtype, width, masked, explicit_mask).value
+    length = tokens.shape[1]
     if documents is None:
-        return causal_blocks(length, device) if kernel is Kernel.flex else None
+        return causal_blocks(length, tokens.device) if kernel is Kernel.flex else None
     if kernel is Kernel.flex:
         return document_blocks(documents.ids)
-    return packed(documents, length) if kernel in PACKED else documents.mask()
-
-
-def packed(documents: Documents, length: int) -> Packed:
-    """Pack documents in rows of `length` tokens for kernels that take the boundaries of documents.
-
-    The number of documents differs from batch to batch, and must not compile a graph for each:
-    it is marked as dynamic, and every batch says that its longest document is a whole row.
-    """
+    if kernel not in PACKED:
+        return documents.mask()
+    # The number of documents differs from batch to batch, and must not compile a graph for each:
+    # it is marked as dynamic, and every batch says that its longest document is a whole row.
     torch._dynamo.maybe_mark_dynamic(documents.boundaries, 0)
     return Packed(documents.boundaries, length)
 

@@ -69,7 +69,9 @@ def attend(
     backend: Backend = Backend.sdpa,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute softmax(q k / sqrt(d)) v. Query head h reads key head h // (H / K).
+    """Compute softmax(q k / sqrt(d)) v: (B, T, H, dv) in the dtype of q.
+
+    Query head h reads key head h // (H / K).
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j goes
@@ -78,9 +80,6 @@ def attend(
         backend: for T > 1, unless it is `reference`; a tensor mask goes through SDPA or explicit
             maps.
         scale: the factor on q k; d^-0.5 by default.
-
-    Returns:
-        (B, T, H, dv) in the dtype of q.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend is Backend.reference:

@@ -70,8 +70,9 @@ class StandardAttention(Attention):
     def __init__(self, model: ModelConfig, cfg: StandardConfig):
         super().__init__(model, n_query_heads=round(cfg.query_heads * model.n_heads))
         self.sink_kind = cfg.sink
-        if cfg.sink is Sink.learned:
-            self.sink = nn.Parameter(torch.empty(self.n_query_heads))
+        learned = cfg.sink is Sink.learned
+        self.sink = nn.Parameter(torch.empty(self.n_query_heads)) if learned else None
+        """The sink's logit of each head, (H,); None for a logit of 0."""
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
@@ -79,7 +80,7 @@ class StandardAttention(Attention):
         if self.sink_kind is Sink.none:
             return self.attend(q, k, v, mask)
         assert mask is None or isinstance(mask, Tensor)
-        q, k, v, mask, scale = with_sink(q, k, v, mask, self.sink_logit())
+        q, k, v, mask, scale = with_sink(q, k, v, mask, self.sink)
         return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
@@ -87,16 +88,11 @@ class StandardAttention(Attention):
         having the rest."""
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
-        q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink_logit())
+        q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
         return {"map": attention_weights(q, k, mask, scale)[:, :, -x.shape[1] :, 1:]}
 
-    def sink_logit(self) -> Tensor | None:
-        """Return the sink's logit of each head, (H,); None for a logit of 0."""
-        return self.sink if self.sink_kind is Sink.learned else None
-
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        super().reset_parameters(init, std, out_std)
-        if self.sink_kind is Sink.learned:
+    def reset_parameters(self, init: Initializer) -> None:
+        if self.sink is not None:
             init.constant_(self.sink, 0.0)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 
 
@@ -54,7 +54,6 @@ class MoEConfig:
 
     def validate(self, n_layers: int) -> None:
         """Raise ConfigError for a mixture that cannot be built."""
-        check_bounds("model.moe.", self)
         if self.n_experts == 0:
             return
         if self.top_k > self.n_experts:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
 from diffllm.model.dtypes import dtype_name
-from diffllm.model.init import Initializer
 from diffllm.torch_versions import IS_ROCM
 
 ALIGNMENT = 16
@@ -39,7 +38,7 @@ class Experts(nn.Module):
         self.activation: Any = weighted_swiglu
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert.
+        """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert: (M, D) as x.
 
         The weight is applied before w2: that is the same, and needs no output kept for its
         gradient.
@@ -48,31 +47,20 @@ class Experts(nn.Module):
             x: (M, D), sorted by expert.
             weights: (M,) float, one a row.
             counts: (E,) int64, rows of each expert; they sum to M.
-
-        Returns:
-            (M, D) in the dtype of x.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
         if fewest is not None and len(x) >= fewest * len(counts):
-            gate_up = [expert_gate_up(x, self.w1, self.w3, ends)]
+            gate_up = [expert_linear(x, self.w1, self.w3, ends, False)]
         else:
-            gate_up = [expert_linear(x, self.w1, ends), expert_linear(x, self.w3, ends)]
-        return expert_linear(self.activation(weights, *gate_up), self.w2, ends)
-
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill as SwiGLU does: from a truncated normal, the output projections at `out_std`."""
-        init.normal_(self.w1, std, truncate=3)
-        init.normal_(self.w3, std, truncate=3)
-        init.normal_(self.w2, out_std, truncate=3)
+            gate_up = [expert_linear(x, weight, None, ends, False) for weight in (self.w1, self.w3)]
+        return expert_linear(self.activation(weights, *gate_up), self.w2, None, ends, False)
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
     """Compute the activation weight * silu(gate) * up: (M, F) in the dtype of gate.
 
-    Args:
-        weights: (M,) float.
-        gate_up: gate and up, each (M, F), or both side by side in one (M, 2 F).
+    The weights are (M,) float; gate and up (M, F) each, or side by side in one tensor (M, 2 F).
     """
     gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
@@ -160,13 +148,19 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("diffllm::expert_linear", mutates_args=())
-def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def expert_linear(
+    x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
+) -> Tensor:
     """Multiply rows (M, in), sorted by expert, with their expert's weight: (M, out).
 
     Args:
         weight: (E, out, in), in the dtype of x.
+        beside: another one of that shape, for (M, 2 out): both products side by side.
         ends: (E,) int32, the index behind the last row of each expert.
+        transposed: go back, as a gradient does: from rows as wide as that output to (M, in).
     """
+    weight = weight if beside is None else joined(weight, beside)
+    weight = weight.transpose(1, 2) if transposed else weight
     n_experts, out, width = weight.shape
     if takes_groups(x, n_experts, (out, width)):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -186,26 +180,15 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([rows_grad.T @ rows for rows_grad, rows in pairs])
 
 
-@torch.library.custom_op("diffllm::expert_gate_up", mutates_args=())
-def expert_gate_up(x: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """Multiply x with w1 and w3, (E, F, D) each, side by side: (M, 2 F)."""
-    return expert_linear(x, joined(w1, w3), ends)
-
-
-@torch.library.custom_op("diffllm::expert_gate_up_input_grad", mutates_args=())
-def expert_gate_up_input_grad(grad: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """Compute the gradient (M, D) of x in `expert_gate_up` from that of the output (M, 2 F)."""
-    return expert_linear(grad, joined(w1, w3).transpose(1, 2), ends)
-
-
 def of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Split rows by expert; waits for the device, because it reads `ends` on the host."""
     return rows.tensor_split(ends.tolist()[:-1])
 
 
 @expert_linear.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(len(x), weight.shape[1])
+def _(x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool) -> Tensor:
+    out = weight.shape[1] * (1 if beside is None else 2)
+    return x.new_empty(len(x), weight.shape[2] if transposed else out)
 
 
 @expert_weight_grad.register_fake
@@ -213,42 +196,18 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(ends), grad.shape[1], x.shape[1])
 
 
-@expert_gate_up.register_fake
-def _(x: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(len(x), w1.shape[1] + w3.shape[1])
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
 
 
-@expert_gate_up_input_grad.register_fake
-def _(grad: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    return grad.new_empty(len(grad), w1.shape[2])
-
-
-def keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, ends = ctx.saved_tensors
-    grad = grad.contiguous()
-    return (
-        expert_linear(grad, weight.transpose(1, 2), ends),
-        expert_weight_grad(grad, x, ends),
-        None,
-    )
-
-
-def gate_up_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Give each weight a product of its own: halves of one gradient would be copied to be added."""
-    x, w1, w3, ends = ctx.saved_tensors
+    x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()
-    gate, up = grad.chunk(2, 1)
-    return (
-        expert_gate_up_input_grad(grad, w1, w3, ends),
-        expert_weight_grad(gate, x, ends),
-        expert_weight_grad(up, x, ends),
-        None,
-    )
+    grad_x = expert_linear(grad, weight, beside, ends, True)
+    parts = (grad, None) if beside is None else grad.chunk(2, 1)
+    grads = (None if part is None else expert_weight_grad(part, x, ends) for part in parts)
+    return grad_x, *grads, None, None
 
 
 expert_linear.register_autograd(linear_backward, setup_context=keep)
-expert_gate_up.register_autograd(gate_up_backward, setup_context=keep)

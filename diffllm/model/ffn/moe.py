@@ -20,7 +20,6 @@ from diffllm.model.ffn.router import (
     sequence_balance,
 )
 from diffllm.model.ffn.swiglu import SwiGLU
-from diffllm.model.init import Initializer
 
 
 class Routed(NamedTuple):
@@ -82,22 +81,12 @@ class MoE(nn.Module):
             z = routing.logits.logsumexp(-1).square().sum()
         return Routed(counts, balance, z)
 
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill matrices from a truncated normal, the output projections at `out_std`."""
-        self.router.reset_parameters(init, std)
-        self.experts.reset_parameters(init, std, out_std)
-        if self.shared is not None:
-            self.shared.reset_parameters(init, std, out_std)
-
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, Choice]:
         """Decide what is left to `device` for tokens of `dtype`, by name."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
-        gate_up = "one product"
-        if joining.value is None:
-            gate_up = "two products"
-        elif joining.value:
-            gate_up = f"one product from {joining.value} rows an expert"
+        several = f"one product from {joining.value} rows an expert"
+        gate_up = {None: "two products", 0: "one product"}.get(joining.value, several)
         return {
             "router_product": router_product(device, dtype),
             "expert_products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),

@@ -13,7 +13,6 @@ from diffllm.model.choice import Choice
 from diffllm.model.dtypes import at_least_float32, dtype_name
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.ffn.split_product import SplitProduct
-from diffllm.model.init import Initializer
 from diffllm.torch_versions import IS_ROCM
 
 EPS = 1e-20
@@ -69,12 +68,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Learn from an optimizer step how busy each expert was.
-
-        Args:
-            counts: (E,) int64, tokens of the whole global batch that each expert got.
-            skipped: scalar; 1.0 leaves all as it is.
-        """
+        """Learn how busy each expert was in an optimizer step, from the tokens of the whole global
+        batch that it got, (E,) int64; a scalar `skipped` of 1.0 leaves all as it is."""
         missing = counts.sum() - len(counts) * counts  # integers: none at exactly the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
         load = counts * (len(counts) / counts.sum())
@@ -82,9 +77,8 @@ class Router(nn.Module):
         self.bias.copy_(torch.where(keep, self.bias, moved))
         self.load.copy_(torch.where(keep, self.load, load))
 
-    def reset_parameters(self, init: Initializer, std: float) -> None:
-        """Fill the matrix from a truncated normal; start with no bias and equally busy experts."""
-        init.normal_(self.weight, std, truncate=3)
+    def reset_buffers(self) -> None:
+        """Start with no bias and equally busy experts."""
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.load)
 
@@ -123,10 +117,8 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
-    """Return the balance loss summed over tokens: a scalar.
+    """Return the balance loss of differentiable shares (N, E), summed over tokens: a scalar.
 
-    Args:
-        shares: (N, E), differentiable.
-        load: (E,), tokens of the global batch that chose each expert over the uniform number.
+    load (E,): tokens of the global batch that chose each expert over the uniform number.
     """
     return (shares * load).sum()

@@ -3,8 +3,6 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.model.init import Initializer
-
 
 class SwiGLU(nn.Module):
     """A feed-forward layer that computes w2(silu(w1 x) * w3 x)."""
@@ -18,12 +16,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer's output (B, T, dim) of x (B, T, dim)."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-    def reset_parameters(self, init: Initializer, std: float, out_std: float) -> None:
-        """Fill matrices from a truncated normal, the output projection at `out_std`."""
-        init.normal_(self.w1.weight, std, truncate=3)
-        init.normal_(self.w3.weight, std, truncate=3)
-        init.normal_(self.w2.weight, out_std, truncate=3)
 
     def flops_per_token(self) -> int:
         """Count training FLOPs a token: 2 forward and 4 backward for every weight."""
