@@ -70,10 +70,10 @@ class Column:
     title: str = ""
     """Header in the report's table; empty for a column of report.csv alone."""
     unit: str = ""
-    form: Literal["number", "percent", "share and count", "range"] = "number"
-    """How a cell is written; the last two take in a second metric."""
+    percent: bool = False
     second: str = ""
-    """Name of that metric: the count behind a share, or the other end of a range."""
+    """A metric that stands in small print below, after its column's unit: the count behind a
+    share, or the other end of a range."""
     optional: bool = False
     """Left out of a report none of whose runs has it."""
 

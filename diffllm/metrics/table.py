@@ -69,22 +69,19 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     rule, short = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
-    score = what.endswith("score")
-    meaning = f"share of steps with a loss {rule}; mean over seeds"
-    if not score:
-        meaning = "number of such steps in a run, mean over seeds"
-    column = Column(
-        meaning if series == "loss" else "the same of the gradient norm", "last", "max", "mean",
-        title=f"{'Loss' if series == 'loss' else 'Gradient'} spikes" if score else "", unit=short,
-        form="share and count", second=f"{definition}/{series}_total",
-    )  # fmt: skip
-    return Metric(
-        f"{definition}/{series}_{what}",
-        SPIKES,
-        f"{'Share' if score else 'Number'} of steps {since} with a {value} {rule}",
-        panel=f"{series}_{what}",
-        column=None if what.startswith("rolling") else column,
-    )
+    number = "Share" if what.endswith("score") else "Number"
+    meaning = f"{number} of steps {since} with a {value} {rule}"
+    column = None
+    if what == "score":
+        column = Column(
+            f"{meaning}; mean over seeds", "last", "max", "mean",
+            f"{value.split()[0].capitalize()} spikes", short,
+            percent=True, second=f"{definition}/{series}_total",
+        )  # fmt: skip
+    elif what == "total":
+        column = Column(f"{meaning}; mean over seeds", "last", "max", "mean", unit="steps:")
+    name = f"{definition}/{series}_{what}"
+    return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
 
 
 UNIFORM = (
@@ -183,8 +180,8 @@ METRICS: tuple[Metric, ...] = (
                       "; a model's values are not normalised.", log=True, uniform=True),),
         column=Column("smallest context RMS of a token and head at the last diagnosed step, over "
                       "layers and seeds; the smaller the more seeds there are",
-                      "last", "min", "min", "Context RMS", "smallest to largest",
-                      form="range", second="context_rms_max"),
+                      "last", "min", "min", "Context RMS", "smallest",
+                      second="context_rms_max"),
     ),
     Metric(
         "context_rms_max/*", CONTEXT, "The largest of a token and head", "RMS",
@@ -193,7 +190,7 @@ METRICS: tuple[Metric, ...] = (
                       log=True),),
         column=Column("largest context RMS of a token and head at the last diagnosed step, over "
                       "layers and seeds; the larger the more seeds there are",
-                      "last", "max", "max"),
+                      "last", "max", "max", unit="largest"),
     ),
 
     Metric(
@@ -282,7 +279,7 @@ METRICS: tuple[Metric, ...] = (
         "perf/mfu", PERFORMANCE, "Model FLOPs utilisation, where the GPU's peak is known", "share",
         summary="mean",
         column=Column("model FLOPs utilisation, median over logged intervals, mean over seeds",
-                      "all", "median", "mean", "MFU", form="percent"),
+                      "all", "median", "mean", "MFU", percent=True),
     ),
     Metric("perf/peak_memory_gib", PERFORMANCE,
            "Most memory that rank 0 has held: on the GPU, or resident on a CPU", "GiB",

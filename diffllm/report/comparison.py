@@ -12,16 +12,6 @@ from diffllm.report.rows import Estimate, Row, make_rows, paired_gap, row_values
 from diffllm.report.runs import Run, load_run
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A key that makes rows incomparable."""
-
-    key: str
-    """ "steps", "data.dataset", "corpus", ..."""
-    values: dict[str, list[str]]
-    """Each value, as text, and the labels of the rows that have it."""
-
-
 @dataclass
 class Comparison:
     """All that a report shows."""
@@ -30,8 +20,9 @@ class Comparison:
     rows: list[Row]
     baseline: str | None
     """The variant that gaps are measured from."""
-    differences: list[Difference] = field(default_factory=list)
-    """Empty where all rows are comparable."""
+    differences: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """Keys that make rows incomparable ("steps", "data.dataset", "corpus"): each value, as text,
+    and the labels of the rows that have it."""
     notes: list[str] = field(default_factory=list)
     """Unfinished runs, runs that could not be read, missing seeds: a sentence each."""
 
@@ -88,18 +79,18 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
         row.values = row_values(row, rows, keys.incomparable)
-    differences = [difference(key, rows_and_values) for key in keys.incomparable]
+    differences = {key: labels_by_value(key, rows_and_values) for key in keys.incomparable}
     return Comparison(title, rows, chosen, differences, notes)
 
 
-def difference(key: str, rows: list[tuple[Row, dict[str, Any]]]) -> Difference:
+def labels_by_value(key: str, rows: list[tuple[Row, dict[str, Any]]]) -> dict[str, list[str]]:
     """Each value of a key, as text, and the labels of the rows that have it."""
     labels: dict[str, list[str]] = {}
     for row, values in rows:
         value = values[key]
         text = fact_text(value) if key in FACTS else as_text(value)
         labels.setdefault(text, []).append(row.label)
-    return Difference(key, labels)
+    return labels
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:

@@ -101,7 +101,7 @@ class Figures:
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens a sequence, where all runs agree."""
-        keys = ", ".join(difference.key for difference in comparison.differences)
+        keys = ", ".join(comparison.differences)
         self.fields = {
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",

@@ -21,7 +21,7 @@ from diffllm.report.page import page
 from diffllm.report.rows import Estimate, Row
 from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import COLUMNS, Cell, forest_limit, table_columns
+from diffllm.report.table import COLUMNS, Cell, gap_limit, table_columns
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -143,9 +143,7 @@ def test_sections_appear_with_their_metrics_only():
 
 def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     """Cells of every column by its title."""
-    with matplotlib.rc_context(RC):
-        made = table_columns(comparison, row_styles(comparison.rows))
-    return {column.title: column.cells for column in made}
+    return {column.title: column.cells for column in table_columns(comparison)}
 
 
 def test_a_gap_says_whether_it_shows_a_difference():
@@ -178,11 +176,11 @@ def test_only_what_others_are_measured_from_is_the_baseline():
 
 def test_a_wide_interval_does_not_set_the_scale():
     narrow, wide = Estimate(0.01, 0, 0.02, 3), Estimate(0.01, -9, 9, 2)
-    assert forest_limit([narrow, narrow, wide]) == pytest.approx(0.022)
-    assert forest_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
-    assert forest_limit([wide]) == pytest.approx(9.9)
-    assert forest_limit([Estimate(0.0)]) == 1
-    assert forest_limit([]) is None
+    assert gap_limit([narrow, narrow, wide]) == pytest.approx(0.022)
+    assert gap_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
+    assert gap_limit([wide]) == pytest.approx(9.9)
+    assert gap_limit([Estimate(0.0)]) == 1
+    assert gap_limit([]) == 1
 
 
 def test_incomparable_rows_say_so_where_losses_are():
