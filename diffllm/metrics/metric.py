@@ -15,8 +15,8 @@ class Section:
     dashboard: str
     """Title in wandb's dashboard and in docs/metrics.md."""
     report: str = ""
-    """Title in the report, where neighbours that share this or the other title become one section;
-    empty for a section without figures."""
+    """Title in the report, where neighbours of one title are one; empty where there are no
+    figures."""
     intro: str = ""
     """First sentences in the report."""
 

@@ -23,14 +23,14 @@ class Series(NamedTuple):
     tokens: np.ndarray
     """(n,) int64, increasing."""
     values: np.ndarray
-    """(n,), or (n, L) for a quantity of every layer; float64, NaN for null."""
+    """(n,), or (n, L) for a quantity of every layer; float64, NaN for what is not finite."""
 
 
 class Metrics:
     """metrics.jsonl, a column a metric."""
 
     def __init__(self, lines: Iterable[dict[str, Any]]):
-        """Keep the numbers of lines that each have `step` and `tokens`; null becomes NaN."""
+        """Keep the numbers of lines that each have `step` and `tokens`; NaN for not finite ones."""
         steps, tokens = array("q"), array("q")
         columns: dict[str, tuple[array[int], array[float]]] = {}
         for at, line in enumerate(lines):
@@ -40,7 +40,8 @@ class Metrics:
                 if name not in ("step", "tokens"):
                     places, values = columns.setdefault(name, (array("q"), array("d")))
                     places.append(at)
-                    values.append(math.nan if value is None else value)
+                    finite = value is not None and math.isfinite(value)
+                    values.append(value if finite else math.nan)
         self.steps = np.array(steps)
         """(n,) int64, of every line."""
         self.tokens = np.array(tokens)

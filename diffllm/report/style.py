@@ -115,11 +115,14 @@ def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
     return Figure(figsize=(width / 72, height / 72))
 
 
-def place(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
+def place(
+    figure: Figure, left: float, top: float, right: float, bottom: float, sharex: Axes | None = None
+) -> Axes:
     """Axes with these margins, in pixels."""
     width, height = figure.get_size_inches() * 72
     box = (left / width, bottom / height)
-    return figure.add_axes((*box, 1 - (left + right) / width, 1 - (top + bottom) / height))
+    size = (1 - (left + right) / width, 1 - (top + bottom) / height)
+    return figure.add_axes((*box, *size), sharex=sharex)
 
 
 COORDINATE = re.compile(r"-?\d+\.\d+")

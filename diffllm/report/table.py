@@ -123,7 +123,7 @@ def metric_cell(row: Row, metric: Metric) -> Cell:
     assert metric.column
     how = percent if metric.column.percent else short
     second = row.values.get(metric.column.second)
-    column = metric_of(metric.column.second).column if finite(second) is not None else None
+    column = metric_of(metric.column.second).column if finite(second) else None
     detail = f"{column.unit} {short(second)}" if column else ""
     return number_cell(row.values.get(metric.quantity), how, detail)
 
