@@ -74,8 +74,6 @@ class Column:
     second: str = ""
     """A metric that stands in small print below, after its column's unit: the count behind a
     share, or the other end of a range."""
-    optional: bool = False
-    """Left out of a report none of whose runs has it."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ METRICS: tuple[Metric, ...] = (
                      "train.skip_step=nonfinite where the loss or gradient norm was not finite, by "
                      "train.skip_step=spike also where it spiked."),),
         column=Column("updates that were skipped in a run, mean over seeds", "last", "max", "mean",
-                      "Skipped", "updates", optional=True),
+                      "Skipped", "updates"),
     ),
 
     Metric(

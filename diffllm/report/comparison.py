@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.find import find_runs, sweep_notes
@@ -66,8 +65,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
     notes: list[str] = []
-    rows_and_values = make_rows(runs, keys, notes)
-    rows = [row for row, _ in rows_and_values]
+    rows = make_rows(runs, keys, notes)
     chosen = choose_baseline(baseline, rows)
     kept = [run for row in rows for run in row.runs]
     notes += [note for run in kept for note in run_notes(run)]
@@ -78,16 +76,16 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
-        row.values = row_values(row, rows, keys.incomparable)
-    differences = {key: labels_by_value(key, rows_and_values) for key in keys.incomparable}
+        row.values = row_values(row, keys.incomparable)
+    differences = {key: labels_by_value(key, rows) for key in keys.incomparable}
     return Comparison(title, rows, chosen, differences, notes)
 
 
-def labels_by_value(key: str, rows: list[tuple[Row, dict[str, Any]]]) -> dict[str, list[str]]:
+def labels_by_value(key: str, rows: list[Row]) -> dict[str, list[str]]:
     """Each value of a key, as text, and the labels of the rows that have it."""
     labels: dict[str, list[str]] = {}
-    for row, values in rows:
-        value = values[key]
+    for row in rows:
+        value = row.differing[key]
         text = fact_text(value) if key in FACTS else as_text(value)
         labels.setdefault(text, []).append(row.label)
     return labels

@@ -54,8 +54,8 @@ def run_notes(run: Run) -> list[str]:
             f"{run.path} ended with a held-out loss that is not a finite number; it is in no loss "
             "or gap, which look better for it."
         )
-    if run.damaged_lines:
-        notes.append(f"{run.damaged_lines} lines of {run.path}/metrics.jsonl cannot be read.")
+    if run.metrics.damaged:
+        notes.append(f"{run.metrics.damaged} lines of {run.path}/metrics.jsonl cannot be read.")
     return notes
 
 

@@ -230,9 +230,8 @@ def test_variants_keep_their_colours():
     of_four = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
     assert len(set(of_nine.values())) == 9
-    names = [*variants(), "of_another_house"]
-    every = row_styles([Row(name, {}, []) for name in names])
-    assert len({(s.light, s.dash) for s in every}) == len(names)
+    every = row_styles([Row(name, {"attention": name}, []) for name in variants()])
+    assert len({(s.light, s.dash) for s in every}) == len(every)
     assert not any(s.dash for s in every if s.label in sample.FOUR)
     rates = row_styles(comparison_of("learning rates").rows)
     assert len({(s.light, s.dash) for s in rates}) == len(rates)
@@ -380,7 +379,10 @@ def test_captions_say_which_runs_are_shown():
 
 def drawn(y: list[np.ndarray], **how: Any) -> Axes:
     """The axes of curves, a row each."""
-    rows = [Row(f"row {i}", {}, [], None, None, {}) for i in range(len(y))]
+    rows = [
+        Row(f"row {i}", {"attention": variant}, [])
+        for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
+    ]
     curves = [bands.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
     with matplotlib.rc_context(RC):
         return draw_curves(curves, row_styles(rows), "unit", **how).axes[0]
