@@ -61,7 +61,6 @@ class Heatmap(Plot):
 class Column:
     """A number of report.csv: one a run, from its steps and layers, then one a row of runs."""
 
-    meaning: str
     steps: Literal["last", "all"]
     """The last logged value, which summary.json knows too, or those of all logged steps."""
     of: Literal["min", "max", "median"]
@@ -100,6 +99,18 @@ class Metric:
     def quantity(self) -> str:
         """The name without what stands for a layer, head or group."""
         return self.name.removesuffix("*").rstrip("/_") if self.name.endswith("*") else self.name
+
+    @property
+    def column_meaning(self) -> str:
+        """The meaning of its number in report.csv."""
+        assert self.column
+        steps = f"{self.column.of} over all logged steps"
+        if self.column.steps == "last":
+            steps = "at the last logged step"
+        layers = f", {self.column.of} over layers" if self.name.endswith("/*") else ""
+        more = {"min": ", the smaller the more there are", "max": ", the larger the more there are"}
+        seeds = f"{self.column.seeds} over seeds{more.get(self.column.seeds, '')}"
+        return f"{self.meaning}; {steps}{layers}, {seeds}"
 
     def covers(self, name: str) -> bool:
         """Whether a full name is one of this row's."""

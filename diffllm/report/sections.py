@@ -21,6 +21,11 @@ from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, to_svg
 
+BY_LAYER = (
+    "Figures by layer show finished runs, or all where no run of a row has finished, at the last "
+    "logged step that they have in common."
+)
+
 
 class Card(NamedTuple):
     """A figure of the page: one drawing, or a panel a row under a shared colour bar."""
@@ -76,21 +81,10 @@ class Figures:
         """Texts that the table of metrics leaves open."""
 
     def intro(self, section: Section) -> str:
-        """The first sentences; of figures over layers, which runs and step they show."""
-        text = section.intro.format(**self.fields)
+        """The first sentences, and which runs and step figures over layers show."""
         plots = [plot for metric in METRICS if metric.section is section for plot in metric.plots]
-        if not any(isinstance(plot, Layers) for plot in plots):
-            return text
-        none = [row.label for row in self.rows if not row.finished]
-        finished = "Figures by layer show finished runs at the last logged step"
-        common = "at the last logged step that its runs have in common"
-        if not none:
-            return f"{text} {finished}."
-        if len(none) == len(self.rows):
-            return f"{text} No run has finished: figures by layer show each row {common}."
-        return (
-            f"{text} {finished}; of {', '.join(none)}, without a finished run, all runs {common}."
-        )
+        text = section.intro.format(**self.fields)
+        return f"{text} {BY_LAYER}" if any(isinstance(plot, Layers) for plot in plots) else text
 
     def cards(self, section: Section) -> list[Card]:
         """The figures of a section, in the order of the table."""
@@ -108,12 +102,14 @@ class Figures:
         cards = []
         for group, pick in self.series_of(metric):
             fields = {**self.fields, "group": group}
-            caption = (plot.caption or f"{metric.meaning}.").format(**fields)
+            caption = plot.caption.format(**fields) or f"{metric.meaning}."
             if isinstance(plot, Heatmap):
                 cards += self.maps(plot.title, caption, metric.quantity)
             elif isinstance(plot, Layers):
                 cards += self.layers(plot, caption, metric)
             elif isinstance(plot, Curve):
+                if metric.name.endswith("*") and not group:
+                    caption += " At each step, of the layer where it is highest."
                 titled = replace(plot, title=plot.title.format(**fields))
                 curves = self.over_tokens(pick, plot.smooth)
                 cards += self.curves(titled, caption, metric.unit, curves)

@@ -33,7 +33,7 @@ COLUMNS = {
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
-    **{metric.quantity: metric.column.meaning for metric in MEASURED if metric.column},
+    **{metric.quantity: metric.column_meaning for metric in MEASURED},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
 number is None, an empty cell."""
