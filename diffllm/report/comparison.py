@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.find import find_runs, sweep_notes
-from diffllm.report.keys import ATTENTION, FACTS, MATCH, as_text, distinguish, fact_text, overrides
+from diffllm.report.keys import ATTENTION, MATCH, distinguish, overrides, text_of
 from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.report.rows import Estimate, Row, make_rows, paired_gap, row_values
 from diffllm.report.runs import Run, load_run
@@ -85,9 +85,7 @@ def labels_by_value(key: str, rows: list[Row]) -> dict[str, list[str]]:
     """Each value of a key, as text, and the labels of the rows that have it."""
     labels: dict[str, list[str]] = {}
     for row in rows:
-        value = row.differing[key]
-        text = fact_text(value) if key in FACTS else as_text(value)
-        labels.setdefault(text, []).append(row.label)
+        labels.setdefault(text_of(key, row.differing[key]), []).append(row.label)
     return labels
 
 

@@ -8,14 +8,12 @@ import numpy as np
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS
-from diffllm.report.keys import ATTENTION, FACTS, Keys, as_text, decides, fact_text, overrides
+from diffllm.report.keys import ATTENTION, Keys, as_text, decides, overrides, text_of
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
-HASH = 8
-"""Characters of a hash that are shown."""
 CONFIDENCE = 0.95
 MEASURED = [metric for metric in METRICS if metric.column]
 """Metrics that have a column."""
@@ -182,8 +180,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str]) -> str:
                 continue  # the variant's own, or none of its fields
         name = key.rpartition(".")[2]
         ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
-        text = fact_text(value)[:HASH] if key in FACTS else as_text(value)
-        parts.append(f"{key if ambiguous else name}={text}")
+        parts.append(f"{key if ambiguous else name}={text_of(key, value)}")
     if shown_together:
         parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")
     return " ".join([row.keys["attention"], *parts])
