@@ -149,13 +149,14 @@ def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
         targets = [variant, None]
     for wanted in targets:
         matched = [other for other in found if other.keys.get(MATCH) == wanted]
-        itself = [
-            other
-            for other in found
-            if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
-        ]
-        if matched or itself:
-            return matched or itself
+        if not matched:  # then the target itself
+            matched = [
+                other
+                for other in found
+                if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
+            ]
+        if matched:
+            return matched
     return []
 
 

@@ -18,27 +18,23 @@ from diffllm.report.table import csv_text, gap_limit, table_columns
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
-    """Write report.html and report.csv, each in one step.
+    """Write report.html and report.csv, each in one step; their paths.
 
     Raises:
         ConfigError: `directory` is None, or cannot be written.
-
-    Returns:
-        The page and the table.
     """
     if directory is None:
         raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
-    texts = {"report.html": page(comparison).encode(), "report.csv": csv_text(comparison).encode()}
-    html, table = (directory / name for name in texts)
+    html, table = page(comparison).encode(), csv_text(comparison).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            replace_file(directory / name, text)
+        replace_file(directory / "report.html", html)
+        replace_file(directory / "report.csv", table)
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written ({error.strerror}); choose another with out=DIR"
         ) from error
-    return html, table
+    return directory / "report.html", directory / "report.csv"
 
 
 def page(comparison: Comparison) -> str:
