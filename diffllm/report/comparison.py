@@ -127,11 +127,8 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[st
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     if not found:
-        same_variant = row.keys["attention"] == baseline
-        what = (
-            f"{baseline} without overrides" if same_variant else f"{baseline} with its other keys"
-        )
-        notes.append(f"{row.label} has no gap: there is no run of {what}.")
+        other = "without overrides" if row.keys["attention"] == baseline else "with its other keys"
+        notes.append(f"{row.label} has no gap: there is no run of {baseline} {other}.")
         return None
     return None if found[0] is row else found[0]
 

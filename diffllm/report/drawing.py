@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.report.bands import Band, envelope, extremes
 from diffllm.report.numbers import compact, short
-from diffllm.report.style import HEIGHT, MUTED, SMALL, RowStyle, new_figure, place
+from diffllm.report.style import HEIGHT, MUTED, RowStyle, new_figure, place
 
 Bands = Sequence[Band | None]
 """The band of every row, in the order of styles."""
@@ -136,12 +136,7 @@ def name_axes(figure: Figure, axes: Axes, unit: str, across: str) -> None:
         color=MUTED,
     )  # fmt: skip
     figure.text(1, 0.012, across, ha="right", va="bottom", color=MUTED)
-    axes.tick_params(labelsize=SMALL, pad=3)
-    axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    plain = ticker.ScalarFormatter(useOffset=False)
-    plain.set_scientific(False)
-    axes.yaxis.set_major_formatter(plain)
 
 
 def logarithmic(axes: Axes) -> None:
@@ -160,14 +155,10 @@ def logarithmic(axes: Axes) -> None:
 def draw_lanes(axes: Axes, spikes: Sequence[np.ndarray], styles: list[RowStyle]) -> None:
     """A lane a row, in the legend's order; a stroke where its count had risen."""
     for tokens, style in zip(spikes, styles, strict=True):
-        lane = len(styles) - style.index
-        at = np.unique(tokens).astype(float)
-        x = np.repeat(at, 3)
-        y = np.tile((lane - 0.4, lane + 0.4, np.nan), len(at))
-        if len(at):
-            axes.plot(x, y, color=style.colour, linewidth=1.3, gid=style.gid)
+        lane, at = len(styles) - style.index, np.unique(tokens)
+        how = {"color": style.colour, "linewidth": 1.3, "gid": style.gid}
+        axes.vlines(at, lane - 0.4, lane + 0.4, **how)  # type: ignore[arg-type]
     axes.set_ylim(0.4, len(styles) + 0.6)
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
-    axes.tick_params(labelsize=SMALL, pad=3)

@@ -12,7 +12,7 @@ from diffllm.report.bands import over_time
 from diffllm.report.drawing import ROUND, TOKENS, WHOLE
 from diffllm.report.numbers import short
 from diffllm.report.rows import Row
-from diffllm.report.style import MUTED, SMALL, new_figure, place
+from diffllm.report.style import MUTED, new_figure, place
 
 STRETCHES = 100
 """Most stretches of tokens that a map tells apart."""
@@ -76,7 +76,6 @@ def draw_map(grid: np.ndarray, maps: Heatmaps) -> Figure:
     axes.yaxis.set_major_formatter(WHOLE)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
     axes.xaxis.set_major_formatter(TOKENS)
-    axes.tick_params(labelsize=SMALL, pad=3)
     figure.text(0, 0.99, "layer", ha="left", va="top", color=MUTED)
     figure.text(1, 0.012, "tokens", ha="right", va="bottom", color=MUTED)
     return figure
@@ -98,5 +97,4 @@ def draw_bar(maps: Heatmaps) -> Figure:
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)
     bar.minorticks_off()
-    bar.ax.tick_params(labelsize=SMALL, color=MUTED, length=3, pad=2)
     return figure

@@ -37,7 +37,9 @@ RC = {
     "figure.facecolor": "none", "figure.dpi": 72,
     "axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": True,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "axes.formatter.limits": (-99, 99), "axes.formatter.useoffset": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "grid.color": GRID, "grid.linewidth": 0.8, "xtick.major.pad": 3, "ytick.major.pad": 3,
     "xtick.color": MUTED, "xtick.labelcolor": FOREGROUND, "xtick.major.size": 3,
     "ytick.color": MUTED, "ytick.labelcolor": FOREGROUND, "ytick.major.size": 0,
 }  # fmt: skip
