@@ -53,23 +53,17 @@ def fact_notes(runs: list[Run]) -> list[str]:
     notes = []
     if everywhere:
         notes.append(
-            f"No run.json says the {listed(everywhere)} of a run: the config keys behind it are "
+            f"No run.json says the {', '.join(everywhere)} of a run: the config keys behind it are "
             "compared instead, and these may be equal where the runs are not."
         )
     for run in runs:
         unknown = [f for f in FACTS if run.facts.get(f) is None and f not in everywhere]
         if unknown:
             notes.append(
-                f"{run.path}/run.json does not say the {listed(unknown)} of its run: no gap is "
+                f"{run.path}/run.json does not say the {', '.join(unknown)} of its run: no gap is "
                 "measured to runs where that is known."
             )
     return notes
-
-
-def listed(names: list[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:

@@ -93,11 +93,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
 def figure_path(args: Arguments, run: Path, layer: int) -> Path:
     """Where the figure goes; raises ConfigError for a format that is none of ours."""
     head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
-    out = (
-        Path(args.out).expanduser()
-        if args.out
-        else run / f"attention-map-layer{layer:02d}{head}.png"
-    )
+    out = Path(args.out or run / f"attention-map-layer{layer:02d}{head}.png").expanduser()
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"out={out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     return out

@@ -384,7 +384,7 @@ def test_without_facts_the_config_decides(tmp_path):
     found = compare(runs[:2])
     assert found.differences == {}
     assert found.rows[1].gap is not None
-    (note,) = said(found, "No run.json says the corpus, tokenizer and compute_dtype")
+    (note,) = said(found, "No run.json says the corpus, tokenizer, compute_dtype")
     assert note in found.notes
     assert list(compare(runs).differences) == ["data.dataset"]
 
@@ -401,7 +401,7 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
         assert values["unknown"] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
     assert [row.gap is not None for row in found.rows] == [False, True, False]
     assert found.rows[2].values["parameters"] is None
-    assert said(found, "d/run.json does not say the corpus, tokenizer and compute_dtype")
+    assert said(found, "d/run.json does not say the corpus, tokenizer, compute_dtype")
     gaps = [row.gap is not None for row in compare(runs).rows]
     assert gaps == [False, False, True, True]  # both of the last pair are unknown, as if alone
 
