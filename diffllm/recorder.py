@@ -118,7 +118,7 @@ class Recorder:
         for (at, _, stats), (nll, norm, skipped) in zip(self.pending, values, strict=True):
             self.spikes.update(nll, norm, bool(skipped))
             if skipped:
-                self.display.say(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
+                self.display.print(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
             if at == step:
                 self.line |= named_values(stats)
             elif stats:

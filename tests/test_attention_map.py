@@ -335,6 +335,14 @@ def test_the_table_has_the_numbers_of_the_maps(make_run, command):
     assert len(rows) == 4
 
 
+def test_a_single_token_has_no_weight_on_another(make_run, command):
+    run = make_run()
+    assert len(Tokenizer.from_file(run / "tokenizer.model").encode("x")) == 1
+    _, out, _ = command(f"run={run}", "prompt=x", "head=0")
+    (row,) = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    assert row[4:] == ["-", "0.000", "0.000"]
+
+
 def test_one_head_a_checkpoint_by_its_step_and_another_place(make_run, command, tmp_path):
     run = make_run()
     code, out, _ = command(f"run={run}", "prompt=x", "head=2", "step=7")

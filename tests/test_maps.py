@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from diffllm import build_model, load_config
-from diffllm.analysis.maps import (
-    attention_maps,
-    first_token_weight,
-    layer_maps,
-    mean_entropy,
-    mean_negative_share,
-)
+from diffllm.analysis.maps import attention_maps, layer_maps
 from diffllm.config.compose import config_directory
 from diffllm.model.attention.ops import weighted
+from diffllm.model.probes import entropy, negative_share
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 HEADS, KV_HEADS, LENGTH = 4, 2, 9
@@ -158,14 +153,12 @@ def test_what_goes_with_each_query(variant):
 
 def test_numbers_of_a_map():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
-    assert first_token_weight(weights) == pytest.approx((0.25 - 0.5) / 2)  # not the first query's
-    assert mean_negative_share(weights) == pytest.approx(0.5 / 3)
-    assert mean_negative_share(torch.zeros(3, 3)) == 0
+    assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
+    assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]
     uniform = torch.ones(4, 4).tril() / torch.arange(1, 5).unsqueeze(1)
     expected = sum(math.log(n) for n in range(1, 5)) / 4
-    assert mean_entropy(uniform) == pytest.approx(expected)
-    assert mean_entropy(0.5 * uniform) == pytest.approx(expected)  # half of it on a sink
-    assert first_token_weight(torch.ones(1, 1)).isnan()
-    assert mean_entropy(torch.ones(1, 1)) == 0
+    assert entropy(uniform).mean() == pytest.approx(expected)
+    assert entropy(0.5 * uniform).mean() == pytest.approx(expected)  # half of it on a sink
+    assert entropy(torch.ones(1, 1)) == 0
     batch = torch.stack((weights, weights.abs())).view(1, 2, 3, 3)
-    assert mean_negative_share(batch).tolist() == [[pytest.approx(0.5 / 3), 0]]
+    assert negative_share(batch).mean(-1).tolist() == [[pytest.approx(0.5 / 3), 0]]

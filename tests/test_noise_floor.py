@@ -15,16 +15,14 @@ from diffllm.analysis.noise_floor import (
     CONTEXTS,
     LAMBDAS,
     LARGEST_AMPLITUDE,
-    Maps,
-    Point,
     Settings,
+    TwoMaps,
     average,
     best_lambda,
     draw_figure,
     draw_maps,
     effective,
     noise_floor,
-    png,
     reduce_maps,
     usable_amplitude,
 )
@@ -36,10 +34,22 @@ SMALL = {"keys": 300, "draws": 3}
 FAST = ["keys=300", "draws=2"]
 
 
+def png(figure, dpi=40):
+    """The figure as the command would write it, in fewer pixels."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=dpi)
+    return out.getvalue()
+
+
+def drawn(points, correlation, signal=6.0, draws=2, seed=0):
+    """The maps at (keys, amplitude) pairs."""
+    return draw_maps(points, correlation, Settings(signal=signal, draws=draws, seed=seed))
+
+
 def maps_of(noise1, noise2, signal):
     """The library's maps of one draw, as one point."""
     fields = reduce_maps(np.array(noise1), np.array(noise2), signal)
-    return Maps(*(np.array([[value]]) for value in fields))
+    return TwoMaps(*(np.array([[value]]) for value in fields))
 
 
 def explicit(noise1, noise2, signal, lam):
@@ -122,25 +132,25 @@ def test_common_noise_cancels_at_the_ratio_of_the_normalisers():
 @pytest.mark.parametrize("correlation", [-0.5, 0.0, 0.9])
 def test_many_keys_approach_the_limit(correlation):
     sigma, signal, keys = 0.5, 6.0, CONTEXTS[-1]
-    maps = draw_maps([Point(keys, sigma, correlation)], signal, draws=2, seed=0)
+    maps = drawn([(keys, sigma)], correlation, signal)
     standard = average(maps, 0.0).snr.item()
     assert standard == pytest.approx(math.exp(signal - sigma**2) / math.sqrt(keys), rel=0.02)
     overlap = math.exp(-(sigma**2) * (1 - correlation))
     best = average(maps, best_lambda(maps))
     assert best.snr.item() / standard == pytest.approx(1 / math.sqrt(1 - overlap**2), rel=0.02)
-    assert best.lam.item() == pytest.approx(overlap, abs=0.02)
+    assert best.lambda_.item() == pytest.approx(overlap, abs=0.02)
     fixed = average(maps, 0.8).snr.item() / standard
     assert fixed == pytest.approx(1 / math.sqrt(1 - 1.6 * overlap + 0.64), rel=0.02)
 
 
 def test_strong_uncorrelated_noise_only_adds_up():
     keys = CONTEXTS[-1]
-    maps = draw_maps([Point(keys, 1.0, 0.0)], 6.0, draws=4, seed=0)
+    maps = drawn([(keys, 1.0)], 0.0, draws=4)
     assert average(maps, 0.9).snr.item() < average(maps, 0.0).snr.item()
 
 
 def test_without_noise_the_floor_is_uniform():
-    maps = draw_maps([Point(50, 0.0, 0.9)], 3.0, draws=2, seed=0)
+    maps = drawn([(50, 0.0)], 0.9, signal=3.0)
     curve = average(maps, 0.0)
     assert curve.snr.item() == pytest.approx(math.exp(3) / math.sqrt(49), rel=1e-12)
     assert curve.weight.item() == pytest.approx(math.exp(3) / (math.exp(3) + 49), rel=1e-12)
@@ -153,18 +163,18 @@ def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, mo
     monkeypatch.setattr(
         "diffllm.analysis.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
     )
-    draw_maps([Point(40001, 2.0, correlation)], 6.0, draws=1, seed=3)
-    ((noise1, noise2, signal),) = seen
+    drawn([(40001, 2.0)], correlation, seed=3)
+    (noise1, noise2, signal), _ = seen
     assert (len(noise1), len(noise2), signal) == (40000, 40000, 6.0)
     assert (noise1.std(), noise2.std()) == pytest.approx((2, 2), rel=0.02)
     assert np.corrcoef(noise1, noise2)[0, 1] == pytest.approx(correlation, abs=0.02)
 
 
 def test_means_and_standard_errors_are_over_the_draws():
-    maps = draw_maps([Point(100, 1.0, 0.5), Point(200, 1.0, 0.5)], 4.0, draws=5, seed=1)
+    maps = drawn([(100, 1.0), (200, 1.0)], 0.5, signal=4.0, draws=5, seed=1)
     curve = average(maps, np.array([0.2, 0.7]))
     for i, lam in enumerate((0.2, 0.7)):
-        one = Maps(*(part[i] for part in maps))
+        one = TwoMaps(*(part[i] for part in maps))
         for values, mean, error in zip(
             effective(one, lam),
             (curve.weight[i], curve.snr[i]),
@@ -177,9 +187,9 @@ def test_means_and_standard_errors_are_over_the_draws():
 
 def test_points_share_their_draws():
     def snr(*points, draws=3):
-        return effective(draw_maps(points, 6.0, draws, seed=0), 0.4)[1]
+        return effective(drawn(points, 0.5, draws=draws), 0.4)[1]
 
-    few, many = Point(100, 1.0, 0.5), Point(1000, 1.0, 0.5)
+    few, many = (100, 1.0), (1000, 1.0)
     assert np.array_equal(snr(few, many)[0], snr(few)[0])
     assert np.array_equal(snr(many, draws=5)[:, :3], snr(many))
     assert len(set(snr(few)[0])) == 3
@@ -195,7 +205,7 @@ def test_the_snr_crosses_the_threshold_at_the_usable_amplitude(best, threshold):
     found = usable_amplitude(cfg, best)
 
     def snr(amplitude):
-        maps = draw_maps([Point(1000, amplitude, 0.9)], cfg.signal, 4, seed=0)
+        maps = drawn([(1000, amplitude)], 0.9, cfg.signal, draws=4)
         return average(maps, best_lambda(maps) if best else 0.0).snr.item()
 
     assert snr(found - 2e-4) > threshold > snr(found + 2e-4)
@@ -212,7 +222,7 @@ def test_amplitudes_that_never_or_always_do():
     assert usable_amplitude(weak, best=True) > 0
     strong = Settings(**SMALL, signal=100.0)
     assert usable_amplitude(strong, best=False) is None
-    maps = draw_maps([Point(300, LARGEST_AMPLITUDE, 0.9)], 100.0, 3, seed=0)
+    maps = drawn([(300, LARGEST_AMPLITUDE)], 0.9, 100.0, draws=3)
     assert average(maps, 0.0).snr.item() > 1
 
 
@@ -228,7 +238,7 @@ def test_sweeps_agree_where_they_meet_and_best_is_best():
         assert by_keys[name].snr[i] == pytest.approx(by_lambda[name].snr[at], rel=1e-12)
         assert by_keys[name].weight[i] == pytest.approx(by_lambda[name].weight[at], rel=1e-12)
     assert by_keys["standard"].snr[i] == by_lambda["differential"].snr[0]
-    assert by_keys["best"].lam[i] == result.best_lambda["differential"]
+    assert by_keys["best"].lambda_[i] == result.best_lambda["differential"]
     for sweep in (result.by_keys, result.by_amplitude):
         assert (sweep.curves["best"].snr >= sweep.curves["differential"].snr).all()
         assert (sweep.curves["best"].snr >= sweep.curves["standard"].snr).all()
@@ -253,7 +263,7 @@ def out(tmp_path):
 def test_numbers_and_figure_follow_the_seed():
     results = [noise_floor(Settings(**SMALL, seed=seed)) for seed in (0, 0, 1)]
     numbers = [json.dumps(report(result)["by_keys"]) for result in results]
-    pictures = [png(draw_figure(result), dpi=40) for result in results]
+    pictures = [png(draw_figure(result)) for result in results]
     for same, again, other in (numbers, pictures):
         assert same == again != other
 
@@ -273,7 +283,7 @@ def test_the_command_prints_json(capsys, out):
             shown = printed[sweep]["curves"][name]
             assert shown["snr"] == curve.snr.tolist()
             assert shown["weight_se"] == curve.weight_se.tolist()
-            assert shown["lambda"] == curve.lam.tolist()
+            assert shown["lambda"] == curve.lambda_.tolist()
     assert printed["best_lambda"] == result.best_lambda
     assert printed["usable_amplitude"] == result.usable_amplitude
 
@@ -281,7 +291,7 @@ def test_the_command_prints_json(capsys, out):
 def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = output(capsys, "draws=2").splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= WIDTH
     assert not any("…" in line for line in lines)
     result = noise_floor(Settings(draws=2))
     standard = result.by_keys.curves["standard"]
@@ -321,13 +331,15 @@ def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
 def test_the_figure_names_its_curves_and_marks_what_the_tables_conclude():
     result = noise_floor(Settings(**SMALL, signal=4.0))
     figure = draw_figure(result)
-    png(figure, dpi=40)
+    png(figure)
     sweeps = (result.by_keys, result.by_lambda, result.by_amplitude)
+    _, by_lambda, _ = figure.axes
     for axes, sweep in zip(figure.axes, sweeps, strict=True):
         drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
         named = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert len(set(named)) == len(sweep.curves)
-        for label, curve in zip(named, sweep.curves.values(), strict=True):
+        curves = [c for name, c in sweep.curves.items() if axes is not by_lambda or name != "best"]
+        assert len(set(named)) == len(curves)  # over lambda, the best is a mark
+        for label, curve in zip(named, curves, strict=True):
             assert np.array_equal(drawn[label], curve.snr)
         assert axes.get_window_extent().containsx(axes.get_legend().get_window_extent().x0)
         assert axes.get_window_extent().containsx(axes.get_legend().get_window_extent().x1)

@@ -1,4 +1,4 @@
-"""The explicit attention maps of a layer, and numbers that sum them up.
+"""The explicit attention maps of a layer.
 
 Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has n_heads / 2.
 """
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diffllm.model import Transformer
 from diffllm.model.attention.base import Attention, Maps, Shown
-from diffllm.model.probes import entropy, negative_share
 from diffllm.model.rope import Rope
 
 ROUNDING = 1e-4
@@ -61,21 +60,3 @@ def attention_maps(
     elif ((kept := 1 - layer.effective.sum(-1)) > ROUNDING).any():
         layer.by_query["sink"] = kept
     return layer
-
-
-def first_token_weight(weights: Tensor) -> Tensor:
-    """Mean weight on the first token, of the queries that could look elsewhere.
-
-    weights (..., T, T) -> (...); NaN for a single token.
-    """
-    return weights[..., 1:, 0].mean(-1)
-
-
-def mean_entropy(weights: Tensor) -> Tensor:
-    """Entropy in nats of each query's distribution, mean over queries: (..., T, T) -> (...)."""
-    return entropy(weights).mean(-1)
-
-
-def mean_negative_share(weights: Tensor) -> Tensor:
-    """Share of a query's weight that is negative, mean over queries: (..., T, T) -> (...)."""
-    return negative_share(weights).mean(-1)

@@ -40,7 +40,6 @@ and S the sums of exp(sigma x_i) and exp(2 sigma x_i): whatever the signal, and 
 attention's exp(a) / sqrt(S) if p_s > 1/2.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,6 +49,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from numpy.typing import NDArray
+from scipy.optimize import bisect
+from scipy.special import softmax
 
 from diffllm.errors import ConfigError
 
@@ -101,7 +102,7 @@ class Settings:
             raise ConfigError(f"seed={self.seed} must not be negative")
 
 
-class Maps(NamedTuple):
+class TwoMaps(NamedTuple):
     """All that the SNR needs of two maps; see the top of the file. Arrays of one shape."""
 
     p_s: Array
@@ -111,19 +112,11 @@ class Maps(NamedTuple):
     q2: Array
 
 
-class Point(NamedTuple):
-    """Where the maps are drawn: number of keys, sigma, rho."""
-
-    keys: int
-    amplitude: float
-    correlation: float
-
-
 @dataclass(frozen=True)
 class Curve:
     """Means over draws and their standard errors, along a sweep; each (points,)."""
 
-    lam: Array
+    lambda_: Array
     weight: Array
     weight_se: Array
     snr: Array
@@ -132,7 +125,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results while one quantity varies."""
+    """The results while one quantity varies.
+
+    Curves: `standard`; `differential` at the given lambda, or over all of them; `best` at the
+    lambda of the largest mean SNR, one for all draws of a point; `uncorrelated`, which is
+    `differential` with correlation 0.
+    """
 
     at: Array
     curves: dict[str, Curve]
@@ -142,8 +140,6 @@ class Sweep:
 class NoiseFloor:
     """Everything that the command reports.
 
-    Curves: `standard`; `differential` at the given lambda; `best` at the lambda of the largest
-    mean SNR, one for all draws of a point; `uncorrelated`, `differential` with correlation 0.
     A usable amplitude is 0 if the SNR is too low even without noise, None if it never is.
     """
 
@@ -156,10 +152,9 @@ class NoiseFloor:
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
-    """The fields of `Maps` for one draw; noise1, noise2 (n - 1,) are the noise keys' logits."""
+    """The fields of `TwoMaps` for one draw; noise1, noise2 (n - 1,): the noise keys' logits."""
     logits = np.stack([np.append(noise1, signal), np.append(noise2, 0.0)])
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
+    weights = softmax(logits, axis=1)
     (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
     q2 = q @ q
     m = p @ q / q2
@@ -169,30 +164,30 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
     return p_s, q_s, m, r2, q2
 
 
-def draw_maps(points: Sequence[Point], signal: float, draws: int, seed: int) -> Maps:
-    """The maps of every point and draw: fields of shape (points, draws).
+def draw_maps(points: Sequence[tuple[int, float]], correlation: float, cfg: Settings) -> TwoMaps:
+    """The maps of every draw at (keys, amplitude) pairs: fields of shape (points, draws).
 
     All points share their draws, and fewer keys are the first of more, so that curves are smooth
     and differences between points are not noise.
     """
-    fields = np.empty((len(Maps._fields), len(points), draws))
-    most = max(point.keys for point in points) - 1
-    for draw in range(draws):
-        x, e = (np.random.default_rng([seed, draw, i]).standard_normal(most) for i in (0, 1))
-        for i, (keys, sigma, rho) in enumerate(points):
-            x_i, e_i = x[: keys - 1], e[: keys - 1]
-            noise2 = sigma * (rho * x_i + np.sqrt(1 - rho**2) * e_i)
-            fields[:, i, draw] = reduce_maps(sigma * x_i, noise2, signal)
-    return Maps(*fields)
+    fields = np.empty((len(TwoMaps._fields), len(points), cfg.draws))
+    most = max(keys for keys, _ in points) - 1
+    for draw in range(cfg.draws):
+        x, e = (np.random.default_rng([cfg.seed, draw, i]).standard_normal(most) for i in (0, 1))
+        second = correlation * x + np.sqrt(1 - correlation**2) * e
+        for i, (keys, sigma) in enumerate(points):
+            noises = sigma * x[: keys - 1], sigma * second[: keys - 1]
+            fields[:, i, draw] = reduce_maps(*noises, cfg.signal)
+    return TwoMaps(*fields)
 
 
-def effective(maps: Maps, lam: Array | float) -> tuple[Array, Array]:
+def effective(maps: TwoMaps, lam: Array | float) -> tuple[Array, Array]:
     """Weight on the signal and SNR; `lam` broadcasts against the fields of `maps`."""
     weight = maps.p_s - lam * maps.q_s
     return weight, weight / np.sqrt(maps.r2 + maps.q2 * (lam - maps.m) ** 2)
 
 
-def average(maps: Maps, lam: Array | float) -> Curve:
+def average(maps: TwoMaps, lam: Array | float) -> Curve:
     """Means over the draws of maps (points, draws) or (1, draws); lam a number or (points,)."""
     lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.m.shape[:1]))
     values = effective(maps, lam[:, None])
@@ -201,69 +196,48 @@ def average(maps: Maps, lam: Array | float) -> Curve:
     return Curve(lam, means[0], errors[0], means[1], errors[1])
 
 
-def best_lambda(maps: Maps) -> Array:
+def best_lambda(maps: TwoMaps) -> Array:
     """The lambda with the largest mean SNR over draws: (points, draws) to (points,).
 
     It is found on a grid of 0.01, so where noise cancels almost perfectly the SNR is the grid's.
     """
-    _, snr = effective(Maps(*(part[..., None] for part in maps)), LAMBDAS)
+    _, snr = effective(TwoMaps(*(part[..., None] for part in maps)), LAMBDAS)
     return LAMBDAS[snr.mean(axis=1).argmax(axis=1)]
 
 
-def both_noises(points: Sequence[tuple[int, float]], cfg: Settings) -> list[Maps]:
-    """Maps at (keys, amplitude) pairs, with the given correlation of their noise and with none."""
-    return [
-        draw_maps([Point(*pair, rho) for pair in points], cfg.signal, cfg.draws, cfg.seed)
-        for rho in (cfg.correlation, 0.0)
-    ]
-
-
-def sweep(at: Sequence[float] | Array, points: Sequence[tuple[int, float]], cfg: Settings) -> Sweep:
-    """All four curves over (keys, amplitude) pairs."""
-    maps, apart = both_noises(points, cfg)
+def sweep(
+    at: Sequence[float] | Array,
+    points: Sequence[tuple[int, float]],
+    lam: Array | float,
+    cfg: Settings,
+) -> Sweep:
+    """The curves over (keys, amplitude) pairs at one lambda, or over many lambdas at one pair."""
+    maps, apart = (draw_maps(points, rho, cfg) for rho in (cfg.correlation, 0.0))
     curves = {
-        "standard": average(maps, 0.0),
-        "differential": average(maps, cfg.lambda_),
-        "best": average(maps, best_lambda(maps)),
-        "uncorrelated": average(apart, cfg.lambda_),
+        "standard": average(maps, 0 * lam),
+        "differential": average(maps, lam),
+        "best": average(maps, best_lambda(maps) + 0 * lam),
+        "uncorrelated": average(apart, lam),
     }
     return Sweep(np.asarray(at, dtype=np.float64), curves)
 
 
-def sweep_lambda(cfg: Settings) -> Sweep:
-    """Both kinds of noise over the grid of lambda; standard attention does not depend on it."""
-    maps, apart = both_noises([(cfg.keys, cfg.amplitude)], cfg)
-    curves = {
-        "standard": average(maps, np.zeros_like(LAMBDAS)),
-        "differential": average(maps, LAMBDAS),
-        "uncorrelated": average(apart, LAMBDAS),
-    }
-    return Sweep(LAMBDAS, curves)
-
-
-def usable_amplitude(cfg: Settings, best: bool, tolerance: float = 1e-4) -> float | None:
-    """The amplitude at which the mean SNR falls under the threshold, by bisection.
+def usable_amplitude(cfg: Settings, best: bool) -> float | None:
+    """The amplitude at which the mean SNR falls under the threshold, within 1e-4.
 
     Of standard attention, or (`best`) of differential attention at the best lambda of each
     amplitude. 0 if it is under the threshold without noise, None if not at LARGEST_AMPLITUDE.
     """
 
-    def usable(amplitude: float) -> bool:
-        point = Point(cfg.keys, amplitude, cfg.correlation)
-        maps = draw_maps([point], cfg.signal, cfg.draws, cfg.seed)
-        return bool(average(maps, best_lambda(maps) if best else 0.0).snr[0] >= cfg.threshold)
+    def surplus(amplitude: float) -> float:
+        maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)
+        return average(maps, best_lambda(maps) if best else 0.0).snr.item() - cfg.threshold
 
-    low, high = 0.0, 0.5
-    if not usable(low):
+    if surplus(0.0) < 0:
         return 0.0
-    while usable(high):
-        if high == LARGEST_AMPLITUDE:
-            return None
-        low, high = high, min(2 * high, LARGEST_AMPLITUDE)
-    while high - low > tolerance:
-        middle = (low + high) / 2
-        low, high = (middle, high) if usable(middle) else (low, middle)
-    return (low + high) / 2
+    if surplus(LARGEST_AMPLITUDE) >= 0:
+        return None
+    return bisect(surplus, 0.0, LARGEST_AMPLITUDE, xtol=1e-4)
 
 
 def noise_floor(cfg: Settings) -> NoiseFloor:
@@ -274,12 +248,12 @@ def noise_floor(cfg: Settings) -> NoiseFloor:
     }
     widest = max(1.5 * max(usable["standard"] or 0, usable["best"] or 0), 1.5 * cfg.amplitude, 2.0)
     amplitudes = np.linspace(0, np.ceil(2 * widest) / 2, 41)[1:]
-    by_lambda = sweep_lambda(cfg)
+    by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS, cfg)
     return NoiseFloor(
         settings=cfg,
-        by_keys=sweep(CONTEXTS, [(keys, cfg.amplitude) for keys in CONTEXTS], cfg),
+        by_keys=sweep(CONTEXTS, [(keys, cfg.amplitude) for keys in CONTEXTS], cfg.lambda_, cfg),
         by_lambda=by_lambda,
-        by_amplitude=sweep(amplitudes, [(cfg.keys, s) for s in amplitudes], cfg),
+        by_amplitude=sweep(amplitudes, [(cfg.keys, s) for s in amplitudes], cfg.lambda_, cfg),
         best_lambda={
             name: float(LAMBDAS[by_lambda.curves[name].snr.argmax()])
             for name in ("differential", "uncorrelated")
@@ -293,34 +267,34 @@ def draw_figure(result: NoiseFloor) -> Figure:
     cfg, usable = result.settings, result.usable_amplitude
     given, keys = f"λ = {cfg.lambda_:g}", f"{cfg.keys:,} keys"
     sigma, rho = f"σ = {cfg.amplitude:g}", f"ρ = {cfg.correlation:g}"
-    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
-    panels = figure.subplots(1, 3)
     names = {
         "standard": "standard",
         "differential": given,
         "best": "best λ",
         "uncorrelated": f"{given}, ρ = 0",
     }
-    draw_panel(panels[0], f"a: {sigma}, {rho}", result.by_keys, names)
-    panels[0].set_xscale("log", base=2)
-    panels[0].set_xticks(result.by_keys.at, [f"{n / 1024:g}" for n in result.by_keys.at])
-    panels[0].set(xlabel="keys (× 1,024)", ylabel="signal-to-noise ratio")
     noises = {
         "standard": "standard",
         "differential": f"{rho}, best λ {result.best_lambda['differential']:.2f}",
         "uncorrelated": f"ρ = 0, best λ {result.best_lambda['uncorrelated']:.2f}",
     }
-    draw_panel(panels[1], f"b: {keys}, {sigma}", result.by_lambda, noises)
-    panels[1].set(xlabel="λ", xlim=(0, 1), ylim=(0, None))
-    for name, best in result.best_lambda.items():
-        panels[1].plot(best, result.by_lambda.curves[name].snr.max(), "o", **STYLES[name])
     usable_names = {name: f"{names[name]}, usable to {x:.2f}" for name, x in usable.items() if x}
-    draw_panel(panels[2], f"c: {keys}, {rho}", result.by_amplitude, names | usable_names)
-    panels[2].set(xlabel="amplitude of the noise, σ (logits)", xlim=(0, None))
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    by_keys, by_lambda, by_amplitude = figure.subplots(1, 3)
+    draw_panel(by_keys, f"a: {sigma}, {rho}", result.by_keys, names)
+    draw_panel(by_lambda, f"b: {keys}, {sigma}", result.by_lambda, noises)
+    draw_panel(by_amplitude, f"c: {keys}, {rho}", result.by_amplitude, names | usable_names)
+    by_keys.set_xscale("log", base=2)
+    by_keys.set_xticks(result.by_keys.at, [f"{n / 1024:g}" for n in result.by_keys.at])
+    by_keys.set(xlabel="keys (× 1,024)", ylabel="signal-to-noise ratio")
+    by_lambda.set(xlabel="λ", xlim=(0, 1), ylim=(0, None))
+    by_amplitude.set(xlabel="amplitude of the noise, σ (logits)", xlim=(0, None))
+    for name, best in result.best_lambda.items():
+        by_lambda.plot(best, result.by_lambda.curves[name].snr.max(), "o", **STYLES[name])
     for name in usable_names:
-        panels[2].plot(usable[name], cfg.threshold, "o", **STYLES[name])
-    for axes, sweep in ((panels[0], result.by_keys), (panels[2], result.by_amplitude)):
-        scale_logarithmically(axes, sweep, cfg.threshold)
+        by_amplitude.plot(usable[name], cfg.threshold, "o", **STYLES[name])
+    scale_logarithmically(by_keys, result.by_keys, cfg.threshold)
+    scale_logarithmically(by_amplitude, result.by_amplitude, cfg.threshold)
     figure.suptitle("Standard attention (λ = 0) and differential attention, map 1 − λ · map 2")
     figure.supxlabel(
         f"One query; signal {cfg.signal:g} logits above noise of mean 0, which has correlation ρ "
@@ -356,10 +330,3 @@ def scale_logarithmically(axes: Axes, sweep: Sweep, threshold: float) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.axhline(threshold, color="#666666", linewidth=0.8, linestyle="--", zorder=0)
-
-
-def png(figure: Figure, dpi: int = 200) -> bytes:
-    """The figure as a PNG."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=dpi)
-    return out.getvalue()

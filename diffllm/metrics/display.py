@@ -46,11 +46,11 @@ class Display:
         if self.live:
             self.live.update(self.task, completed=step, status=status)
         else:
-            self.say(
+            self.print(
                 f"step {step:>{len(str(self.steps))}}/{self.steps}  {status}  ETA {duration(eta_s)}"
             )
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line above the bar."""
         if self.enabled:
             self.console.print(text, markup=False)

@@ -15,8 +15,8 @@ class Section:
     dashboard: str
     """Title in wandb's dashboard and in docs/metrics.md."""
     report: str = ""
-    """Title in the report, where neighbours that share this or the other title become one section;
-    empty for a section without figures."""
+    """Title in the report, where neighbours of one title are one; empty where there are no
+    figures."""
     intro: str = ""
     """First sentences in the report."""
 
@@ -61,7 +61,6 @@ class Heatmap(Plot):
 class Column:
     """A number of report.csv: one a run, from its steps and layers, then one a row of runs."""
 
-    meaning: str
     steps: Literal["last", "all"]
     """The last logged value, which summary.json knows too, or those of all logged steps."""
     of: Literal["min", "max", "median"]
@@ -70,12 +69,10 @@ class Column:
     title: str = ""
     """Header in the report's table; empty for a column of report.csv alone."""
     unit: str = ""
-    form: Literal["number", "percent", "share and count", "range"] = "number"
-    """How a cell is written; the last two take in a second metric."""
+    percent: bool = False
     second: str = ""
-    """Name of that metric: the count behind a share, or the other end of a range."""
-    optional: bool = False
-    """Left out of a report none of whose runs has it."""
+    """A metric that stands in small print below, after its column's unit: the count behind a
+    share, or the other end of a range."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,18 @@ class Metric:
     def quantity(self) -> str:
         """The name without what stands for a layer, head or group."""
         return self.name.removesuffix("*").rstrip("/_") if self.name.endswith("*") else self.name
+
+    @property
+    def column_meaning(self) -> str:
+        """The meaning of its number in report.csv."""
+        assert self.column
+        steps = f"{self.column.of} over all logged steps"
+        if self.column.steps == "last":
+            steps = "at the last logged step"
+        layers = f", {self.column.of} over layers" if self.name.endswith("/*") else ""
+        more = {"min": ", the smaller the more there are", "max": ", the larger the more there are"}
+        seeds = f"{self.column.seeds} over seeds{more.get(self.column.seeds, '')}"
+        return f"{self.meaning}; {steps}{layers}, {seeds}"
 
     def covers(self, name: str) -> bool:
         """Whether a full name is one of this row's."""

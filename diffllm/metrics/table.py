@@ -69,22 +69,18 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     rule, short = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
-    score = what.endswith("score")
-    meaning = f"share of steps with a loss {rule}; mean over seeds"
-    if not score:
-        meaning = "number of such steps in a run, mean over seeds"
-    column = Column(
-        meaning if series == "loss" else "the same of the gradient norm", "last", "max", "mean",
-        title=f"{'Loss' if series == 'loss' else 'Gradient'} spikes" if score else "", unit=short,
-        form="share and count", second=f"{definition}/{series}_total",
-    )  # fmt: skip
-    return Metric(
-        f"{definition}/{series}_{what}",
-        SPIKES,
-        f"{'Share' if score else 'Number'} of steps {since} with a {value} {rule}",
-        panel=f"{series}_{what}",
-        column=None if what.startswith("rolling") else column,
-    )
+    number = "Share" if what.endswith("score") else "Number"
+    meaning = f"{number} of steps {since} with a {value} {rule}"
+    column = None
+    if what == "score":
+        column = Column(
+            "last", "max", "mean", f"{value.split()[0].capitalize()} spikes", short,
+            percent=True, second=f"{definition}/{series}_total",
+        )  # fmt: skip
+    elif what == "total":
+        column = Column("last", "max", "mean", unit="steps:")
+    name = f"{definition}/{series}_{what}"
+    return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
 
 
 UNIFORM = (
@@ -112,22 +108,19 @@ METRICS: tuple[Metric, ...] = (
       for definition in DEFINITIONS
       for series in ("loss", "grad")),
     Metric(
-        "spikes/skipped_total", SPIKES, "Updates left out so far", "steps",
-        plots=(Curve("Skipped updates", "Steps so far whose update was left out: by "
-                     "train.skip_step=nonfinite where the loss or gradient norm was not finite, by "
-                     "train.skip_step=spike also where it spiked."),),
-        column=Column("updates that were skipped in a run, mean over seeds", "last", "max", "mean",
-                      "Skipped", "updates", optional=True),
+        "spikes/skipped_total", SPIKES, "Updates left out so far: by train.skip_step=nonfinite "
+        "where the loss or gradient norm was not finite, by train.skip_step=spike also where it "
+        "spiked", "steps", plots=(Curve("Skipped updates"),),
+        column=Column("last", "max", "mean", "Skipped", "updates"),
     ),
 
     Metric(
-        "train/grad_norm", NORMS, "L2 norm of the gradient before clipping", "L2 norm",
+        "train/grad_norm", NORMS,
+        "L2 norm of the gradient before clipping; often largest in the first steps", "L2 norm",
         summary="max",
-        plots=(Curve("Gradient norm", "Global L2 norm before clipping, at logged steps.", log=True,
+        plots=(Curve("Gradient norm", log=True,
                      spikes=("spikes/grad_total", "the gradient norm")),),
-        column=Column("largest before clipping, over logged steps, warm-up included, and seeds; "
-                      "often that of the first steps, and the larger the more seeds there are",
-                      "all", "max", "max", "Gradient norm", "largest"),
+        column=Column("all", "max", "max", "Gradient norm", "largest"),
     ),
     Metric(
         "train/update_norm", NORMS,
@@ -149,24 +142,17 @@ METRICS: tuple[Metric, ...] = (
         "hidden_top1/*", OUTLIERS,
         "Largest magnitude in a block's output, over tokens and channels", "|value|",
         combine="max", summary="max",
-        plots=(Layers("Largest magnitude, by layer", "Over tokens and channels.", log=True),
-               Curve("Largest magnitude, highest layer", "Over tokens and channels, of the layer "
-                     "where it is highest at that step.", log=True)),
-        column=Column("largest magnitude in a block's output, over layers, diagnosed steps, "
-                      "warm-up included, and seeds; the larger the more seeds there are",
-                      "all", "max", "max", "Outlier", "largest |value|"),
+        plots=(Layers("Largest magnitude, by layer", log=True),
+               Curve("Largest magnitude, highest layer", log=True)),
+        column=Column("all", "max", "max", "Outlier", "largest |value|"),
     ),
     Metric(
         "hidden_kurtosis/*", OUTLIERS,
         "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal law",
         "kurtosis", combine="mean", summary="max",
-        plots=(Layers("Kurtosis, by layer", "Over channels, mean over tokens. A normal "
-                      "distribution has 3.", log=True),
-               Curve("Kurtosis, highest layer", "Over channels, mean over tokens, of the layer "
-                     "where it is highest at that step. A normal distribution has 3.", log=True)),
-        column=Column("of a block's output over channels at the last diagnosed step, the largest "
-                      "of the layers, mean over seeds; 3 for a normal law",
-                      "last", "max", "mean", "Kurtosis", "over channels"),
+        plots=(Layers("Kurtosis, by layer", log=True),
+               Curve("Kurtosis, highest layer", log=True)),
+        column=Column("last", "max", "mean", "Kurtosis", "over channels"),
     ),
 
     Metric(
@@ -177,53 +163,41 @@ METRICS: tuple[Metric, ...] = (
                        "not normalised, so it may lie on either side."),),
     ),
     Metric(
-        "context_rms_min/*", CONTEXT, "The smallest of a token and head", "RMS",
+        "context_rms_min/*", CONTEXT, "Smallest context RMS of a token and head", "RMS",
         combine="min", summary="min",
         plots=(Layers("Smallest context RMS, by layer", f"Smallest over tokens and heads. {UNIFORM}"
                       "; a model's values are not normalised.", log=True, uniform=True),),
-        column=Column("smallest context RMS of a token and head at the last diagnosed step, over "
-                      "layers and seeds; the smaller the more seeds there are",
-                      "last", "min", "min", "Context RMS", "smallest to largest",
-                      form="range", second="context_rms_max"),
+        column=Column("last", "min", "min", "Context RMS", "smallest", second="context_rms_max"),
     ),
     Metric(
-        "context_rms_max/*", CONTEXT, "The largest of a token and head", "RMS",
-        combine="max", summary="max",
-        plots=(Layers("Largest context RMS, by layer", "Largest over tokens and heads.",
-                      log=True),),
-        column=Column("largest context RMS of a token and head at the last diagnosed step, over "
-                      "layers and seeds; the larger the more seeds there are",
-                      "last", "max", "max"),
+        "context_rms_max/*", CONTEXT, "Largest context RMS of a token and head", "RMS",
+        combine="max", summary="max", plots=(Layers("Largest context RMS, by layer", log=True),),
+        column=Column("last", "max", "max", unit="largest"),
     ),
 
     Metric(
         "residual_rms/*", RESIDUAL,
         "RMS of the residual stream that a block reads, over tokens and channels", "RMS",
         combine="rms", summary="max",
-        plots=(Layers("RMS of the residual stream, by layer", "Before the block adds to it.",
-                      log=True),),
+        plots=(Layers("RMS of the residual stream, by layer", log=True),),
     ),
     Metric(
         "attn_write_rms/*", RESIDUAL,
         "RMS of what a block's attention adds to the residual stream, over tokens and channels",
         "RMS", combine="rms", summary="max",
-        plots=(Layers("RMS of what attention adds, by layer", "Its output projection's output.",
-                      log=True),),
+        plots=(Layers("RMS of what attention adds, by layer", log=True),),
     ),
     Metric(
         "ffn_write_rms/*", RESIDUAL, "RMS of what a block's feed-forward layer, or its experts, "
         "add to the residual stream, over tokens and channels", "RMS",
         combine="rms", summary="max",
-        plots=(Layers("RMS of what the FFN adds, by layer",
-                      "Weighted sums of experts where there are any.", log=True),),
+        plots=(Layers("RMS of what the FFN adds, by layer", log=True),),
     ),
 
     Metric(
-        "attn_entropy/*", ATTENTION, "Entropy of the softmax maps, a sink's share left out", "nats",
-        combine="mean", probe=True,
-        plots=(Layers("Entropy of attention, by layer", "Of the softmax maps before they are "
-                      "combined, a sink's share left out; uniform attention over n keys has ln n."
-                      ),),
+        "attn_entropy/*", ATTENTION, "Entropy of the softmax maps before they are combined, a "
+        "sink's share left out; uniform attention over n keys has ln n", "nats",
+        combine="mean", probe=True, plots=(Layers("Entropy of attention, by layer"),),
     ),
     Metric(
         "attn_logit_top1/*", ATTENTION,
@@ -251,28 +225,26 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "lambda_min/*", LAMBDA, "Smallest lambda over tokens and heads", "lambda",
         combine="min", summary="min",
-        plots=(Layers("Smallest lambda, by layer", "Smallest over tokens and heads."),),
+        plots=(Layers("Smallest lambda, by layer"),),
     ),
     Metric(
         "lambda_max/*", LAMBDA, "Largest lambda over tokens and heads", "lambda",
         combine="max", summary="max",
-        plots=(Layers("Largest lambda, by layer", "Largest over tokens and heads."),),
+        plots=(Layers("Largest lambda, by layer"),),
     ),
     Metric(
         "lambda_head_*", LAMBDA, "Lambda of a head, mean over tokens, where it depends on the head",
         "lambda", combine="mean", probe=True,
     ),
     Metric(
-        "gate_mean/*", GATE, "Mean gate over tokens, heads and channels", "gate", combine="mean",
-        plots=(Layers("Mean gate, by layer",
-                      "Mean over tokens, heads and channels: 0 is shut, 1 is open."),),
+        "gate_mean/*", GATE, "Mean gate over tokens, heads and channels: 0 is shut, 1 is open",
+        "gate", combine="mean", plots=(Layers("Mean gate, by layer"),),
     ),
 
     Metric(
         "perf/tokens_per_s", PERFORMANCE,
         "Tokens of all ranks a second, since the last logged step", "tokens/s", summary="mean",
-        column=Column("median over logged intervals, mean over seeds", "all", "median", "mean",
-                      "Speed", "tokens/s"),
+        column=Column("all", "median", "mean", "Speed", "tokens/s"),
     ),
     Metric("perf/step_ms", PERFORMANCE, "Time of a step, since the last logged one", "ms",
            summary="mean"),
@@ -280,9 +252,7 @@ METRICS: tuple[Metric, ...] = (
            summary="mean"),
     Metric(
         "perf/mfu", PERFORMANCE, "Model FLOPs utilisation, where the GPU's peak is known", "share",
-        summary="mean",
-        column=Column("model FLOPs utilisation, median over logged intervals, mean over seeds",
-                      "all", "median", "mean", "MFU", form="percent"),
+        summary="mean", column=Column("all", "median", "mean", "MFU", percent=True),
     ),
     Metric("perf/peak_memory_gib", PERFORMANCE,
            "Most memory that rank 0 has held: on the GPU, or resident on a CPU", "GiB",
@@ -292,19 +262,18 @@ METRICS: tuple[Metric, ...] = (
         "expert_load_max/*", EXPERTS,
         "Tokens of the global batch that the busiest expert got, over the uniform number", "load",
         summary="max",
-        plots=(Curve("Load of the busiest expert, highest layer",
-                     "Of the layer where it is highest at that step.", log=True),
-               Layers("Load of the busiest expert, by layer", "Over experts.")),
+        plots=(Curve("Load of the busiest expert, highest layer", log=True),
+               Layers("Load of the busiest expert, by layer")),
     ),
     Metric(
-        "expert_load_min/*", EXPERTS, "The same of the idlest expert", "load", summary="min",
-        plots=(Layers("Load of the idlest expert, by layer", "Over experts."),),
+        "expert_load_min/*", EXPERTS,
+        "Tokens of the global batch that the idlest expert got, over the uniform number", "load",
+        summary="min", plots=(Layers("Load of the idlest expert, by layer"),),
     ),
     Metric(
         "router_entropy/*", EXPERTS,
-        "Entropy of a token's scores over all experts, mean over tokens", "nats", combine="mean",
-        plots=(Layers("Entropy of the router, by layer", "Of a token's scores over all experts, "
-                      "mean over tokens; uniform scores of E experts have ln E."),),
+        "Entropy of a token's scores over all experts, mean over tokens; ln E if uniform over E",
+        "nats", combine="mean", plots=(Layers("Entropy of the router, by layer"),),
     ),
     Metric(
         "router_bias_range/*", EXPERTS, "Largest minus smallest of the experts' biases", "score",

@@ -1,7 +1,7 @@
 """The curves of figures: over tokens and over layers, the seeds of a row together."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -26,61 +26,33 @@ class Band:
     mean: Array
     low: Array
     high: Array
-    singles: list[Series] = field(default_factory=list)
-    """The single seeds where not all have a value, NaN elsewhere."""
-    stops: Array = field(default_factory=lambda: np.zeros((0, 2)))
-    """(m, 2): the last value of a seed that ends before another, or is not finite from there on."""
-
-    def since(self, x: float) -> "Band":
-        """The part after `x`."""
-        kept = self.x > x
-        singles = [Series(s.tokens[s.tokens > x], s.values[s.tokens > x]) for s in self.singles]
-        return Band(
-            self.x[kept],
-            self.mean[kept],
-            self.low[kept],
-            self.high[kept],
-            [s for s in singles if len(s.tokens)],
-            self.stops[self.stops[:, 0] > x],
-        )
+    singles: list[Array]
+    """The single seeds, (n,) each, where not all have a value; NaN elsewhere."""
+    stops: list[tuple[float, float]]
+    """The last point of a seed that ends before another, or is not finite from there on."""
 
     @property
     def drawn(self) -> Array:
         """All finite values that a figure of it shows."""
-        values = np.concatenate([self.low, self.high, *(s.values for s in self.singles)])
+        values = np.concatenate([self.low, self.high, *self.singles])
         return values[np.isfinite(values)]
-
-
-def masked(series: Series) -> Series:
-    """The series with NaN for infinity."""
-    return Series(series.tokens, np.where(np.isfinite(series.values), series.values, np.nan))
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
     """On every x of some seed, between a seed's own points interpolated; None if all are empty."""
-    curves = [masked(curve) for curve in curves if len(curve.tokens)]
+    curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
         return None
     x = np.unique(np.concatenate([curve.tokens for curve in curves]))
-    stack = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
-    alone = ~np.isfinite(stack).all(axis=0)
-    beside = alone.copy()
-    beside[1:] |= alone[:-1]
-    beside[:-1] |= alone[1:]
-    singles = [Series(x, np.where(beside, seed, np.nan)) for seed in stack] if alone.any() else []
-    stops = []
-    for seed in stack:
-        reached = np.flatnonzero(np.isfinite(seed))
-        if len(reached) and reached[-1] < len(x) - 1:
-            stops.append((x[reached[-1]], seed[reached[-1]]))
-    return Band(
-        x,
-        np.where(alone, np.nan, stack.mean(axis=0)),
-        np.where(alone, np.nan, stack.min(axis=0)),
-        np.where(alone, np.nan, stack.max(axis=0)),
-        [single for single in singles if np.isfinite(single.values).any()],
-        np.array(stops, dtype=float).reshape(-1, 2),
-    )
+    seeds = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
+    alone = np.isnan(seeds).any(axis=0)
+    beside = np.convolve(alone, [1, 1, 1])[1:-1] > 0
+    singles = [y for y in np.where(beside, seeds, np.nan) if np.isfinite(y).any()]
+    last = [np.flatnonzero(np.isfinite(y))[-1:] for y in seeds]
+    stops = [(x[i], y[i]) for y, at in zip(seeds, last, strict=True) for i in at if i < len(x) - 1]
+    together = np.where(alone, np.nan, seeds)
+    mean, low, high = together.mean(axis=0), together.min(axis=0), together.max(axis=0)
+    return Band(x, mean, low, high, singles, stops)
 
 
 def band_of(row: Row, pick: Callable[[Run], Series]) -> Band | None:
@@ -104,13 +76,6 @@ def smoothed(series: Series, points: int) -> Series:
     return Series(series.tokens, np.where(finite, means, np.nan))
 
 
-def largest(series: Series) -> Series:
-    """The largest over layers: (n, L) to (n,); NaN where one is not finite."""
-    if not series.values.size:
-        return Series(series.tokens[:0], np.zeros(0))
-    return Series(series.tokens, masked(series).values.max(axis=1))
-
-
 def shown_at_end(row: Row) -> list[Run]:
     """The finished runs; all of a row that has none."""
     return [run for run in row.runs if run.summary is not None] or row.runs
@@ -131,42 +96,26 @@ def at_end(row: Row, quantity: str) -> Band | None:
     )
 
 
-def thinned(band: Band) -> Band:
-    """At most `POINTS` points: the mean's extremes of every stretch, within the band's.
-
-    Where values are missing a point without one stays.
-    """
-    singles = [Series(s.tokens[kept], s.values[kept])
-               for s in band.singles for kept in [extremes(s.values)]]  # fmt: skip
-    kept = extremes(band.mean)
-    if len(kept) == len(band.x):
-        return Band(band.x, band.mean, band.low, band.high, singles, band.stops)
-    low, high = band.low.copy(), band.high.copy()
-    for stretch in stretches(band.mean):
-        there = stretch[np.isfinite(band.mean[stretch])]
-        if len(there):
-            low[there], high[there] = band.low[there].min(), band.high[there].max()
-    return Band(band.x[kept], band.mean[kept], low[kept], high[kept], singles, band.stops)
-
-
-def stretches(values: Array) -> list[Array]:
-    """Indices, so that three or two of each make up at most `POINTS`."""
-    each = 3 if np.isnan(values).any() else 2
-    return np.array_split(np.arange(len(values)), POINTS // each)
-
-
 def extremes(values: Array) -> Array:
     """Indices of at most `POINTS` values: lowest, highest and the first NaN of every stretch."""
     if len(values) <= POINTS:
         return np.arange(len(values))
-    kept = set()
-    for stretch in stretches(values):
+    kept: set[int] = set()
+    for stretch in np.array_split(np.arange(len(values)), POINTS // 3):
         missing = np.isnan(values[stretch])
-        if missing.any():
-            kept.add(stretch[missing.argmax()])
-        if not missing.all():
-            kept |= {stretch[np.nanargmin(values[stretch])], stretch[np.nanargmax(values[stretch])]}
+        known = stretch[~missing]
+        kept.update(stretch[missing][:1])
+        if len(known):
+            kept |= {known[values[known].argmin()], known[values[known].argmax()]}
     return np.array(sorted(kept))
+
+
+def envelope(band: Band) -> tuple[Array, Array, Array]:
+    """x, low and high at no more than `POINTS` places: the lowest and highest up to the next."""
+    n = len(band.x)
+    starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
+    low, high = np.fmin.reduceat(band.low, starts), np.fmax.reduceat(band.high, starts)
+    return band.x[starts], low, high
 
 
 def rises(row: Row, name: str) -> Array:
@@ -197,26 +146,18 @@ def gap_band(row: Row) -> Band | None:
 
 
 def over_time(row: Row, quantity: str, edges: Array) -> Array | None:
-    """A quantity of every layer in bins of tokens, mean over a bin and over `shown_at_end`.
+    """A quantity of every layer in stretches of tokens, as last logged; mean over `shown_at_end`.
 
     Args:
-        edges: (n + 1,) tokens; a bin without a logged step takes the one before it.
+        edges: (n + 1,) tokens.
 
     Returns:
-        (L, n), NaN where a run has no finite value; None if never logged.
+        (L, n), NaN where a run has no value, or has ended; None if never logged.
     """
     maps = []
     for run in shown_at_end(row):
-        tokens, values = masked(run.by_layer(quantity))
-        if not values.size:
-            continue
-        bins = (np.searchsorted(edges, tokens, side="left") - 1).clip(0, len(edges) - 2)
-        grid = np.full((values.shape[1], len(edges) - 1), np.nan)
-        for b in range(bins[-1] + 1):
-            here = values[bins == b]
-            if len(here):
-                grid[:, b] = here.mean(axis=0)
-            elif b:
-                grid[:, b] = grid[:, b - 1]
-        maps.append(grid)
+        tokens, values = run.by_layer(quantity)
+        if len(tokens):
+            at = np.searchsorted(tokens, edges[1:], side="right") - 1
+            maps.append(np.where((at >= 0) & (edges[:-1] < tokens[-1]), values[at].T, np.nan))
     return np.stack(maps).mean(axis=0) if maps else None

@@ -2,24 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.find import find_runs, sweep_notes
-from diffllm.report.keys import ATTENTION, FACTS, MATCH, as_text, distinguish, fact_text, overrides
+from diffllm.report.keys import ATTENTION, MATCH, distinguish, overrides, text_of
 from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.report.rows import Estimate, Row, make_rows, paired_gap, row_values
 from diffllm.report.runs import Run, load_run
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A key that makes rows incomparable."""
-
-    key: str
-    """ "steps", "data.dataset", "corpus", ..."""
-    values: dict[str, list[str]]
-    """Each value, as text, and the labels of the rows that have it."""
 
 
 @dataclass
@@ -30,8 +19,9 @@ class Comparison:
     rows: list[Row]
     baseline: str | None
     """The variant that gaps are measured from."""
-    differences: list[Difference] = field(default_factory=list)
-    """Empty where all rows are comparable."""
+    differences: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """Keys that make rows incomparable ("steps", "data.dataset", "corpus"): each value, as text,
+    and the labels of the rows that have it."""
     notes: list[str] = field(default_factory=list)
     """Unfinished runs, runs that could not be read, missing seeds: a sentence each."""
 
@@ -75,8 +65,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
     notes: list[str] = []
-    rows_and_values = make_rows(runs, keys, notes)
-    rows = [row for row, _ in rows_and_values]
+    rows = make_rows(runs, keys, notes)
     chosen = choose_baseline(baseline, rows)
     kept = [run for row in rows for run in row.runs]
     notes += [note for run in kept for note in run_notes(run)]
@@ -87,19 +76,17 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
-        row.values = row_values(row, rows, keys.incomparable)
-    differences = [difference(key, rows_and_values) for key in keys.incomparable]
+        row.values = row_values(row, keys.incomparable)
+    differences = {key: labels_by_value(key, rows) for key in keys.incomparable}
     return Comparison(title, rows, chosen, differences, notes)
 
 
-def difference(key: str, rows: list[tuple[Row, dict[str, Any]]]) -> Difference:
+def labels_by_value(key: str, rows: list[Row]) -> dict[str, list[str]]:
     """Each value of a key, as text, and the labels of the rows that have it."""
     labels: dict[str, list[str]] = {}
-    for row, values in rows:
-        value = values[key]
-        text = fact_text(value) if key in FACTS else as_text(value)
-        labels.setdefault(text, []).append(row.label)
-    return Difference(key, labels)
+    for row in rows:
+        labels.setdefault(text_of(key, row.differing[key]), []).append(row.label)
+    return labels
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
@@ -140,11 +127,8 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[st
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     if not found:
-        same_variant = row.keys["attention"] == baseline
-        what = (
-            f"{baseline} without overrides" if same_variant else f"{baseline} with its other keys"
-        )
-        notes.append(f"{row.label} has no gap: there is no run of {what}.")
+        other = "without overrides" if row.keys["attention"] == baseline else "with its other keys"
+        notes.append(f"{row.label} has no gap: there is no run of {baseline} {other}.")
         return None
     return None if found[0] is row else found[0]
 
@@ -162,13 +146,14 @@ def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
         targets = [variant, None]
     for wanted in targets:
         matched = [other for other in found if other.keys.get(MATCH) == wanted]
-        itself = [
-            other
-            for other in found
-            if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
-        ]
-        if matched or itself:
-            return matched or itself
+        if not matched:  # then the target itself
+            matched = [
+                other
+                for other in found
+                if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
+            ]
+        if matched:
+            return matched
     return []
 
 

@@ -40,57 +40,57 @@ def find_runs(named: list[Path]) -> Found:
     if not named:
         raise ConfigError("no run is named: give run directories, sweep directories or globs")
     directories: list[Path] = []
-    runs: list[Path] = []
-    sweeps: list[Path] = []
+    searched: list[Path] = []
     for path in map(Path.expanduser, named):
         below = expand(path)
-        searched = [found for directory in below for found in search(directory)]
-        found = [directory for directory in searched if is_run(directory)]
-        if not found:
+        found = [place for directory in below for place in search(directory)]
+        if not any(map(is_run, found)):
             raise ConfigError(f"{path}: no run in it (a run has config.yaml and metrics.jsonl)")
         directories += below
-        runs += found
-        sweeps += [directory for directory in searched if os.path.isfile(directory / "sweep.json")]
-    return Found(each_once(runs), each_once(sweeps), title_of(directories), home_of(directories))
+        searched += found
+    places = each_once(searched)
+    sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
+    tops = outermost(directories)
+    return Found(list(filter(is_run, places)), sweeps, title_of(tops), home_of(tops))
 
 
 def each_once(paths: list[Path]) -> list[Path]:
     """One of all names of a directory, the shortest, in order of the directories."""
-    names: dict[Path, Path] = {}
-    for path in paths:
-        same = path.resolve()
-        names[same] = min(path, names.get(same, path), key=lambda path: (len(path.parts), path))
+    shortest_first = sorted(paths, key=lambda path: (len(path.parts), path))
+    names = {path.resolve(): path for path in reversed(shortest_first)}
     return [names[same] for same in sorted(names)]
-
-
-def title_of(directories: list[Path]) -> str:
-    """ "compare-a, compare-b"."""
-    tops = outermost(directories)
-    if len(tops) > 1:
-        tops = outermost([top.parent if is_run(top) else top for top in tops])
-    names = [top.name for top in tops[:NAMES]]
-    more = f" and {len(tops) - NAMES} more" if len(tops) > NAMES else ""
-    return ", ".join(names) + more
-
-
-def home_of(directories: list[Path]) -> Path | None:
-    """The directory that holds them all, relative to the current one if it is in it.
-
-    None for the root, and for a directory outside the current one that holds none of them
-    directly: it may be anyone's.
-    """
-    tops = outermost(directories)
-    home = Path(os.path.commonpath(tops))
-    if home.is_relative_to(Path.cwd()):
-        return home.relative_to(Path.cwd())
-    theirs = home in tops or home in [top.parent for top in tops]
-    return home if theirs and home != home.parent else None
 
 
 def outermost(directories: list[Path]) -> list[Path]:
     """As absolute paths, those that are in none of the others, each once, in their order."""
     paths = dict.fromkeys(Path(os.path.abspath(directory)) for directory in directories)
     return [path for path in paths if not any(parent in paths for parent in path.parents)]
+
+
+def title_of(tops: list[Path]) -> str:
+    """ "compare-a, compare-b"; runs are called by what holds them, unless there is one."""
+    if len(tops) > 1:
+        tops = outermost([top.parent if is_run(top) else top for top in tops])
+    return listed([top.name for top in tops], NAMES)
+
+
+def listed(names: list[str], most: int) -> str:
+    """ "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def home_of(tops: list[Path]) -> Path | None:
+    """The directory that holds them all, relative to the current one if it is in it.
+
+    None for the root, and for a directory outside the current one that holds none of them
+    directly: it may be anyone's.
+    """
+    home = Path(os.path.commonpath(tops))
+    if home.is_relative_to(Path.cwd()):
+        return home.relative_to(Path.cwd())
+    theirs = home in tops or home in [top.parent for top in tops]
+    return home if theirs and home != home.parent else None
 
 
 def expand(path: Path) -> list[Path]:
@@ -103,8 +103,7 @@ def expand(path: Path) -> list[Path]:
         raise ConfigError(f"{path} is a file; name the run's directory")
     if not glob.has_magic(str(path)):
         raise ConfigError(f"{path} does not exist")
-    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    matches = [match for match in matches if match.is_dir()]
+    matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
     if not matches:
         raise ConfigError(f"{path} matches no directory")
     return matches
@@ -137,8 +136,5 @@ def sweep_notes(sweep: Path) -> list[str]:
     waiting = [name for name in planned if not is_run(sweep / name)]
     if not waiting:
         return []
-    more = f" and {len(waiting) - WAITING} more" if len(waiting) > WAITING else ""
-    return [
-        f"{len(waiting)} of {len(planned)} runs of {sweep} have not started: "
-        f"{', '.join(waiting[:WAITING])}{more}."
-    ]
+    count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
+    return [f"{count}: {listed(waiting, WAITING)}."]

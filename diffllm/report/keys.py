@@ -11,6 +11,8 @@ from diffllm.config.compose import variant_config
 from diffllm.config.saved import FREE, flatten
 from diffllm.report.runs import Run
 
+HASH = 8
+"""Characters of a hash that are shown."""
 SEEDS = ("seed", "model.init_seed")
 ATTENTION = "model.attention."
 FOLLOWS = {"model.seq_len": "seq_len", "data.vocab_size": "model.vocab_size"}
@@ -23,17 +25,12 @@ CORPUS = (
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
 FACTS = {"corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",)}
 """Facts of run.json, and the keys that each settles: two paths may hold the same text."""
-CAUSES = {
-    "corpus": CORPUS,
-    "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS),
-    "compute_dtype": ("precision",),
-}
+CAUSES = {**FACTS, "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)}
 """Where a difference in such a fact can come from; then a label need not tell it too."""
 
 MATCH = "model.match_params_to"
-SETTLED = {key for keys in FACTS.values() for key in keys}
-IGNORED = ({*FREE} - {"eval", "resume", *SETTLED}) | {
-    "run", "eval.interval", *SEEDS,
+IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
+    "eval", "resume", *CORPUS, *TOKENIZER, "precision",
 }  # fmt: skip
 """Where, how fast and how closely watched a run runs; sections stand for all their keys."""
 
@@ -176,6 +173,8 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def fact_text(value: Any) -> str:
-    """A fact as text; "unknown" where no run.json says it."""
-    return "unknown" if value is None else str(value)
+def text_of(key: str, value: Any) -> str:
+    """A key's or fact's value as text: the first characters of a hash, "unknown" without a fact."""
+    if key not in FACTS:
+        return as_text(value)
+    return "unknown" if value is None else str(value)[:HASH]

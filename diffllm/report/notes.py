@@ -1,44 +1,32 @@
 """The sentences of a report: what its reader has to know besides the numbers, and what was run."""
 
-from typing import Any
-
 from diffllm.config.matching import width_of
-from diffllm.report.keys import FACTS, SPEED, as_text, differs, overrides
+from diffllm.report.keys import FACTS, SPEED, as_text, differs, overrides, text_of
 from diffllm.report.numbers import compact
-from diffllm.report.rows import HASH, Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 
 TOLERANCE = 0.005
 """Share by which totals of parameters may differ before it is said."""
 LINES = {
-    "Data": {
-        "data.source": "source", "data.dataset": "dataset", "data.name": "name",
-        "data.split": "split", "data.paths": "paths", "data.mask_documents": "documents masked",
-        "corpus": "corpus",
-    },
-    "Tokenizer": {"model.vocab_size": "vocabulary", "data.tokenizer": "from"},
-    "Training": {
-        "steps": "steps", "global_batch_size": "sequences a step", "seq_len": "tokens a sequence",
-        "train.skip_step": "skip_step",
-    },
-    "Optimizer": {
-        "optim.lr": "lr", "optim.schedule": "schedule", "optim.warmup_steps": "warmup steps",
-        "optim.min_lr_ratio": "min_lr_ratio", "optim.weight_decay": "weight decay",
-        "optim.beta1": "beta1", "optim.beta2": "beta2", "optim.clip_norm": "clip_norm",
-    },
-    "Model": {
-        "model.dim": "dim", "model.n_layers": "layers", "model.n_heads": "heads",
-        "model.n_kv_heads": "KV heads", "model.head_dim": "head_dim",
-        "model.match_params_to": "parameters matched to",
-    },
-    "Held-out": {"data.heldout_fraction": "share of the corpus", "eval.sequences": "sequences"},
-    "Machine": {
-        "device": "device", "ranks": "ranks", "precision": "precision",
-        "compute_dtype": "compute dtype", "torch": "torch",
-    },
+    "Data": (
+        "data.source", "data.dataset", "data.name", "data.split", "data.paths",
+        "data.mask_documents", "corpus",
+    ),
+    "Tokenizer": ("model.vocab_size", "data.tokenizer"),
+    "Training": ("steps", "global_batch_size", "seq_len", "train.skip_step"),
+    "Optimizer": (
+        "optim.lr", "optim.schedule", "optim.warmup_steps", "optim.min_lr_ratio",
+        "optim.weight_decay", "optim.beta1", "optim.beta2", "optim.clip_norm",
+    ),
+    "Model": (
+        "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.head_dim",
+        "model.match_params_to",
+    ),
+    "Held-out": ("data.heldout_fraction", "eval.sequences"),
+    "Machine": ("device", "ranks", "precision", "compute_dtype", "torch"),
 }  # fmt: skip
-"""Config keys and facts, and what the page calls them."""
-UNSET: tuple[Any, ...] = (None, [], "")
+"""Headings of the page's settings, and the config keys and facts below each."""
 
 
 def run_notes(run: Run) -> list[str]:
@@ -54,8 +42,8 @@ def run_notes(run: Run) -> list[str]:
             f"{run.path} ended with a held-out loss that is not a finite number; it is in no loss "
             "or gap, which look better for it."
         )
-    if run.damaged_lines:
-        notes.append(f"{run.damaged_lines} lines of {run.path}/metrics.jsonl cannot be read.")
+    if run.metrics.damaged:
+        notes.append(f"{run.metrics.damaged} lines of {run.path}/metrics.jsonl cannot be read.")
     return notes
 
 
@@ -65,23 +53,17 @@ def fact_notes(runs: list[Run]) -> list[str]:
     notes = []
     if everywhere:
         notes.append(
-            f"No run.json says the {listed(everywhere)} of a run: the config keys behind it are "
+            f"No run.json says the {', '.join(everywhere)} of a run: the config keys behind it are "
             "compared instead, and these may be equal where the runs are not."
         )
     for run in runs:
         unknown = [f for f in FACTS if run.facts.get(f) is None and f not in everywhere]
         if unknown:
             notes.append(
-                f"{run.path}/run.json does not say the {listed(unknown)} of its run: no gap is "
+                f"{run.path}/run.json does not say the {', '.join(unknown)} of its run: no gap is "
                 "measured to runs where that is known."
             )
     return notes
-
-
-def listed(names: list[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
@@ -123,30 +105,19 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def settings(rows: list[Row]) -> dict[str, str]:
-    """Heading to settings; what no run has set is left out."""
+    """Heading to settings, each with every value that occurs; what no run has set is left out."""
     runs = [run for row in rows for run in row.runs]
     lines = {}
     for heading, keys in LINES.items():
-        parts = [f"{what} {text}" for key, what in keys.items() if (text := said_of(runs, key))]
+        parts = []
+        for key in keys:
+            found = [run.facts.get(key, run.config.get(key)) for run in runs]
+            texts = [text_of(key, value) for value in found if value not in (None, [], "")]
+            if texts:
+                parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
         if parts:
             lines[heading] = ", ".join(parts)
-    if runs:
-        lines["FFN width"] = ffn_width(rows)
-    return lines
-
-
-def said_of(runs: list[Run], key: str) -> str:
-    """The value of all runs, or each that occurs."""
-    found = [run.facts.get(key, run.config.get(key)) for run in runs]
-    return " or ".join(dict.fromkeys(as_words(key, v) for v in found if v not in UNSET))
-
-
-def as_words(key: str, value: Any) -> str:
-    if key == "corpus":
-        return str(value)[:HASH]
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return as_text(value)
+    return {**lines, "FFN width": ffn_width(rows)}
 
 
 def ffn_width(rows: list[Row]) -> str:
@@ -163,8 +134,6 @@ def ffn_width(rows: list[Row]) -> str:
 def summary(rows: list[Row]) -> str:
     """How many runs of what size, without a verdict."""
     runs = [run for row in rows for run in row.runs]
-    if not runs:
-        return "No runs."
     finished = sum(run.summary is not None for run in runs)
     if len(runs) == 1:
         parts = ["One run" if finished else "One run, not finished"]

@@ -2,11 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
 
 from diffllm.errors import ConfigError
 from diffllm.files import replace_file
@@ -14,34 +12,29 @@ from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
 from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import compact, fixed
-from diffllm.report.rows import Row
 from diffllm.report.sections import sections
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import csv_text, table_columns
+from diffllm.report.table import csv_text, gap_limit, table_columns
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
-    """Write report.html and report.csv, each in one step.
+    """Write report.html and report.csv, each in one step; their paths.
 
     Raises:
         ConfigError: `directory` is None, or cannot be written.
-
-    Returns:
-        The page and the table.
     """
     if directory is None:
         raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
-    texts = {"report.html": page(comparison).encode(), "report.csv": csv_text(comparison).encode()}
-    html, table = (directory / name for name in texts)
+    html, table = page(comparison).encode(), csv_text(comparison).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            replace_file(directory / name, text)
+        replace_file(directory / "report.html", html)
+        replace_file(directory / "report.csv", table)
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written ({error.strerror}); choose another with out=DIR"
         ) from error
-    return html, table
+    return directory / "report.html", directory / "report.csv"
 
 
 def page(comparison: Comparison) -> str:
@@ -50,44 +43,25 @@ def page(comparison: Comparison) -> str:
         loader=PackageLoader("diffllm.report", "."), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
-    environment.filters["breakable"] = breakable
     rows = comparison.rows
+    runs = [run for row in rows for run in row.runs]
+    gaps = [row.gap for row in rows if row.gap]
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         figures = sections(comparison, styles)
-        table = table_columns(comparison, styles)
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
         summary=summary(rows),
         settings=settings(rows),
-        gaps=sum(row.gap is not None for row in rows),
+        gaps=len(gaps),
+        gap_limit=gap_limit(gaps),
         styles=styles,
-        columns=table,
+        columns=table_columns(comparison),
         sections=figures,
-        several=any(len(row.runs) > 1 for row in rows),
-        runs=run_lines(rows),
+        several=len(runs) > len(rows),
+        root=os.path.commonpath([run.path.absolute().parent for run in runs]),
+        relpath=os.path.relpath,
+        compact=compact,
+        fixed=fixed,
         points=POINTS,
     )
-
-
-def breakable(label: str) -> Markup:
-    """A name that may go on in a new line after each underscore."""
-    return Markup(escape(label).replace("_", Markup("_<wbr>")))
-
-
-def run_lines(rows: list[Row]) -> list[dict[str, Any]]:
-    """Every run for the list at the end; paths relative to the folder that holds all of them."""
-    parents = [run.path.absolute().parent for row in rows for run in row.runs]
-    root = Path(os.path.commonpath(parents)) if parents else Path()
-    return [
-        {
-            "label": row.label,
-            "seed": run.cfg.seed,
-            "path": os.path.relpath(run.path.absolute(), root),
-            "tokens": compact(next(reversed(run.series("train/loss").tokens.tolist()), None)),
-            "loss": fixed(next(reversed(run.series("eval/loss").values.tolist()), None)),
-            "state": "unfinished" if run.summary is None else "finished",
-        }
-        for row in rows
-        for run in row.runs
-    ]

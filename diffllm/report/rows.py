@@ -1,7 +1,6 @@
 """Rows: the runs of one combination of swept keys, its seeds side by side, and its numbers."""
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,20 +8,15 @@ import numpy as np
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS
-from diffllm.report.keys import ATTENTION, FACTS, Keys, as_text, decides, fact_text, overrides
+from diffllm.report.keys import ATTENTION, Keys, as_text, decides, overrides, text_of
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
-HASH = 8
-"""Characters of a hash that are shown."""
 CONFIDENCE = 0.95
 MEASURED = [metric for metric in METRICS if metric.column]
 """Metrics that have a column."""
-REDUCE: dict[str, Callable[..., Any]] = {
-    "min": np.min, "max": np.max, "median": np.median, "mean": statistics.fmean,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,8 @@ class Row:
     """The swept keys and this row's values of them; `attention` first."""
     runs: list[Run]
     """By seed."""
+    differing: dict[str, Any] = field(default_factory=dict)
+    """This row's values of all keys that differ between rows, also those that others decide."""
     loss: Estimate | None = None
     """Final held-out loss, nats a token; None while no run has one."""
     gap: Estimate | None = None
@@ -104,8 +100,8 @@ def paired_gap(
     return estimate([values[seed] - baseline[seed] for seed in common]) if common else None
 
 
-def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[tuple[Row, dict[str, Any]]]:
-    """Rows in their order, labelled, each with its values of all `keys`; they have no gaps yet.
+def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
+    """Rows in their order, labelled; they have no gaps yet.
 
     Args:
         keys: of these runs.
@@ -114,21 +110,20 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[tuple[Row, 
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
         groups.setdefault(as_text([values[key] for key in sorted(values)]), []).append(i)
-    found = []
+    rows = []
     for members in groups.values():
         values = keys.values[members[0]]
-        row = Row("", {key: values[key] for key in keys.swept}, [])
-        row.runs = one_a_seed([runs[i] for i in members], notes)
-        losses = [run.final_loss for run in row.runs if run.final_loss is not None]
+        same = one_a_seed([runs[i] for i in members], notes)
+        row = Row("", {key: values[key] for key in keys.swept}, same, values)
+        losses = [run.final_loss for run in same if run.final_loss is not None]
         row.loss = estimate(losses) if losses else None
         row.diverged = len(row.finished) - len(losses)
-        found.append((row, values))
-    found.sort(key=lambda pair: row_order(pair[0].keys))
-    rows = [row for row, _ in found]
+        rows.append(row)
+    rows.sort(key=row_order)
     shown_together = keys_of_model_choice(runs, keys)
     for row in rows:
         row.label = label(row, rows, shown_together)
-    return found
+    return rows
 
 
 def variant_order(name: str) -> tuple[int, str]:
@@ -136,19 +131,17 @@ def variant_order(name: str) -> tuple[int, str]:
     return (*FIRST, name).index(name), name
 
 
-def row_order(keys: dict[str, Any]) -> tuple[Any, ...]:
-    """Sort key of a row: its variant's, then the other keys', numbers by size."""
-    variant, *others = keys.values()
-    return (variant_order(variant), *map(value_order, others))
+def row_order(row: Row) -> list[tuple[int, Any]]:
+    """Sort key of a row: its variant's, then those of its other values."""
+    variant, *others = row.keys.values()
+    return [variant_order(variant), *map(value_order, others)]
 
 
-def value_order(value: Any) -> tuple[int, float, str]:
+def value_order(value: Any) -> tuple[int, Any]:
     """Sort key of a value: None, then numbers, then text."""
     if value is None:
-        return 0, 0.0, ""
-    if isinstance(value, (int, float)):
-        return 1, float(value), ""
-    return 2, 0.0, as_text(value)
+        return 0, None
+    return (1, value) if isinstance(value, int | float) else (2, as_text(value))
 
 
 def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
@@ -187,8 +180,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str]) -> str:
                 continue  # the variant's own, or none of its fields
         name = key.rpartition(".")[2]
         ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
-        text = fact_text(value)[:HASH] if key in FACTS else as_text(value)
-        parts.append(f"{key if ambiguous else name}={text}")
+        parts.append(f"{key if ambiguous else name}={text_of(key, value)}")
     if shown_together:
         parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")
     return " ".join([row.keys["attention"], *parts])
@@ -209,11 +201,10 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
     return found if len(found) > 1 and decides(found, "choice", values) else set()
 
 
-def row_values(row: Row, rows: list[Row], incomparable: list[str]) -> dict[str, Any]:
+def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
     """The columns of a row, in order.
 
     Args:
-        rows: all of the report.
         incomparable: keys that no loss of the report can be compared across.
     """
     cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
@@ -237,39 +228,26 @@ def row_values(row: Row, rows: list[Row], incomparable: list[str]) -> dict[str, 
         "gap_seeds": gap and gap.seeds,
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
-        **{
-            metric.quantity: over_seeds(row, metric)
-            for metric in MEASURED
-            if not (metric.column and metric.column.optional) or logged(metric.name, rows)
-        },
+        **{metric.quantity: over_seeds(row, metric) for metric in MEASURED},
     }
-
-
-def logged(name: str, rows: list[Row]) -> bool:
-    """Whether some run of the report has a metric."""
-    runs = [run for row in rows for run in row.runs]
-    return any(name in (run.summary or {}) or name in run.metrics.columns for run in runs)
 
 
 def over_seeds(row: Row, metric: Metric) -> float | None:
     """A metric's number of a row, from those of its finished runs; None where none has one."""
     assert metric.column
     known = [x for run in row.finished if (x := of_run(run, metric)) is not None]
-    return float(REDUCE[metric.column.seeds](known)) if known else None
+    return float(getattr(np, metric.column.seeds)(known)) if known else None
 
 
 def of_run(run: Run, metric: Metric) -> float | None:
     """A metric's number of a run, over its layers and the steps that the metric's column names."""
     column, layers = metric.column, metric.name.endswith("*")
     assert column
-    if column.steps == "last" and not layers:
-        said = finite((run.summary or {}).get(metric.name))
-        if said is not None:
-            return said
+    said = finite((run.summary or {}).get(metric.name))
+    if column.steps == "last" and said is not None:
+        return said
     values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
-    if column.steps == "last" and layers:
+    if column.steps == "last":
         values = values[-1:]
     values = values[np.isfinite(values)]
-    if column.steps == "last" and not layers:
-        values = values[-1:]
-    return float(REDUCE[column.of](values)) if len(values) else None
+    return float(getattr(np, column.of)(values)) if len(values) else None

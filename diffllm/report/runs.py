@@ -3,9 +3,10 @@
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,24 +24,33 @@ class Series(NamedTuple):
     tokens: np.ndarray
     """(n,) int64, increasing."""
     values: np.ndarray
-    """(n,), or (n, L) for a quantity of every layer; float64, NaN for null."""
+    """(n,), or (n, L) for a quantity of every layer; float64, NaN for what is not finite."""
 
 
 class Metrics:
-    """metrics.jsonl, a column a metric."""
+    """metrics.jsonl, a column a metric.
 
-    def __init__(self, lines: Iterable[dict[str, Any]]):
-        """Keep the numbers of lines that each have `step` and `tokens`; null becomes NaN."""
+    Args:
+        lines: the numbers of each line, `step` and `tokens` among them; what is not finite
+            becomes NaN. None for a line that cannot be read, which is counted.
+    """
+
+    def __init__(self, lines: Iterable[dict[str, Any] | None]):
+        self.damaged = 0
         steps, tokens = array("q"), array("q")
         columns: dict[str, tuple[array[int], array[float]]] = {}
-        for at, line in enumerate(lines):
-            steps.append(line["step"])
-            tokens.append(line["tokens"])
+        for line in lines:
+            if line is None:
+                self.damaged += 1
+                continue
             for name, value in line.items():
                 if name not in ("step", "tokens"):
                     places, values = columns.setdefault(name, (array("q"), array("d")))
-                    places.append(at)
-                    values.append(math.nan if value is None else value)
+                    places.append(len(steps))
+                    finite = value is not None and math.isfinite(value)
+                    values.append(value if finite else math.nan)
+            steps.append(line["step"])
+            tokens.append(line["tokens"])
         self.steps = np.array(steps)
         """(n,) int64, of every line."""
         self.tokens = np.array(tokens)
@@ -62,8 +72,6 @@ class Run:
     summary: dict[str, Any] | None
     """summary.json; None until the run has reached its last step."""
     metrics: Metrics
-    damaged_lines: int = 0
-    """Unreadable lines of metrics.jsonl, not counting a last one that is still being written."""
 
     @property
     def variant(self) -> str:
@@ -129,27 +137,14 @@ def load_run(path: Path) -> Run:
     except OSError as error:
         raise CheckpointError(f"{path}/metrics.jsonl: {error.strerror}") from error
     facts, summary = (read_object(path / name) for name in ("run.json", "summary.json"))
-    return Run(path, cfg, facts or {}, summary, *read_metrics(text))
+    return Run(path, cfg, facts or {}, summary, read_metrics(text))
 
 
-def read_metrics(text: str) -> tuple[Metrics, int]:
-    """The metrics of a file's text, and how many of its complete lines cannot be read."""
-    complete, _, cut_short = text.rpartition("\n")
-    damaged = 0
-
-    def lines() -> Iterator[dict[str, Any]]:
-        nonlocal damaged
-        for each in complete.splitlines():
-            line = metrics_line(each)
-            if line is None:
-                damaged += 1
-            else:
-                yield line
-        if last := metrics_line(cut_short):
-            yield last
-
-    metrics = Metrics(lines())
-    return metrics, damaged
+def read_metrics(text: str) -> Metrics:
+    """The metrics of a file's text; a last line that is still being written is no damage."""
+    complete, _, last = text.rpartition("\n")
+    lines = map(metrics_line, complete.splitlines())
+    return Metrics(chain(lines, filter(None, [metrics_line(last)])))
 
 
 def metrics_line(text: str) -> dict[str, Any] | None:

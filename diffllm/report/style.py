@@ -6,7 +6,6 @@ serves light and dark.
 
 import io
 import re
-import zlib
 from dataclasses import dataclass
 
 from markupsafe import escape
@@ -38,7 +37,9 @@ RC = {
     "figure.facecolor": "none", "figure.dpi": 72,
     "axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": True,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "axes.formatter.limits": (-99, 99), "axes.formatter.useoffset": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "grid.color": GRID, "grid.linewidth": 0.8, "xtick.major.pad": 3, "ytick.major.pad": 3,
     "xtick.color": MUTED, "xtick.labelcolor": FOREGROUND, "xtick.major.size": 3,
     "ytick.color": MUTED, "ytick.labelcolor": FOREGROUND, "ytick.major.size": 0,
 }  # fmt: skip
@@ -75,13 +76,16 @@ class RowStyle:
 
 def row_styles(rows: list[Row]) -> list[RowStyle]:
     """Rows of one variant share its hue, in shades and with dashes of their own."""
-    variants = [row.runs[0].variant if row.runs else row.label for row in rows]
+    variants = [row.keys["attention"] for row in rows]
     styles = []
     for i, (row, variant) in enumerate(zip(rows, variants, strict=True)):
         hue, dash = hue_and_dash(variant)
         nth, count = variants[:i].count(variant), variants.count(variant)
         shade = 0.55 * nth / max(count - 1, 1)
-        light, dark = mixed(hue[0], "#000000", shade), mixed(hue[1], "#ffffff", shade)
+        light, dark = (
+            f"color-mix(in srgb, {colour}, {other} {shade:.0%})"
+            for colour, other in zip(hue, ("black", "white"), strict=True)
+        )
         dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
         styles.append(RowStyle(i, row.label, light, dark, dashes, marker))
     return styles
@@ -90,24 +94,13 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
 def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
     """Hue and dash by a variant's place among all variants, the same in every report.
 
-    Those that rows begin with have hues of their own and solid lines. A name that is none of all
-    has a place behind them that depends on the name alone.
+    Those that rows begin with have hues of their own and solid lines.
     """
-    known = sorted(variants(), key=variant_order)
-    place = len(known) + zlib.crc32(variant.encode()) % len(HUES)
-    if variant in known:
-        place = known.index(variant)
-    nth = place - len(FIRST)
-    if nth < 0:
-        return HUES[place], 0
+    nth = sorted(variants(), key=variant_order).index(variant)
+    if nth < len(FIRST):
+        return HUES[nth], 0
     others = HUES[len(FIRST) :]
     return others[nth % len(others)], 1 + nth % (len(DASHES) - 1)
-
-
-def mixed(colour: str, other: str, share: float) -> str:
-    """`share` of the other colour in it."""
-    pairs = ((int(c[i : i + 2], 16) for c in (colour, other)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in pairs)
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
@@ -115,11 +108,14 @@ def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
     return Figure(figsize=(width / 72, height / 72))
 
 
-def place(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
+def place(
+    figure: Figure, left: float, top: float, right: float, bottom: float, sharex: Axes | None = None
+) -> Axes:
     """Axes with these margins, in pixels."""
     width, height = figure.get_size_inches() * 72
     box = (left / width, bottom / height)
-    return figure.add_axes((*box, 1 - (left + right) / width, 1 - (top + bottom) / height))
+    size = (1 - (left + right) / width, 1 - (top + bottom) / height)
+    return figure.add_axes((*box, *size), sharex=sharex)
 
 
 COORDINATE = re.compile(r"-?\d+\.\d+")

@@ -4,18 +4,16 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from markupsafe import Markup
-
 from diffllm.metrics.metric import Metric
+from diffllm.metrics.table import metric_of
 from diffllm.report.comparison import Comparison
 from diffllm.report.numbers import MISSING, compact, finite, fixed, percent, short
 from diffllm.report.rows import MEASURED, Estimate, Row
-from diffllm.report.style import MUTED, RowStyle, new_figure, to_svg
 
 COLUMNS = {
     "variant": "choice of attention=; a column for every other swept key comes after it",
@@ -35,11 +33,10 @@ COLUMNS = {
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
-    **{metric.quantity: metric.column.meaning for metric in MEASURED if metric.column},
+    **{metric.quantity: metric.column_meaning for metric in MEASURED},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
 number is None, an empty cell."""
-FOREST_WIDTH, FOREST_HEIGHT = 132, 18
 OUTLYING = 4
 """Times the median reach of a gap and its interval that the scale of all goes to at most."""
 
@@ -66,13 +63,14 @@ class Cell:
     """One place of the page's table."""
 
     text: str
-    order: float | str | None = None
+    order: float | None = None
     """Sorting goes by it; None comes last."""
     detail: str = ""
     """In small print: the interval, the count behind a share."""
     tag: str = ""
     """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
-    forest: Markup | None = None
+    gap: Estimate | None = None
+    """Drawn beside the text."""
 
 
 @dataclass(frozen=True)
@@ -85,35 +83,32 @@ class TableColumn:
     cells: list[Cell]
 
 
-def table_columns(comparison: Comparison, styles: list[RowStyle]) -> list[TableColumn]:
+def table_columns(comparison: Comparison) -> list[TableColumn]:
     """All columns that some row has a value for, without the labels of rows."""
     rows = comparison.rows
+    made = []
 
-    def column(title: str, unit: str, names: list[str], cells: Iterable[Cell]) -> TableColumn:
-        said = [f"{name}: {COLUMNS[name]}" for name in names]
-        return TableColumn(
-            title, unit, "; ".join(said) if said[1:] else COLUMNS[names[0]], [*cells]
-        )
+    def column(title: str, unit: str, names: list[str], cell: Callable[[Row], Cell]) -> None:
+        hints = [f"{name}: {COLUMNS[name]}" for name in names if name]
+        hint = "; ".join(hints) if len(hints) > 1 else COLUMNS[names[0]]
+        made.append(TableColumn(title, unit, hint, [cell(row) for row in rows]))
 
-    def plain(title: str, unit: str, name: str) -> TableColumn:
-        cells = (plain_cell(row.values.get(name), compact) for row in rows)
-        return column(title, unit, [name], cells)
-
-    gaps = interval_unit([row.gap for row in rows], "95% interval, paired")
-    made = [
-        column("Held-out loss", loss_unit(comparison), ["loss"], map(loss_cell, rows)),
-        column(f"Gap to {comparison.baseline}", gaps, ["gap"], gap_cells(rows, styles)),
-        column("Parameters", "", ["parameters", "active_parameters"], map(size_cell, rows)),
-        plain("FLOPs", "per token", "flops_per_token"),
-        plain("Tokens", "", "tokens"),
-        column("Seeds", "", ["seeds"], map(seeds_cell, rows)),
-    ]
+    keys = ", ".join(comparison.differences)
+    unit = interval_unit([row.loss for row in rows], "95% interval")
+    unit += f"; not comparable across {keys}" if keys else ""
+    column("Held-out loss", unit, ["loss"], loss_cell)
+    unit = interval_unit([row.gap for row in rows], "95% interval, paired")
+    bases = [row.baseline for row in rows]
+    column(f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases))
+    column("Parameters", "", ["parameters", "active_parameters"], size_cell)
+    flops = "flops_per_token"
+    column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
+    column("Tokens", "", ["tokens"], lambda row: number_cell(row.values["tokens"], compact))
+    column("Seeds", "", ["seeds"], seeds_cell)
     for metric in MEASURED:
-        if metric.column and metric.column.title:
-            second = [metric.column.second] if metric.column.second else []
-            cells = (metric_cell(row, metric) for row in rows)
-            names = [metric.quantity, *second]
-            made.append(column(metric.column.title, metric.column.unit, names, cells))
+        if (shown := metric.column) and shown.title:
+            names = [metric.quantity, shown.second]
+            column(shown.title, shown.unit, names, partial(metric_cell, metric=metric))
     return [each for each in made if any(cell != Cell(MISSING) for cell in each.cells)]
 
 
@@ -123,32 +118,20 @@ def interval_unit(estimates: list[Estimate | None], kind: str) -> str:
     return f"nats a token, {kind}" if sure else "nats a token"
 
 
-def loss_unit(comparison: Comparison) -> str:
-    """The unit of losses, with the keys that forbid sorting by them."""
-    keys = ", ".join(difference.key for difference in comparison.differences)
-    unit = interval_unit([row.loss for row in comparison.rows], "95% interval")
-    return f"{unit}; not comparable across {keys}" if keys else unit
-
-
 def metric_cell(row: Row, metric: Metric) -> Cell:
-    """A metric's number in the form that its column asks for."""
+    """A metric's number, that of a second metric in small print."""
     assert metric.column
-    form, value = metric.column.form, row.values.get(metric.quantity)
+    how = percent if metric.column.percent else short
     second = row.values.get(metric.column.second)
-    if form == "share and count":
-        steps = f"{short(second)} {'step' if second == 1 else 'steps'}" if finite(second) else ""
-        return Cell(percent(value), finite(value), steps)
-    if form == "range":
-        if finite(value) is None and finite(second) is None:
-            return Cell(MISSING)
-        return Cell(f"{short(value, 2)} to {short(second, 2)}", finite(second))
-    return plain_cell(value, percent if form == "percent" else partial(short, digits=3))
+    column = metric_of(metric.column.second).column if finite(second) else None
+    detail = f"{column.unit} {short(second)}" if column else ""
+    return number_cell(row.values.get(metric.quantity), how, detail)
 
 
-def plain_cell(value: Any, how: Callable[[Any], str]) -> Cell:
+def number_cell(value: Any, how: Callable[[Any], str], detail: str = "") -> Cell:
     """A number; one that is NaN or infinite is not the same as none."""
     odd = value is not None and finite(value) is None
-    return Cell(how(value), finite(value), tag="not finite" if odd else "")
+    return Cell(how(value), finite(value), detail, "not finite" if odd else "")
 
 
 def size_cell(row: Row) -> Cell:
@@ -160,9 +143,8 @@ def size_cell(row: Row) -> Cell:
 
 def seeds_cell(row: Row) -> Cell:
     """How many of all runs the loss is the mean of."""
-    seeds, runs = finite(row.values.get("seeds")), len(row.runs)
-    text = short(seeds) if seeds == runs else f"{short(seeds or 0)} of {runs}"
-    return Cell(text, seeds)
+    seeds, runs = row.values["seeds"], len(row.runs)
+    return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds)
 
 
 def loss_cell(row: Row) -> Cell:
@@ -186,71 +168,37 @@ def in_words(estimate: Estimate, signed: bool = False) -> str:
     return f"{low} to {high}"
 
 
-def gap_cells(rows: list[Row], styles: list[RowStyle]) -> list[Cell]:
-    """Gaps on one scale, zero included, so that they can be compared by eye; none without a gap."""
-    limit = forest_limit([row.gap for row in rows if row.gap and finite(row.gap.mean) is not None])
-    if limit is None:
-        return [Cell(MISSING) for _ in rows]
-    baselines = {id(row.baseline) for row in rows}
-    return [
-        gap_cell(row, id(row) in baselines, style, limit)
-        for row, style in zip(rows, styles, strict=True)
-    ]
-
-
-def forest_limit(gaps: list[Estimate]) -> float | None:
-    """How far the scale goes on either side of zero.
-
-    By the gaps over the most seeds, since an interval of two alone is many times as wide, and
-    without outliers among them; gaps that go on beyond end in an arrow. None without gaps.
-    """
-    most = max((gap.seeds for gap in gaps), default=0)
-    reaches = [max(map(abs, gap_ends(gap))) for gap in gaps if gap.seeds == most]
-    if not reaches:
-        return None
-    return 1.1 * min(max(reaches), OUTLYING * statistics.median(reaches)) or 1.0
-
-
-def gap_ends(gap: Estimate) -> list[float]:
-    """A gap's mean, and the ends of its interval if it has one."""
-    return [x for x in map(finite, (gap.mean, gap.low, gap.high)) if x is not None]
-
-
-def gap_cell(row: Row, is_baseline: bool, style: RowStyle, limit: float) -> Cell:
-    """A gap, its interval, the same as a figure, and whether it shows a difference.
+def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
+    """A gap, its interval, and whether it shows a difference.
 
     Args:
-        is_baseline: whether the gap of another row is measured from this one.
+        baselines: the rows that the gaps of others are measured from.
     """
     gap = row.gap
-    if gap is None or finite(gap.mean) is None:
+    if gap is None:
+        is_baseline = any(row is base for base in baselines)
         return Cell("", tag="baseline") if is_baseline else Cell(MISSING)
     bounds = in_words(gap, signed=True)
     tag = diverged(row)
     if not tag and row.baseline is not None:
         tag = diverged(row.baseline, f" of {row.baseline.label}")
     if not tag and not bounds:
-        tag = "no interval from one seed" if gap.seeds == 1 else "no interval"
+        tag = "no interval from one seed"
     if not tag and gap.low is not None and gap.high is not None and gap.low <= 0 <= gap.high:
         tag = "no difference shown"
-    return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag, forest(gap, style, limit))
+    return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag, gap)
 
 
-def forest(gap: Estimate, style: RowStyle, limit: float) -> Markup:
-    """The mean as a dot on its interval, zero as a line in the middle; arrows beyond the scale."""
-    figure = new_figure(FOREST_WIDTH, FOREST_HEIGHT)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_axis_off()
-    axes.set_xlim(-limit, limit)
-    axes.set_ylim(-1, 1)
-    axes.plot((0, 0), (-1, 1), color=MUTED, linewidth=1)
-    mean, *interval = gap_ends(gap)
-    shown = [max(-limit, min(x, limit)) for x in interval]
-    axes.plot(shown, [0.0] * len(shown), color=style.colour, linewidth=2.2)
-    if abs(mean) <= limit:
-        axes.plot(mean, 0, "o", color=style.colour, markersize=6.5)
-    for side, arrow in ((-1, "<"), (1, ">")):
-        if any(side * x > limit for x in (mean, *interval)):
-            axes.plot(side * 0.95 * limit, 0, arrow, color=style.colour, markersize=7)
-    label = f"{fixed(mean, signed=True)}, {in_words(gap, True) or 'no interval'}"
-    return Markup(to_svg(figure, f"gap{style.index}", [style], label))
+def gap_limit(gaps: list[Estimate]) -> float:
+    """How far the scale of all gaps goes on either side of zero.
+
+    By the gaps over the most seeds, since an interval of two alone is many times as wide, and
+    without outliers among them; gaps that go on beyond end in an arrow.
+    """
+    most = max((gap.seeds for gap in gaps), default=0)
+    reaches = [
+        max(abs(x) for x in (gap.mean, gap.low, gap.high) if x is not None)
+        for gap in gaps
+        if gap.seeds == most
+    ]
+    return 1.1 * min(max(reaches), OUTLYING * statistics.median(reaches)) if any(reaches) else 1.0

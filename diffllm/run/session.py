@@ -79,7 +79,7 @@ class Session:
         self.path, self.saved_ranks = Path(claimed["path"]), claimed["ranks"]
         self.checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
         if claimed["finished"]:
-            self.display.say(f"{self.path} is finished: {cfg.steps} steps")
+            self.display.print(f"{self.path} is finished: {cfg.steps} steps")
         return not claimed["finished"]
 
     def prepare(self) -> None:

@@ -73,7 +73,7 @@ def train_and_report(session: Session) -> None:
         restore(t, state, session.checkpoint, session.saved_ranks)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
     facts = describe(cfg, t, data)
-    session.display.say(headline(cfg, facts, data, session.path, state.step))
+    session.display.print(headline(cfg, facts, data, session.path, state.step))
     outputs = open_outputs(session, facts)
     recorder = Recorder(t, state.spikes, session.display, outputs)
     checkpointer = Checkpointer(session.path / "checkpoints", cfg.checkpoint, state.step)
@@ -85,7 +85,7 @@ def train_and_report(session: Session) -> None:
             outputs.file.close()
             outputs.wandb.finish(exit_code=1)
             if cfg.run.report and isinstance(error, SkippedTooOften):
-                session.display.say(f"report: {report_on(session.path)}")
+                session.display.print(f"report: {report_on(session.path)}")
         if isinstance(error, AgreedByAll):
             dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
@@ -100,7 +100,7 @@ def train_and_report(session: Session) -> None:
         outputs.file.close()
         session.directory.finish({**summary, "sample": text})
         report = report_on(session.path) if cfg.run.report else "off (run.report)"
-        session.display.say(summary_text(cfg, summary, session.path, text, report))
+        session.display.print(summary_text(cfg, summary, session.path, text, report))
         outputs.wandb.finish(summary)
 
 
@@ -110,7 +110,7 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
     if directory is None:
         return None
     if directory.changes:
-        session.display.say(f"changed: {described(directory.changes)}")
+        session.display.print(f"changed: {described(directory.changes)}")
     directory.describe(facts)
     config = {**yaml_dict(cfg), **facts}
     wandb = WandbRun(
@@ -125,7 +125,7 @@ def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | Non
     step, path = session.state.step, session.path
     if session.directory and number in REQUEUE:
         request_requeue(path, number, step)
-    session.display.say(
+    session.display.print(
         f"stopped by {number.name} after step {step}, saved; "
         f"the same command with run.dir={path} continues"
     )

@@ -86,8 +86,9 @@ def summary_text(
     spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
     side = "under" if loss <= entropy else "over"
     skipped = summary["spikes/skipped_total"]
+    steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     rows = [
-        ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of the last 20 steps"),
+        ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}"),
         (
             "held-out loss",
             f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}",

@@ -1,24 +1,17 @@
 """diffllm attention-map run=<dir> prompt="...": what the heads of a trained run attend to."""
 
-import io
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from diffllm.analysis.attention_map_figure import draw
-from diffllm.analysis.maps import (
-    LayerMaps,
-    first_token_weight,
-    layer_maps,
-    mean_entropy,
-    mean_negative_share,
-)
+from diffllm.analysis.maps import LayerMaps, layer_maps
 from diffllm.analysis.token_labels import visible
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.model.probes import entropy, negative_share
 from diffllm.tools.arguments import parse
 from diffllm.tools.generate import load_model
 
@@ -62,10 +55,8 @@ def main(argv: list[str]) -> None:
     note = model.layers[layer].attention.maps_note
     title += f"\n{note}" if note else ""
     figure = draw(shown, heads, [visible(tokenizer.piece(token)) for token in tokens], title)
-    image = io.BytesIO()
-    figure.savefig(image, format=out.suffix[1:].lower(), dpi=200)
     try:
-        out.write_bytes(image.getvalue())
+        figure.savefig(out, dpi=200)
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
     print(f"{title}\n{table(shown, heads)}\nfigure: {out}")
@@ -102,11 +93,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
 def figure_path(args: Arguments, run: Path, layer: int) -> Path:
     """Where the figure goes; raises ConfigError for a format that is none of ours."""
     head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
-    out = (
-        Path(args.out).expanduser()
-        if args.out
-        else run / f"attention-map-layer{layer:02d}{head}.png"
-    )
+    out = Path(args.out or run / f"attention-map-layer{layer:02d}{head}.png").expanduser()
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"out={out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     return out
@@ -114,24 +101,16 @@ def figure_path(args: Arguments, run: Path, layer: int) -> Path:
 
 def table(shown: LayerMaps, heads: list[int]) -> str:
     """A line a head: lambda, gate or sink, and where the weight goes."""
-    first = next(iter(shown.maps))
+    first, *_ = shown.maps
     columns: dict[str, torch.Tensor] = {}
     for name, values in shown.by_query.items():
         columns |= {f"{name} mean": values.mean(-1), "min": values.amin(-1), "max": values.amax(-1)}
-    columns["on first token"] = first_token_weight(shown.effective)
-    columns["negative share"] = mean_negative_share(shown.effective)
-    columns[f"entropy of {first}"] = mean_entropy(shown.maps[first])
-    widths = {name: max(len(name), 6) + 2 for name in columns}
-    lines = ["head" + "".join(f"{name:>{width}}" for name, width in widths.items())]
+    # of the queries that could look elsewhere; a single token has none
+    columns["on first token"] = shown.effective[..., 1:, 0].mean(-1)
+    columns["negative share"] = negative_share(shown.effective).mean(-1)
+    columns[f"entropy of {first}"] = entropy(shown.maps[first]).mean(-1)
+    lines = ["head  " + "  ".join(f"{name:>6}" for name in columns)]
     for head in heads:
-        cells = {name: float(column[0, head]) for name, column in columns.items()}
-        lines.append(
-            f"{head:>4}"
-            + "".join(f"{three_decimals(cells[name]):>{width}}" for name, width in widths.items())
-        )
-    return "\n".join(lines)
-
-
-def three_decimals(value: float) -> str:
-    """Three decimals, or a dash for what one token cannot have."""
-    return "-" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # no minus zero
+        cells = ((float(values[0, head]), max(len(name), 6)) for name, values in columns.items())
+        lines.append(f"{head:>4}  " + "  ".join(f"{x:z{width}.3f}" for x, width in cells))
+    return "\n".join(lines).replace("nan", "  -")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from diffllm.report.comparison import Comparison, read
 from diffllm.report.page import write
-from diffllm.report.rows import Estimate
+from diffllm.report.table import Cell, table_columns
 from diffllm.tools.arguments import parse
 
 WHAT = """\
@@ -25,6 +25,8 @@ measured between them.
 
 diffllm report outputs/sweep-20261120-195742
 diffllm report 'outputs/cmp*' baseline=gated out=reports"""
+SHOWN = ("Held-out loss", "Gap to", "Parameters", "Seeds", "Loss spikes", "Speed")
+"""Columns of the page that are printed too."""
 OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 
@@ -52,42 +54,23 @@ def main(argv: list[str]) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """A line a row, then what cannot be compared and what is to be known."""
-    console = Console(highlight=False, soft_wrap=True)
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    made.add_column("", no_wrap=True)
-    against = f"gap to {comparison.baseline}" if comparison.baseline else "gap"
-    for head in ("parameters", "seeds", "held-out loss", against, "loss spikes", "tokens/s"):
-        made.add_column(head, justify="right", no_wrap=True)
-    for row in comparison.rows:
-        values = row.values
-        made.add_row(
-            Text(row.label),
-            formatted(values["parameters"], ",.0f"),
-            str(values["seeds"]),
-            with_interval(row.loss, ".4f"),
-            with_interval(row.gap, "+.4f"),
-            formatted(values["spikes/loss_total"], ".3g"),
-            formatted(values["perf/tokens_per_s"], ",.0f"),
-        )
-    width = console.measure(made, options=console.options.update(width=10_000)).maximum
-    Console(highlight=False, width=width).print(made)
+    made = Table("Row", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    columns = [each for each in table_columns(comparison) if each.title.startswith(SHOWN)]
+    for column in columns:
+        made.add_column(f"{column.title}\n{column.unit}", justify="right", no_wrap=True)
+    for row, *cells in zip(comparison.rows, *(column.cells for column in columns), strict=True):
+        made.add_row(Text(row.label), *map(cell_text, cells))
+    console = Console(highlight=False, width=10_000)  # nothing is cut
+    console.print(made)
     console.print()
-    for difference in comparison.differences:
-        parts = [f"{value} in {', '.join(rows)}" for value, rows in difference.values.items()]
-        console.print(f"not comparable: {difference.key} is {'; '.join(parts)}", markup=False)
+    for key, values in comparison.differences.items():
+        parts = [f"{value} in {', '.join(rows)}" for value, rows in values.items()]
+        console.print(f"not comparable: {key} is {'; '.join(parts)}", markup=False)
     for note in comparison.notes:
         console.print(f"note: {note}", markup=False)
 
 
-def with_interval(estimate: Estimate | None, form: str) -> str:
-    """A mean and its interval: "3.9120 (3.9001 to 3.9239)"."""
-    if estimate is None:
-        return "-"
-    mean = format(estimate.mean, form)
-    if estimate.low is None or estimate.high is None:
-        return mean
-    return f"{mean} ({format(estimate.low, form)} to {format(estimate.high, form)})"
-
-
-def formatted(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def cell_text(cell: Cell) -> str:
+    """A cell in one line: "3.9120 (3.9001 to 3.9239), 1 of 3 seeds diverged"."""
+    detail = f" ({cell.detail})" if cell.detail else ""
+    return f"{cell.text}{detail}{', ' if cell.text and cell.tag else ''}{cell.tag}"

@@ -10,7 +10,7 @@ import numpy as np
 
 import diffllm
 from diffllm.config import TrainConfig
-from diffllm.report.comparison import Comparison, Difference, compare
+from diffllm.report.comparison import Comparison, compare
 from diffllm.report.rows import Estimate
 from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
@@ -152,7 +152,7 @@ def incomparable() -> Comparison:
     made = compare([*long, short], title="diff_v2 against standard")
     for row in made.rows:
         row.label = row.keys["attention"]
-    made.differences = [Difference("steps", {"800": ["standard"], "400": ["diff_v2"]})]
+    made.differences = {"steps": {"800": ["standard"], "400": ["diff_v2"]}}
     made.notes = ["diff_v2, seed 0, has not finished: 400 of 800 steps."]
     return made
 
@@ -197,7 +197,7 @@ def hostile() -> Comparison:
     """Names that would be markup."""
     made = compare([run(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE)
     made.rows[0].label, made.rows[1].label = HOSTILE, "</title></svg><img src=x onerror=alert(1)>"
-    made.differences = [Difference(HOSTILE, {HOSTILE: [HOSTILE]})]
+    made.differences = {HOSTILE: {HOSTILE: [HOSTILE]}}
     made.notes = [HOSTILE]
     return made
 

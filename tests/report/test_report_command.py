@@ -170,7 +170,7 @@ def test_nothing_but_the_two_files_is_ever_written(swept, capsys):
 def test_options_and_their_mistakes(swept, capsys):
     code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert code == 0
-    assert "gap to diff_v2" in out
+    assert "Gap to diff_v2" in out
     assert variants(swept / "a/new/place/report.csv") == ["standard", "diff_v2"]
     for words, parts in (
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
@@ -222,7 +222,7 @@ def test_the_terminal_says_what_the_files_do(swept, capsys):
     assert code == 0
     line = next(line for line in out.splitlines() if line.startswith("diff_v2 steps=20"))
     assert "3.9500 (3.3147 to 4.5853)" in line
-    assert "-0.1500 (-0.7853 to +0.4853)" in line
+    assert "−0.1500 (−0.7853 to +0.4853), no difference shown" in line
     expected = "20 in standard steps=20, diff_v1 steps=20, diff_v2 steps=20; 40 in diff_v2 steps=40"
     assert f"not comparable: steps is {expected}\n" in out
     assert "note: cmp3/unfinished has not finished: step 10 of 20" in out

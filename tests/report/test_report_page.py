@@ -21,7 +21,7 @@ from diffllm.report.page import page
 from diffllm.report.rows import Estimate, Row
 from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import COLUMNS, Cell, forest_limit, table_columns
+from diffllm.report.table import COLUMNS, Cell, gap_limit, table_columns
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -143,9 +143,7 @@ def test_sections_appear_with_their_metrics_only():
 
 def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     """Cells of every column by its title."""
-    with matplotlib.rc_context(RC):
-        made = table_columns(comparison, row_styles(comparison.rows))
-    return {column.title: column.cells for column in made}
+    return {column.title: column.cells for column in table_columns(comparison)}
 
 
 def test_a_gap_says_whether_it_shows_a_difference():
@@ -178,11 +176,11 @@ def test_only_what_others_are_measured_from_is_the_baseline():
 
 def test_a_wide_interval_does_not_set_the_scale():
     narrow, wide = Estimate(0.01, 0, 0.02, 3), Estimate(0.01, -9, 9, 2)
-    assert forest_limit([narrow, narrow, wide]) == pytest.approx(0.022)
-    assert forest_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
-    assert forest_limit([wide]) == pytest.approx(9.9)
-    assert forest_limit([Estimate(0.0)]) == 1
-    assert forest_limit([]) is None
+    assert gap_limit([narrow, narrow, wide]) == pytest.approx(0.022)
+    assert gap_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
+    assert gap_limit([wide]) == pytest.approx(9.9)
+    assert gap_limit([Estimate(0.0)]) == 1
+    assert gap_limit([]) == 1
 
 
 def test_incomparable_rows_say_so_where_losses_are():
@@ -232,9 +230,8 @@ def test_variants_keep_their_colours():
     of_four = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
     assert len(set(of_nine.values())) == 9
-    names = [*variants(), "of_another_house"]
-    every = row_styles([Row(name, {}, []) for name in names])
-    assert len({(s.light, s.dash) for s in every}) == len(names)
+    every = row_styles([Row(name, {"attention": name}, []) for name in variants()])
+    assert len({(s.light, s.dash) for s in every}) == len(every)
     assert not any(s.dash for s in every if s.label in sample.FOUR)
     rates = row_styles(comparison_of("learning rates").rows)
     assert len({(s.light, s.dash) for s in rates}) == len(rates)
@@ -255,17 +252,17 @@ def test_a_mean_ends_where_a_seed_does():
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
         assert values[:2].tolist() == expected
         assert np.isnan(values[2:]).all()
-    assert band.singles[0].values[1:].tolist() == [2, 1, 0]
-    assert band.stops.tolist() == [[20, 4], [20, 6]]
+    assert band.singles[0][1:].tolist() == [2, 1, 0]
+    assert band.stops == [(20, 4), (20, 6)]
     assert bands.over_seeds([]) is None
-    assert bands.over_seeds([series(np.nan, np.inf)]) is None
+    assert bands.over_seeds([series(np.nan, np.nan)]) is None
 
 
 def test_a_value_that_is_not_finite_leaves_a_gap():
-    band = bands.over_seeds([series(1, np.inf, 3), series(1, 2, 3)])
+    band = bands.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
-    assert band.singles[-1].values.tolist() == [1, 2, 3]
+    assert band.singles[-1].tolist() == [1, 2, 3]
     smooth = bands.smoothed(series(1, np.nan, 5, 6, 7), 3).values
     assert np.isnan(smooth).tolist() == [False, True, False, False, False]
     assert smooth[2:].tolist() == [5.5, 6, 6.5]
@@ -298,18 +295,23 @@ def test_thinning_keeps_extremes_and_the_mean_in_its_band(missing):
         y[2, 1900:] = np.nan
     x = np.arange(2000)
     band = bands.over_seeds([Series(x, seed) for seed in y])
-    thin = bands.thinned(band)
-    assert len(thin.x) <= bands.POINTS
-    assert (np.nanmin(thin.mean), np.nanmax(thin.mean)) == (-50, 50)
-    assert (np.nanmin(thin.low), np.nanmax(thin.high)) == (-90, 90)
-    assert (np.diff(thin.x) > 0).all()
-    there = np.isfinite(thin.mean)
+    for values in (band.mean, *band.singles):
+        kept = bands.extremes(values)
+        assert len(kept) <= bands.POINTS
+        assert (np.diff(kept) > 0).all()
+        assert np.isnan(values[kept]).any() == np.isnan(values).any()
+        for extreme in (np.nanmin, np.nanmax):
+            assert extreme(values[kept]) == extreme(values)
+    assert (np.nanmin(band.mean), np.nanmax(band.mean)) == (-50, 50)
+    thin, low, high = bands.envelope(band)
+    assert len(thin) == bands.POINTS
+    assert (np.nanmin(low), np.nanmax(high)) == (-90, 90)
+    at = np.searchsorted(thin, x, side="right") - 1
+    there = np.isfinite(band.mean)
     assert there.all() == (not missing)
-    assert (thin.low[there] <= thin.mean[there]).all()
-    assert (thin.mean[there] <= thin.high[there]).all()
-    assert len(thin.singles) == 3 * missing
-    for single in thin.singles:
-        assert len(single.tokens) <= bands.POINTS
+    assert (low[at] <= band.mean)[there].all()
+    assert (band.mean <= high[at])[there].all()
+    assert len(band.singles) == 3 * missing
 
 
 def with_baseline(comparison: Comparison) -> Comparison:
@@ -366,10 +368,9 @@ def test_maps_end_where_a_seed_diverges():
 
 def test_captions_say_which_runs_are_shown():
     comparison = sample.compared(("standard", "gated"), 1, 10, probes=True)
-    assert "Figures by layer show finished runs at the last logged step." in page(comparison)
-    comparison.rows[1].runs[0].summary = None
     text = page(comparison)
-    assert "of gated, without a finished run, all runs at the last logged step that" in text
+    assert "Figures by layer show finished runs, or all where no run of a row has finished" in text
+    assert text.count("At each step, of the layer where it is highest.") == 2
     assert ">Gate<" in text
     assert "Lambda" not in text
     assert "Negative attention weights" not in text, "all zero"
@@ -377,7 +378,10 @@ def test_captions_say_which_runs_are_shown():
 
 def drawn(y: list[np.ndarray], **how: Any) -> Axes:
     """The axes of curves, a row each."""
-    rows = [Row(f"row {i}", {}, [], None, None, {}) for i in range(len(y))]
+    rows = [
+        Row(f"row {i}", {"attention": variant}, [])
+        for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
+    ]
     curves = [bands.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
     with matplotlib.rc_context(RC):
         return draw_curves(curves, row_styles(rows), "unit", **how).axes[0]
