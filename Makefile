@@ -38,7 +38,7 @@ test-cluster: $(READY)
 	$(BIN)/python -m pytest tests/cluster -m cluster -v -rs
 
 # For Python 3.12 on x86-64 Linux with torch, transformers and pytest: what is missing beside them.
-GPU_PACKAGES := hydra-core omegaconf zstandard pytest-timeout pytest-xdist execnet
+GPU_PACKAGES := hydra-core omegaconf torchdata zstandard pytest-timeout pytest-xdist execnet
 PLATFORMS := $(foreach n,28 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64
 
 gpu-wheels:

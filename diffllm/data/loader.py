@@ -7,13 +7,15 @@ import atexit
 import itertools
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from diffllm.data.permutation import permute
 from diffllm.data.shards import TokenStream
@@ -162,15 +164,19 @@ class TrainLoader:
         m = self._micro_batch_size
         # Steps follow each other without a gap, and so do the micro-steps in them.
         first = itertools.count(self._start + self._rank * m, self._world_size * m)
-        loader = DataLoader(
-            self._dataset,
-            batch_size=None,
-            sampler=(range(start, start + m) for start in first),
-            worker_init_fn=_leave_signals_to_the_trainer,
-            # A generator of its own: worker seeds would otherwise be drawn from the model's.
-            generator=torch.Generator(),
-            **self._options,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
+            loader = StatefulDataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=(range(start, start + m) for start in first),
+                worker_init_fn=_leave_signals_to_the_trainer,
+                # A generator of its own: worker seeds would otherwise be drawn from the model's.
+                generator=torch.Generator(),
+                # Our state is one number; that of the library also fixes the number of workers.
+                snapshot_every_n_steps=2**62,
+                **self._options,
+            )
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(loader)
         if threading.current_thread() is threading.main_thread():
