@@ -1,8 +1,6 @@
 """The config of checkpoints: when they are written, and which of them stay."""
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from diffllm.bounds import bounded, check_bounds
@@ -46,26 +44,3 @@ class CheckpointConfig:
             )
         if self.seconds is None and self.steps < 1:
             raise ConfigError(f"checkpoint.interval={self.interval} must be at least 1")
-
-
-class SaveClock:
-    """Tells when an interval in time has passed.
-
-    Args:
-        seconds: between saves; None is never due.
-    """
-
-    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic):
-        self.seconds, self.now = seconds, now
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin the interval anew; every save does."""
-        self.since = self.now()
-
-    def due(self) -> bool:
-        """Whether the interval has passed; said once, then the next interval begins."""
-        if self.seconds is None or self.now() - self.since < self.seconds:
-            return False
-        self.reset()
-        return True

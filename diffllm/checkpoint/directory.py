@@ -14,8 +14,8 @@ from diffllm.files import sync
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint directory's name."""
-    return int(path.name.removeprefix("step-"))
+    """Return the step in the name of a checkpoint, complete or not."""
+    return int(path.name.removesuffix(".incomplete").rpartition("-")[2])
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -80,7 +80,7 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
         raise CheckpointError(f"{run} has no complete checkpoint yet")
     if step not in (0, *found):
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
-    path = found.get(step) or newest_good(list(found.values()))
+    path = found[step] if step else newest_good(list(found.values()))
     assert path
     if step:
         check_whole(path)

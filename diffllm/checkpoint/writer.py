@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from diffllm.checkpoint.config import CheckpointConfig, SaveClock
+from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.checkpoint.directory import (
     delete,
     hidden_path,
@@ -30,8 +31,7 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import (
     FORMAT,
-    CheckpointManifest,
-    FileRecord,
+    Manifest,
     describe,
     write_durably,
     write_manifest,
@@ -42,7 +42,7 @@ from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.torch_versions import Stager
 
 T = TypeVar("T")
-Part = tuple[dict[str, FileRecord], str | None]
+Part = tuple[Manifest, str | None]
 """The files that a rank wrote, and the reason why it could not write them or None."""
 
 WRAPPING = 2048
@@ -83,7 +83,7 @@ class Checkpointer:
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
         self.directory, self.cfg = directory, cfg
         self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
-        self.clock = SaveClock(cfg.seconds)
+        self.since = monotonic()
         # Collectives in the background must not meet the training's on one group.
         self.group = dist.new_group(backend="gloo")
         in_background(self.group)
@@ -116,7 +116,7 @@ class Checkpointer:
             CheckpointError: the save is final and there is not enough space.
         """
         self.wait()
-        self.clock.reset()
+        self.since = monotonic()
         text = json.dumps({"format": FORMAT, "step": step, **state})
         hidden = hidden_path(self.directory, step)
         refused = self._decided_by_rank_0(lambda: make_room(hidden, tensors, len(text)))
@@ -127,8 +127,15 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Whether a save is due by rank 0's clock, which counts for all; never on other ranks."""
-        return self.rank == 0 and self.clock.due()
+        """Whether the interval in time has passed; never on other ranks than 0.
+
+        It is said once; with that, and with every save, the next interval begins.
+        """
+        interval = self.cfg.seconds
+        if self.rank > 0 or interval is None or monotonic() - self.since < interval:
+            return False
+        self.since = monotonic()
+        return True
 
     def wait(self) -> None:
         """Wait until no save is under way.
@@ -165,7 +172,7 @@ class Checkpointer:
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
         """Write, agree, publish: on a thread of its own, on every rank."""
-        files: dict[str, FileRecord] = {}
+        files: Manifest = {}
         why: str | None = None
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
@@ -188,7 +195,7 @@ class Checkpointer:
             files = describe(hidden / name for name in (".metadata", "state.json"))
             for part, _ in parts:
                 files |= part
-            write_manifest(hidden, CheckpointManifest(step, files))
+            write_manifest(hidden, step, files)
             publish(hidden, final)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -4,8 +4,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -30,15 +30,13 @@ class Kind(Enum):
     """Everything else that exists before the first step: tables, windows."""
 
 
+@dataclass(eq=False, slots=True)
 class MemoryBlock:
     """One storage; `kind` is None until its purpose is known."""
 
-    __slots__ = ("born", "kind", "ref", "size")
-
-    def __init__(self, size: int, born: int):
-        self.size, self.born = size, born
-        self.kind: Kind | None = None
-        self.ref: weakref.ref | None = None
+    size: int
+    born: int
+    kind: Kind | None = None
 
 
 class Peak(NamedTuple):
@@ -58,7 +56,8 @@ class Memory:
     def __init__(self) -> None:
         self.live: dict[int, MemoryBlock] = {}
         self.events: list[tuple[MemoryBlock, int]] = []
-        self.fused = False
+        self.pretended = False
+        """True while new storages have no memory behind them."""
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -70,7 +69,7 @@ class Memory:
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def found_out(*args: Any, **kwargs: Any) -> Any:
-            with self.without_memory():
+            with patch.object(self, "pretended", True):
                 return shapes(*args, **kwargs)
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:
@@ -85,28 +84,19 @@ class Memory:
         ):
             yield
 
-    @contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """Count no new storages in this context: results that a fused kernel keeps to itself."""
-        before, self.fused = self.fused, True
-        try:
-            yield
-        finally:
-            self.fused = before
-
     def block(self, tensor: Tensor) -> MemoryBlock:
         """Return the block that a tensor lies in, new or known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
             return self.live[key]
-        block = MemoryBlock(0 if self.fused else storage.nbytes(), len(self.events))
-        block.ref = weakref.ref(storage, partial(self._freed, key))
+        block = MemoryBlock(0 if self.pretended else storage.nbytes(), len(self.events))
+        weakref.finalize(storage, self._freed, key).atexit = False
         self.live[key] = block
         self.events.append((block, block.size))
         return block
 
-    def _freed(self, key: int, _: weakref.ref) -> None:
+    def _freed(self, key: int) -> None:
         block = self.live.pop(key)
         self.events.append((block, -block.size))
 

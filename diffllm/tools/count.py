@@ -1,7 +1,4 @@
-"""diffllm count [overrides] [--json]: what a model costs, without building it.
-
-With --compare a,b,...: what each variant costs, side by side.
-"""
+"""diffllm count [overrides] [--compare a,b] [--json]: what models cost, without building them."""
 
 import json
 from typing import Any
@@ -13,7 +10,7 @@ from diffllm.config.compose import check_variant
 from diffllm.errors import ConfigError
 from diffllm.model import build_model
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
-from diffllm.tools.count_table import print_comparison
+from diffllm.tools.count_table import print_counts
 
 USAGE = """\
 diffllm count [overrides as for train.py] [--compare VARIANT,VARIANT,...] [--json]
@@ -72,24 +69,21 @@ def main(argv: list[str]) -> None:
         print(USAGE)
         return
     overrides, names = split_compare([word for word in argv if word != "--json"])
-    if names:
-        compare(overrides, names, as_json="--json" in argv)
-        return
-    cfg = load_config(overrides)
-    counts = count(cfg)
+    configs: dict[str, TrainConfig] = {}
+    for name in names:
+        try:
+            configs[name] = load_config([*overrides, f"attention={name}"])
+        except ConfigError as error:
+            raise ConfigError(f"--compare: {name}: {error}") from error
+    if not names:
+        cfg = load_config(overrides)
+        configs[cfg.run.choices["attention"]] = cfg
+    counts = {name: count(cfg) for name, cfg in configs.items()}
     if "--json" in argv:
-        print(json.dumps(counts, indent=2))
+        print(json.dumps(counts if names else next(iter(counts.values())), indent=2))
         return
-    print(f"{cfg.run.choices['attention']} / {cfg.run.choices['model']}, seq_len {cfg.seq_len}")
-    for group, params in counts["by_group"].items():
-        print(f"  {group:<22}{params:>16,}")
-    print(f"  {'total':<22}{counts['total_params']:>16,}")
-    print(f"  {'active':<22}{counts['active_params']:>16,}")
-    print(f"  {'without embedding':<22}{counts['non_embedding_params']:>16,}")
-    print(f"  {'training FLOPs a token':<22}{counts['flops_per_token']:>16,.0f}")
-    print(f"  {'KV-cache bytes a token':<22}{counts['kv_cache_bytes_per_token']:>16,}")
-    if cfg.run.matched:
-        print(f"matched: {cfg.run.matched.text()}")
+    cfg = next(iter(configs.values()))
+    print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)
 
 
 def split_compare(words: list[str]) -> tuple[list[str], list[str]]:
@@ -121,19 +115,3 @@ def split_compare(words: list[str]) -> tuple[list[str], list[str]]:
     if chosen:
         raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
     return overrides, names
-
-
-def compare(overrides: list[str], names: list[str], as_json: bool) -> None:
-    """Print the counts of the same config with each of the variants."""
-    configs: dict[str, TrainConfig] = {}
-    for name in names:
-        try:
-            configs[name] = load_config([*overrides, f"attention={name}"])
-        except ConfigError as error:
-            raise ConfigError(f"--compare: {name}: {error}") from error
-    counts = {name: count(cfg) for name, cfg in configs.items()}
-    if as_json:
-        print(json.dumps(counts, indent=2))
-        return
-    cfg = configs[names[0]]
-    print_comparison(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)
