@@ -193,7 +193,7 @@ def widest():
 
 
 @pytest.mark.parametrize(
-    ("columns", "shapes"), [(124, [5]), (123, [4, 2]), (80, [3, 2, 2]), (30, [2, 2, 2, 2])]
+    ("columns", "shapes"), [(130, [5]), (129, [4, 2]), (80, [3, 2, 2]), (30, [2, 2, 2, 2])]
 )
 def test_a_terminal_gets_blocks_that_fit_and_no_number_is_cut(
     monkeypatch, capsys, widest, columns, shapes

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 
 from diffllm.checkpoint.config import CheckpointConfig
@@ -108,13 +109,11 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that stands where the one of the same step belongs, and say so."""
-    for number in range(1, 1000):
-        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
-        if not os.path.lexists(aside):
-            path.rename(aside)
-            warn(f"{path} was in the way of a new checkpoint; it is now {aside.name}")
-            return
-    raise FileExistsError(f"{path.parent} holds too many damaged checkpoints")
+    names = chain([""], (f"-{number}" for number in count(2)))
+    places = (path.with_name(f"damaged-{path.name}{name}") for name in names)
+    aside = next(place for place in places if not os.path.lexists(place))
+    path.rename(aside)
+    warn(f"{path} was in the way of a new checkpoint; it is now {aside.name}")
 
 
 def publish(hidden: Path, final: Path) -> None:

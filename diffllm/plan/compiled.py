@@ -7,7 +7,7 @@ ready-made kernels read or write, and those of reductions. All others are fused 
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -135,9 +135,10 @@ def written(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose results are in memory of their own."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "output" or is_kernel(node):
+        kernel = node.op == "call_function" and not fuses(node)  # takes and gives whole tensors
+        if kernel or node.op == "output":
             found.update(source(n) for n in node.all_input_nodes)
-        if is_kernel(node) or is_reduction(node):
+        if kernel or torch.Tag.reduction in tags(node):
             found.add(node)
     return {node for node in found if node.op == "call_function"}
 
@@ -153,21 +154,12 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
 
 
-def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
-    return tag in getattr(node.target, "tags", ())
-
-
-def is_reduction(node: fx.Node) -> bool:
-    return has_tag(node, torch.Tag.reduction)
+def tags(node: fx.Node) -> Collection[torch.Tag]:
+    return getattr(node.target, "tags", ())
 
 
 def fuses(node: fx.Node) -> bool:
     """Whether the compiler's own kernels compute it, and read its inputs wherever they are."""
     packet = getattr(node.target, "overloadpacket", None)
-    tagged = has_tag(node, torch.Tag.pointwise) or is_reduction(node)
+    tagged = torch.Tag.pointwise in tags(node) or torch.Tag.reduction in tags(node)
     return is_view(node) or tagged or packet in FUSED_TOO
-
-
-def is_kernel(node: fx.Node) -> bool:
-    """Whether it is computed by a kernel that takes and gives whole tensors."""
-    return node.op == "call_function" and not fuses(node)

@@ -28,8 +28,6 @@ from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.task import ClusterTask
 
 LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
-CHECK_S = 30
-"""Seconds between questions to the scheduler, which alone knows of jobs that were killed."""
 
 
 @dataclass
@@ -88,36 +86,28 @@ class ClusterLauncher:
         return settings["nodes"] * settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
-        """Submit what is neither finished nor in the queue already, and wait for all of it.
+        """Submit the jobs that are not in the queue already, and wait for all of them.
 
-        A signal stops jobs on this machine, and leaves those of a cluster in its queue.
+        Submitit asks the scheduler, at least once a minute, about jobs that left no result. A
+        signal stops jobs on this machine, and leaves those of a cluster in its queue.
 
         Returns:
             The signal that stopped the sweep or 0, and how each job ended by name.
         """
         with Stops() as stops:
-            for job in jobs:
-                if job.finished:
-                    print(f"{job.path} is finished: {job.steps} steps")
-            waiting = self.submit([job for job in jobs if not job.finished], directory)
+            handles = self.submit(jobs, directory)
             endings: dict[str, Ending] = {}
-            checked = time.monotonic()
-            while len(endings) < len(waiting) and not (stops.received and self.kind == "slurm"):
+            while len(endings) < len(jobs) and not (stops.received and self.kind == "slurm"):
                 time.sleep(0.2)
-                if stops.received and self.kind == "local":
-                    for submitted in waiting.values():
-                        submitted.cancel()
-                ask = time.monotonic() > checked + CHECK_S
-                checked = time.monotonic() if ask else checked
-                for job in jobs:
-                    if job.name in endings or job.name not in waiting:
-                        continue
-                    if waiting[job.name].done(force_check=ask):
-                        endings[job.name] = ending = self.ending(job, waiting[job.name])
+                for job in (job for job in jobs if job.name not in endings):
+                    handle = handles[job.name]
+                    if stops.received:
+                        handle.cancel()
+                    if handle.done():
+                        endings[job.name] = ending = self.ending(job, handle)
                         print(f"run {job.number} of {job.total}: {job.name} {ending.state}")
-                    ask = False  # one question answers for all jobs
-        for name in waiting.keys() - endings.keys():
-            endings[name] = Ending("stays", f"in the queue as {waiting[name].job_id}", time.time())
+        for name in handles.keys() - endings.keys():
+            endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}", time.time())
         return stops.received, endings
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
@@ -126,12 +116,12 @@ class ClusterLauncher:
 
         settings = self.settings(directory.path.name)
         folder = str(Path(settings.pop("submitit_folder")).absolute())
-        tasks = settings["nodes"] * settings["tasks_per_node"]
-        handles = {}
+        tasks = range(settings["nodes"] * settings["tasks_per_node"])
+        handles: dict[str, Any] = {}
         for job in jobs:
             job_id = directory.record["jobs"].get(job.name)
             if job_id and self.kind == "slurm" and in_queue(job_id):
-                handles[job.name] = slurm_job(folder, job_id, tasks)
+                handles[job.name] = submitit.SlurmJob(folder, job_id, tasks=tasks)
         new = [job for job in jobs if job.name not in handles]
         if new:
             executor = self.executor(folder, settings)
@@ -217,10 +207,3 @@ def in_queue(job_id: str) -> bool:
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise ConfigError(f"squeue does not answer: {' '.join(answer.stderr.split())}")
     return bool(answer.stdout.strip())
-
-
-def slurm_job(folder: str, job_id: str, tasks: int) -> Any:
-    """Return submitit's handle on a job that an earlier sweep process submitted."""
-    import submitit
-
-    return submitit.SlurmJob(folder, job_id, tasks=list(range(tasks)))

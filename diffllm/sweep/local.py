@@ -40,7 +40,7 @@ class Stops:
 
 
 def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
-    """Run what is not finished, in order.
+    """Run jobs in order.
 
     Returns:
         The signal that stopped the sweep or 0, and how each job ended by name.
@@ -48,19 +48,11 @@ def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
     endings: dict[str, Ending] = {}
     with Stops() as stops:
         for job in jobs:
-            if job.finished:
-                print_on_rank_0(f"{job.path} is finished: {job.steps} steps", world.rank)
-                continue
-            print_on_rank_0(f"\nrun {job.number} of {job.total}: {job.name}", world.rank)
+            if world.rank == 0:
+                print(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
             endings[job.name] = ending = stops.run(job, world.rank)
-            if ending.state == "failed":
-                print_on_rank_0(f"{job.path} failed, {ending.reason}", world.rank)
+            if world.rank == 0 and ending.state == "failed":
+                print(f"{job.path} failed, {ending.reason}", flush=True)
             if stops.received:
                 break
     return stops.received, endings
-
-
-def print_on_rank_0(text: str, rank: int) -> None:
-    """Print on rank 0."""
-    if rank == 0:
-        print(text, flush=True)

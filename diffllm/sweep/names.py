@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from hydra import compose
@@ -118,10 +119,7 @@ def value_of(cfg: TrainConfig, key: str) -> Any:
     """Return a typed config's value of a dotted key, or the choice in a config group."""
     if key in GROUPS:
         return cfg.run.choices[key]
-    value: Any = cfg
-    for part in key.lstrip("+").split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(key.lstrip("+"))(cfg)
 
 
 def label_value(label: str, value: Any) -> str:

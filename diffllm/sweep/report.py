@@ -1,10 +1,19 @@
-"""The table and the lines that end a sweep."""
+"""The lines that begin a sweep, and the table and the lines that end it."""
 
 import json
 from pathlib import Path
 
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
+
+
+def announce(jobs: list[Job], directory: SweepDirectory) -> None:
+    """Say how many runs there are, and which are finished."""
+    done = [job for job in jobs if job.finished]
+    others = f", {len(done)} of them finished" if done else ""
+    print(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
+    for job in done:
+        print(f"{job.path} is finished: {job.steps} steps", flush=True)
 
 
 def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:

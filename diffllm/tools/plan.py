@@ -77,11 +77,8 @@ def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
         "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in made.flows],
         "time": {
             "flops_per_token": step.flops_per_token,
-            "flops_per_step": made.flops_per_step,
-            "tokens_per_step": made.tokens_per_step,
-            "compute_seconds": made.compute_seconds,
-            **speed(made),
-            "mfu": made.mfu,
+            **values(made, "flops_per_step", "tokens_per_step", "tokens_per_s", "compute_seconds"),
+            **values(made, "communication_seconds", "step_seconds", "mfu"),
             "tokens": cluster.tokens,
             "days": made.seconds and made.seconds / DAY,
             "gpu_hours": made.seconds and made.seconds / 3600 * cluster.gpus,
@@ -90,15 +87,14 @@ def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
         and {
             "overrides": list(change.words),
             **policy_numbers(change.plan, change.plan.step),
-            **speed(change.plan),
+            **values(change.plan, "communication_seconds", "step_seconds", "tokens_per_s"),
         },
         "assumptions": [assumption._asdict() for assumption in made.assumptions],
         "idealised": idealised(cfg),
     }
 
 
-def speed(made: Plan) -> dict[str, float]:
-    names = ("communication_seconds", "step_seconds", "tokens_per_s")
+def values(made: Plan, *names: str) -> dict[str, float]:
     return {name: getattr(made, name) for name in names}
 
 
