@@ -60,25 +60,24 @@ class TensorReader(FileSystemReader):
     """The error from reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: a file is not the one in the manifest, as far as sizes tell.
-            UnpicklingError: the index holds anything but records of tensors.
-        """
+        """Read the index; raises as `read_index` does."""
         try:
             metadata = read_index(Path(self.path))
         except Exception as error:
             self.refused = error
             raise
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 def read_index(path: Path) -> Metadata:
-    """Read DCP's index of a checkpoint; raises as `TensorReader.read_metadata` does."""
+    """Read DCP's index of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is not the one in the manifest, as far as sizes tell.
+        UnpicklingError: the index holds anything but records of tensors.
+    """
     problems = verify(path, checksums=False)
     if problems:
         raise CheckpointError("; ".join(problems))

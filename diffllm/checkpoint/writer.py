@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,19 +29,12 @@ from diffllm.checkpoint.directory import (
     step_of,
     warn,
 )
-from diffllm.checkpoint.manifest import (
-    FORMAT,
-    Manifest,
-    describe,
-    write_durably,
-    write_manifest,
-)
+from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durably, write_manifest
 from diffllm.checkpoint.reader import reason
 from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.torch_versions import Stager
 
-T = TypeVar("T")
 Part = tuple[Manifest, str | None]
 """The files that a rank wrote, and the reason why it could not write them or None."""
 
@@ -187,14 +180,14 @@ class Checkpointer:
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
         """On rank 0, write the manifest, publish, delete old checkpoints; return any failure."""
-        final = path_of(self.directory, step)
+        final, files = path_of(self.directory, step), Manifest()
         try:
-            for why in filter(None, (why for _, why in parts)):
-                raise CheckpointError(why)
+            for written, why in parts:
+                if why:
+                    raise CheckpointError(why)
+                files |= written
             write_durably(hidden / "state.json", text)
-            files = describe(hidden / name for name in (".metadata", "state.json"))
-            for part, _ in parts:
-                files |= part
+            files |= describe(hidden / name for name in (".metadata", "state.json"))
             write_manifest(hidden, step, files)
             publish(hidden, final)
         except (OSError, CheckpointError) as error:
@@ -206,11 +199,11 @@ class Checkpointer:
             delete(old)
         return None
 
-    def _decided_by_rank_0(self, choose: Callable[[], T]) -> T:
+    def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
         """Return on every rank what `choose` returns on rank 0."""
         decision = [choose() if self.rank == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self.group)
-        return decision[0]  # type: ignore[return-value]
+        return decision[0]
 
     def _failed(self, step: int, why: str, final: bool) -> None:
         """Warn once for all ranks; raise CheckpointError if the save was final."""
@@ -229,11 +222,7 @@ class Checkpointer:
 
 
 def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-    """On rank 0, make an empty hidden directory; return the reason if it cannot.
-
-    Args:
-        extra: bytes besides the tensors.
-    """
+    """Make an empty hidden directory, with room for tensors and `extra` bytes, or say why not."""
     try:
         if hidden.exists():
             remove(hidden)
