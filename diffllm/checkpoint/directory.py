@@ -71,11 +71,7 @@ def check_whole(path: Path) -> None:
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """Find a run's checkpoint, every file verified; step 0 is the newest that is whole.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Find a run's whole checkpoint, at step 0 the newest; raises CheckpointError without one."""
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
         raise CheckpointError(f"{run} has no complete checkpoint yet")

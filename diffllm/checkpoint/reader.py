@@ -168,11 +168,7 @@ def plain(value: Any, depth: int = 8) -> bool:
 
 
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the checkpoint holds just these parameters and shapes.
-
-    Args:
-        state: what `read_state` gave for the checkpoint `path`.
-    """
+    """Raise CheckpointError unless a checkpoint's state names just these parameters and shapes."""
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}
     for name in sorted(saved.keys() | here.keys()):

@@ -147,11 +147,7 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
 
 
 def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Plan:
-    """Plan with other words on the command line; the step is simulated unless it is given.
-
-    Raises:
-        ConfigError: the config or the cluster cannot be changed like that.
-    """
+    """Plan with other words, simulated unless `step` is given; raises ConfigError as `plan`."""
     gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
     cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
     added = [word for word in words if not word.startswith("gpus=")]
@@ -163,7 +159,7 @@ def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Pla
 
 
 def key_of(word: str) -> str:
-    """The key that an override sets."""
+    """Return the key that an override sets."""
     return word.partition("=")[0].lstrip("+~")
 
 

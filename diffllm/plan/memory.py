@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -124,15 +125,11 @@ class Memory:
         """Return this moment, for `peak` and `label_since`."""
         return len(self.events)
 
-    def peak(self, start: int, end: int) -> Peak:
-        """Return the highest point between two moments."""
-        total = highest = sum(change for _, change in self.events[:start])
-        at = start
-        for i in range(start, end):
-            total += self.events[i][1]
-            if total > highest:
-                highest, at = total, i + 1
+    def peak(self, start: int) -> Peak:
+        """Return the highest point since `start`."""
+        totals = list(accumulate((change for _, change in self.events), initial=0))
+        at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()
         for block, change in self.events[:at]:
             by_kind[block.kind or Kind.working] += change
-        return Peak(highest, {kind: by_kind[kind] for kind in Kind}, at)
+        return Peak(totals[at], {kind: by_kind[kind] for kind in Kind}, at)

@@ -86,11 +86,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """Simulate the step of `rank` among `world_size`.
-
-    Raises:
-        ConfigError: `world_size` ranks cannot run `cfg`.
-    """
+    """Simulate the step of a rank; raises ConfigError where `world_size` ranks cannot run `cfg`."""
     cfg.check_world(world_size)
     micro, count = cfg.micro_batches(world_size)
     shortened = micro * world_size * min(count, SIMULATED)
@@ -131,7 +127,7 @@ class Watched:
         """Observe one step, of which `count` micro-batches are to be reported."""
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
-        peak = self.memory.peak(start, self.memory.now())
+        peak = self.memory.peak(start)
         parts = [part for event, _, part in self.parts if event <= peak.event]
         model = self.t.model
         return Step(

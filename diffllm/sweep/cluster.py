@@ -22,8 +22,7 @@ import diffllm
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
-from diffllm.sweep.job import Ending, Job
-from diffllm.sweep.local import Stops
+from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.task import ClusterTask
 
@@ -41,11 +40,7 @@ class ClusterLauncher:
 
     @classmethod
     def of(cls, words: list[str], ranks: int) -> "ClusterLauncher | None":
-        """Read the cluster that the launcher's words ask for; None for Hydra's own launcher.
-
-        Raises:
-            ConfigError: no such launcher, a key it does not have, or no submitit.
-        """
+        """Read the cluster that the words ask for, None for Hydra's own; raises ConfigError."""
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
@@ -101,13 +96,13 @@ class ClusterLauncher:
                 time.sleep(0.2)
                 for job in (job for job in jobs if job.name not in endings):
                     handle = handles[job.name]
-                    if stops.received:
+                    if stops.received and self.kind == "local":
                         handle.cancel()
                     if handle.done():
                         endings[job.name] = ending = self.ending(job, handle)
                         print(f"run {job.number} of {job.total}: {job.name} {ending.state}")
         for name in handles.keys() - endings.keys():
-            endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}", time.time())
+            endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}")
         return stops.received, endings
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
@@ -140,11 +135,7 @@ class ClusterLauncher:
         return handles
 
     def executor(self, folder: str, settings: dict[str, Any]) -> Any:
-        """Build submitit's executor, with the launcher's keys under its names.
-
-        Raises:
-            ConfigError: there is no such cluster here, or it refuses the keys.
-        """
+        """Build submitit's executor; raises ConfigError if there is no such cluster or key."""
         import submitit
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
@@ -173,8 +164,8 @@ class ClusterLauncher:
             return first_failed(handle.results())
         except submitit.core.utils.UncompletedJobError as error:
             if job.has_summary:
-                return Ending("finished", "", time.time())
-            return Ending("failed", f"{why(error)}, {job.progress()}", time.time())
+                return Ending("finished")
+            return Ending("failed", f"{why(error)}, {job.progress()}")
 
 
 def first_failed(endings: list[Ending]) -> Ending:

@@ -4,10 +4,9 @@ import os
 import time
 from typing import Any
 
-from diffllm.distributed.world import DistributedConfig, join
+from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.sweep.cluster import ClusterLauncher
-from diffllm.sweep.job import Job
-from diffllm.sweep.local import run_here
+from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.sweep.report import announce, report, write_comparison
@@ -58,3 +57,18 @@ def sweep(words: list[str], script: str) -> int:
         return 128 + stopped
     write_comparison(directory.path)
     return 1 if unfinished else 0
+
+
+def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
+    """Run jobs in order; return the signal that stopped them or 0, and their endings by name."""
+    endings: dict[str, Ending] = {}
+    with Stops() as stops:
+        for job in jobs:
+            if world.rank == 0:
+                print(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
+            endings[job.name] = ending = stops.run(job, world.rank)
+            if world.rank == 0 and ending.state == "failed":
+                print(f"{job.path} failed, {ending.reason}", flush=True)
+            if stops.received:
+                break
+    return stops.received, endings

@@ -36,8 +36,7 @@ def experiment_words(words: list[str]) -> list[str]:
 def parse(words: list[str]) -> tuple[list[Override], list[str]]:
     """Return the runs' overrides, the last for each key, and the words about Hydra's launcher.
 
-    Raises:
-        ConfigError: a word that Hydra's grammar does not know, or a key that a sweep sets itself.
+    Raises ConfigError for what Hydra's grammar does not know, and keys that a sweep sets itself.
     """
     with hydra() as loader:  # which glob(...) reads
         try:

@@ -22,21 +22,13 @@ class SweepDirectory:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.file = path, path / "sweep.json"
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}}
         if self.file.is_file():
             self.record |= json.loads(self.file.read_text())
 
-    @property
-    def file(self) -> Path:
-        return self.path / "sweep.json"
-
     def hold(self) -> None:
-        """Keep other processes out until this one ends.
-
-        Raises:
-            ConfigError: another process is there, or was since the record was read.
-        """
+        """Keep other processes out until this one ends; raises ConfigError if one was there."""
         self.lock = hold(self.path, "sweep directory", "another run.sweep")
         if SweepDirectory(self.path).record != self.record:
             raise ConfigError(f"sweep {self.path} has just been started by another process")

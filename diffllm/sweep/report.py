@@ -17,11 +17,7 @@ def announce(jobs: list[Job], directory: SweepDirectory) -> None:
 
 
 def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
-    """Print a line a run and, if some are not finished, how to go on.
-
-    Returns:
-        How many runs are not finished.
-    """
+    """Print a line a run and, if some are not finished, how to go on; return how many."""
     width = max(len(job.path) for job in jobs)
     print()
     failed = unfinished = 0

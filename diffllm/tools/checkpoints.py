@@ -1,4 +1,12 @@
-"""diffllm checkpoints run=<dir>: which checkpoints a run has, and whether they can be used."""
+"""diffllm checkpoints run=<dir> [verify=false] [--json]: the checkpoints of a run, oldest first.
+
+Each file is compared with the manifest; exit code 1 if one is damaged.
+
+  --json            a JSON list instead of a table
+
+diffllm checkpoints run=outputs/mine
+diffllm checkpoints run=outputs/mine verify=false --json
+"""
 
 import json
 import time
@@ -15,15 +23,6 @@ from diffllm.metrics.display import duration
 from diffllm.tools.arguments import parse
 from diffllm.tools.table import print_table, table
 
-WHAT = """\
-diffllm checkpoints run=<dir> [verify=false] [--json]: the checkpoints of a run, oldest first, each
-file compared with the manifest; exit code 1 if one is damaged
-
-  --json            a JSON list instead of a table
-
-diffllm checkpoints run=outputs/mine
-diffllm checkpoints run=outputs/mine verify=false --json"""
-
 
 @dataclass
 class Arguments:
@@ -35,7 +34,7 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     """Print the checkpoints; 1 if one is damaged, else 0."""
-    args = parse(Arguments, [word for word in argv if word != "--json"], WHAT)
+    args = parse(Arguments, [word for word in argv if word != "--json"], __doc__)
     directory = Path(args.run) / "checkpoints"
     if not directory.is_dir():
         raise CheckpointError(f"{args.run} is not a run directory: it has no checkpoints/")

@@ -1,4 +1,18 @@
-"""diffllm consolidate run=<dir>: a checkpoint's parameters as safetensors."""
+"""diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters as safetensors.
+
+They are written whole and under their own names, as model.safetensors, with the config.yaml and
+tokenizer.model of the run beside it. Beyond max_shard_size there are several files and
+model.safetensors.index.json, as Hugging Face libraries write them. No more than one file's
+parameters are in memory at a time.
+
+diffllm consolidate run=outputs/mine
+diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
+
+To load it again:
+  cfg = diffllm.config.saved.load_run_config(Path("exported"))
+  model = diffllm.build_model(cfg.model)
+  model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))
+"""
 
 import json
 import re
@@ -23,20 +37,6 @@ from diffllm.files import sync
 from diffllm.model import Transformer
 from diffllm.tools.arguments import parse
 
-WHAT = """\
-diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters, whole and under their own
-names, as model.safetensors, with the config.yaml and tokenizer.model of the run beside it
-
-Beyond max_shard_size there are several files and model.safetensors.index.json, as Hugging Face
-libraries write them. No more than one file's parameters are in memory at a time.
-
-diffllm consolidate run=outputs/mine
-diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
-
-To load it again:
-  cfg = diffllm.config.saved.load_run_config(Path("exported"))
-  model = diffllm.build_model(cfg.model)
-  model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))"""
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BESIDE = ("config.yaml", "tokenizer.model")
 SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
@@ -67,7 +67,7 @@ class Arguments:
 
 def main(argv: list[str]) -> None:
     """Write the files; print where they are."""
-    args = parse(Arguments, argv, WHAT)
+    args = parse(Arguments, argv, __doc__)
     run = Path(args.run)
     cfg = load_run_config(run)
     checkpoint = find_checkpoint(run, args.step)
@@ -134,10 +134,8 @@ def files_beside(run: Path, directory: Path) -> list[str]:
 def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name the files' tensors, without storage: parameters in `dtype`, routers' state.
 
-    Parameters that a variant keeps in float32 stay that.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
+    Parameters that a variant keeps in float32 stay that. Raises CheckpointError for a checkpoint of
+    another model.
     """
     with torch.device("meta"):
         model = Transformer(cfg.model)

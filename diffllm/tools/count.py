@@ -1,6 +1,16 @@
-"""diffllm count [overrides] [--compare a,b] [--json]: what models cost, without building them."""
+"""diffllm count [overrides as for train.py] [--compare VARIANT,VARIANT,...] [--json]
+
+What a model costs, without building it.
+
+  --compare   one column a variant, changes against the first
+  --json      the counts as JSON, with --compare a mapping from variant to counts
+
+diffllm count model=dense_7b attention=diff_v2
+diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.match_params_to=diff_v2
+"""
 
 import json
+from collections import Counter
 from typing import Any
 
 import torch
@@ -12,37 +22,25 @@ from diffllm.model import build_model
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
 from diffllm.tools.count_table import print_counts
 
-USAGE = """\
-diffllm count [overrides as for train.py] [--compare VARIANT,VARIANT,...] [--json]
-
-  --compare   one column a variant, changes against the first
-  --json      the counts as JSON, with --compare a mapping from variant to counts
-
-diffllm count model=dense_7b attention=diff_v2
-diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.match_params_to=diff_v2\
-"""
-
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Parameters, training FLOPs a token at seq_len, KV-cache bytes a token in bf16.
+    """Count parameters, training FLOPs a token at seq_len, KV-cache bytes a token in bf16.
 
     "by_group" and "by_component" each sum to "total_params"; "matched" is what
     model.match_params_to solved, or None.
     """
     with torch.device("meta"):
         model = build_model(cfg.model)
-    by_group: dict[str, int] = {}
-    by_component: dict[str, int] = {}
+    by_group: Counter[str] = Counter()
+    by_component: Counter[str] = Counter()
     for name, param in model.named_parameters():
-        group, component = group_of(name), component_of(name)
-        by_group[group] = by_group.get(group, 0) + param.numel()
-        by_component[component] = by_component.get(component, 0) + param.numel()
-    total = sum(by_group.values())
-    embedding = model.tok_embeddings.weight.numel()
+        by_group[group_of(name)] += param.numel()
+        by_component[component_of(name)] += param.numel()
+    total = by_group.total()
     return {
         "total_params": total,
         "active_params": model.active_parameters(),
-        "non_embedding_params": total - embedding,
+        "non_embedding_params": total - model.tok_embeddings.weight.numel(),
         "attention_params": sum(
             params for name, params in by_component.items() if name not in OTHER_COMPONENTS
         ),
@@ -56,17 +54,17 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
     }
 
 
-def in_order(by_component: dict[str, int]) -> dict[str, int]:
-    """From wq to the output; every fixed component but the router is there, if only as 0."""
+def in_order(by_component: Counter[str]) -> dict[str, int]:
+    """Sort from wq to the output; every fixed component but the router is there, if only as 0."""
     special = [c for c in by_component if c not in (*ATTENTION_COMPONENTS, *OTHER_COMPONENTS)]
     order = [*ATTENTION_COMPONENTS, *special, *OTHER_COMPONENTS]
-    return {c: by_component.get(c, 0) for c in order if c in by_component or c != "router"}
+    return {c: by_component[c] for c in order if c in by_component or c != "router"}
 
 
 def main(argv: list[str]) -> None:
     """Print the counts of a training config, or of several, as a table or as JSON."""
     if "-h" in argv or "--help" in argv:
-        print(USAGE)
+        print(__doc__)
         return
     overrides, names = split_compare([word for word in argv if word != "--json"])
     configs: dict[str, TrainConfig] = {}
@@ -87,7 +85,7 @@ def main(argv: list[str]) -> None:
 
 
 def split_compare(words: list[str]) -> tuple[list[str], list[str]]:
-    """(overrides, variants named after --compare); raises ConfigError.
+    """Return the overrides and the variants named after --compare; raises ConfigError.
 
     `--compare a,b` and `--compare=a,b` are the same; without it there are no variants.
     """

@@ -1,4 +1,14 @@
-"""diffllm plan [overrides] gpus=N gpu=NAME [--json]: what a run needs of a cluster."""
+"""diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
+
+The trainer builds the sharded model and makes a step of it, on tensors without data and in a
+process group of so many ranks that are not there. A rank's memory and what it sends are read off;
+times follow from stated FLOP/s and bandwidths.
+
+  --json   everything as JSON, bytes and seconds
+
+diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
+    gpus=512 gpu=h200 tokens=1e12
+"""
 
 import json
 from typing import Any
@@ -14,25 +24,13 @@ from diffllm.plan.suggest import Change, nearest_change
 from diffllm.tools.arguments import parse
 from diffllm.tools.table import print_table, table
 
-USAGE = """\
-diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
-
-The trainer builds the sharded model and makes a step of it, on tensors without data and in a
-process group of so many ranks that are not there. A rank's memory and what it sends are read off;
-times follow from stated FLOP/s and bandwidths.
-
-  --json   everything as JSON, bytes and seconds
-
-diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
-    gpus=512 gpu=h200 tokens=1e12"""
-
 
 def main(argv: list[str]) -> None:
     """Print the plan of a training config on a cluster, as text or as JSON."""
     words = [word for word in argv if word != "--json"]
     own = [word for word in words if word.partition("=")[0] in (*OWN_KEYS, "-h", "--help")]
     overrides = [word for word in words if word not in own]
-    cluster = parse(Cluster, own, USAGE)
+    cluster = parse(Cluster, own, __doc__)
     for word in overrides:
         if "=" not in word.lstrip("~"):
             raise ConfigError(f"{word}: expected KEY=VALUE or --json")
