@@ -38,9 +38,16 @@ class ClusterLauncher:
     words: list[str]
     """The overrides hydra/launcher=... and hydra.launcher.*."""
 
+    settings: dict[str, Any]
+    """The launcher's keys, composed."""
+
     @classmethod
-    def of(cls, words: list[str], ranks: int) -> "ClusterLauncher | None":
-        """Read the cluster that the words ask for, None for Hydra's own; raises ConfigError."""
+    def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
+        """Read the cluster that the words ask for, None for Hydra's own; raises ConfigError.
+
+        Args:
+            sweep: the override that names the sweep, and so its jobs.
+        """
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
@@ -58,27 +65,20 @@ class ClusterLauncher:
                 f"hydra/launcher={name} starts the processes of each run itself: start the sweep "
                 "without torchrun, with hydra.launcher.tasks_per_node"
             )
-        cluster = cls(LAUNCHERS[name], words)
-        cluster.settings("check")
-        return cluster
-
-    def settings(self, sweep: str) -> dict[str, Any]:
-        """Compose the launcher's keys."""
-        words = [*self.words, f"run.sweep={sweep}", f"hydra.job.name={sweep}"]
         with hydra():
             try:
-                cfg = compose("train", overrides=words, return_hydra_config=True)
-                settings = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
+                overrides = [*words, sweep, "hydra.job.name=${run.sweep}"]
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
+                settings: Any = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
             except (HydraException, OmegaConfBaseException) as error:
-                raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
-        assert isinstance(settings, dict)
-        return {str(key): value for key, value in settings.items() if key != "_target_"}
+                raise ConfigError(f"{' '.join(words)}: {one_line(error)}") from error
+        del settings["_target_"]
+        return cls(LAUNCHERS[name], words, settings)
 
     @property
     def world_size(self) -> int:
         """Number of ranks of a run."""
-        settings = self.settings("check")
-        return settings["nodes"] * settings["tasks_per_node"]
+        return self.settings["nodes"] * self.settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
         """Submit the jobs that are not in the queue already, and wait for all of them.
@@ -109,9 +109,8 @@ class ClusterLauncher:
         """Submit new jobs as one job array; return submitit's handles by the runs' names."""
         import submitit
 
-        settings = self.settings(directory.path.name)
-        folder = str(Path(settings.pop("submitit_folder")).absolute())
-        tasks = range(settings["nodes"] * settings["tasks_per_node"])
+        folder = str(Path(self.settings["submitit_folder"]).absolute())
+        tasks = range(self.world_size)
         handles: dict[str, Any] = {}
         for job in jobs:
             job_id = directory.record["jobs"].get(job.name)
@@ -119,7 +118,7 @@ class ClusterLauncher:
                 handles[job.name] = submitit.SlurmJob(folder, job_id, tasks=tasks)
         new = [job for job in jobs if job.name not in handles]
         if new:
-            executor = self.executor(folder, settings)
+            executor = self.executor(folder)
             try:
                 submitted = executor.map_array(ClusterTask(), new)
             except submitit.core.utils.FailedJobError as error:
@@ -134,7 +133,7 @@ class ClusterLauncher:
             print(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
         return handles
 
-    def executor(self, folder: str, settings: dict[str, Any]) -> Any:
+    def executor(self, folder: str) -> Any:
         """Build submitit's executor; raises ConfigError if there is no such cluster or key."""
         import submitit
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
@@ -144,14 +143,14 @@ class ClusterLauncher:
             [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         common = {*OmegaConf.structured(BaseQueueConf)}
-        retries = {"slurm_max_num_timeout": settings.pop("max_num_timeout", None)}
+        settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
+        retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}
         if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
             retries = {}  # submitit's: the plugin's 0 is for code that does not resume
+        del settings["submitit_folder"]
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
-            executor.update_parameters(
-                **{k if k in common else f"slurm_{k}": v for k, v in settings.items()}
-            )
+            executor.update_parameters(**settings)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
         return executor

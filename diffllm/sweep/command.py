@@ -37,9 +37,11 @@ def sweep(words: list[str], script: str) -> int:
     def choose() -> list[dict[str, Any]]:
         """Plan the sweep, on rank 0: every run with its overrides."""
         own, launcher = parse([*experiment_words(words), *words])
-        if not any(o.get_key_element() == "run.sweep" for o in own):
-            own += parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
-        cluster = ClusterLauncher.of(launcher, world.size)
+        name = [o for o in own if o.get_key_element() == "run.sweep"]
+        if not name:
+            name = parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
+            own += name
+        cluster = ClusterLauncher.of(launcher, world.size, str(name[0].input_line))
         directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
         chosen.append((directory, cluster))
         return runs
