@@ -9,6 +9,7 @@ diffllm count model=dense_7b attention=diff_v2
 diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.match_params_to=diff_v2
 """
 
+import argparse
 import json
 from collections import Counter
 from typing import Any
@@ -66,40 +67,38 @@ def main(argv: list[str]) -> None:
     if "-h" in argv or "--help" in argv:
         print(__doc__)
         return
-    overrides, names = split_compare([word for word in argv if word != "--json"])
+    parser = argparse.ArgumentParser("diffllm count", allow_abbrev=False)
+    parser.add_argument("--compare", action="append", nargs="?", const="")
+    parser.add_argument("--json", action="store_true")
+    flags, overrides = parser.parse_known_args(argv)
     configs: dict[str, TrainConfig] = {}
-    for name in names:
-        try:
-            configs[name] = load_config([*overrides, f"attention={name}"])
-        except ConfigError as error:
-            raise ConfigError(f"--compare: {name}: {error}") from error
-    if not names:
+    if flags.compare:
+        for name in compared(flags.compare, overrides):
+            try:
+                configs[name] = load_config([*overrides, f"attention={name}"])
+            except ConfigError as error:
+                raise ConfigError(f"--compare: {name}: {error}") from error
+    else:
         cfg = load_config(overrides)
         configs[cfg.run.choices["attention"]] = cfg
     counts = {name: count(cfg) for name, cfg in configs.items()}
-    if "--json" in argv:
-        print(json.dumps(counts if names else next(iter(counts.values())), indent=2))
+    if flags.json:
+        print(json.dumps(counts if flags.compare else next(iter(counts.values())), indent=2))
         return
     cfg = next(iter(configs.values()))
     print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)
 
 
-def split_compare(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides and the variants named after --compare; raises ConfigError.
+def compared(lists: list[str], overrides: list[str]) -> list[str]:
+    """Return the variants that `--compare` names; raises ConfigError.
 
-    `--compare a,b` and `--compare=a,b` are the same; without it there are no variants.
+    Args:
+        lists: what follows each --compare.
     """
-    places = [i for i, word in enumerate(words) if word.partition("=")[0] == "--compare"]
-    if not places:
-        return words, []
-    if len(places) > 1:
+    if len(lists) > 1:
         raise ConfigError("--compare is there twice; name all variants after one")
-    at = places[0]
-    _, equals, text = words[at].partition("=")
-    rest = words[at + 1 :]
-    if not equals:
-        text, rest = (rest[0], rest[1:]) if rest and "=" not in rest[0] else ("", rest)
-    overrides, names = words[:at] + rest, text.split(",")
+    text = lists[0]
+    names = text.split(",")
     if len(names) < 2 or "" in names:
         raise ConfigError(
             f"--compare={text} needs two or more variants with a comma and no space between, "
@@ -112,4 +111,4 @@ def split_compare(words: list[str]) -> tuple[list[str], list[str]]:
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
     if chosen:
         raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
-    return overrides, names
+    return names
