@@ -88,13 +88,11 @@ class ActedOut(fx.Interpreter):
         self.in_memory = in_memory
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
         whole = source(n)
         if whole.op == "call_function" and whole not in self.in_memory:
             return [self.env[read] for read in n.all_input_nodes]
-        if is_view(n):
-            return view(n, self.env[n.all_input_nodes[0]])
+        if n.op != "call_function" or is_view(n):
+            return super().run_node(n)
         if fuses(n):  # such a kernel writes where it read, if it can
             self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))
         return result(n)
@@ -116,19 +114,6 @@ def memory_for(like: Any) -> Any:
     if not all(isinstance(size, int) for size in like.shape):  # what else has no size of its own
         return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def view(node: fx.Node, value: Any) -> Any:
-    """Return the part or the view that `node` takes of its input's value."""
-    if node.target is operator.getitem:
-        return value[node.args[1]]
-    base = node.all_input_nodes[0].meta["val"]
-
-    def strided(like: Tensor) -> Tensor:
-        offset = value.storage_offset() + like.storage_offset() - base.storage_offset()
-        return value.as_strided(like.shape, like.stride(), offset)
-
-    return tree_map(strided, node.meta["val"])
 
 
 def written(graph: fx.Graph) -> set[fx.Node]:
