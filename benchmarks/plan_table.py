@@ -55,7 +55,7 @@ def line(cluster: Cluster, overrides: list[str]) -> str:
     if not made.fits:
         change = nearest_change(made)
         fits = f"with `{' '.join(change.words)}`" if change else "no"
-        made = change.plan if change else made
+        made = change or made
     assert made.seconds
     cells = [
         made.cfg.run.choices["model"],

@@ -35,8 +35,8 @@ from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.torch_versions import Stager
 
-Part = tuple[Manifest, str | None]
-"""The files that a rank wrote, and the reason why it could not write them or None."""
+Part = Manifest | str
+"""The files that a rank wrote, or the reason why it could not write them."""
 
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
@@ -165,15 +165,13 @@ class Checkpointer:
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
         """Write, agree, publish: on a thread of its own, on every rank."""
-        files: Manifest = {}
-        why: str | None = None
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
-            files = describe(hidden.glob(f"__{self.rank}_*.distcp"))
+            part: Part = describe(hidden.glob(f"__{self.rank}_*.distcp"))
         except (Exception, CheckpointException) as error:
-            why = reason(error)
+            part = reason(error)
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (files, why), group=self.group)
+        dist.all_gather_object(parts, part, group=self.group)
         failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, text))
         if failure:
             self._failed(step, failure, final)
@@ -182,10 +180,10 @@ class Checkpointer:
         """On rank 0, write the manifest, publish, delete old checkpoints; return any failure."""
         final, files = path_of(self.directory, step), Manifest()
         try:
-            for written, why in parts:
-                if why:
-                    raise CheckpointError(why)
-                files |= written
+            for part in parts:
+                if isinstance(part, str):
+                    raise CheckpointError(part)
+                files |= part
             write_durably(hidden / "state.json", text)
             files |= describe(hidden / name for name in (".metadata", "state.json"))
             write_manifest(hidden, step, files)

@@ -50,6 +50,8 @@ class Plan:
     steps: dict[bool, Step]
     """The simulated step by activation checkpointing; the configured policy first."""
     assumptions: list[Assumption]
+    words: tuple[str, ...] = ()
+    """The words that changed another plan to this one."""
 
     @property
     def step(self) -> Step:
@@ -155,7 +157,7 @@ def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Pla
     overrides = [*(word for word in made.overrides if key_of(word) not in keys), *added]
     cfg, assumed = planned_config(cluster, overrides)
     step = step or simulate(cfg, cluster.gpus, cluster.rank)
-    return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed)
+    return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)
 
 
 def key_of(word: str) -> str:

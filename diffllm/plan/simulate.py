@@ -72,9 +72,8 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
     All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
     """
-    fused = (Backend.flash, Backend.flex)
     attention = cfg.model.attention.settled(cfg.model, torch.device("cuda"))
-    if attention.backend in fused:
+    if attention.backend in (Backend.flash, Backend.flex):
         attention = replace(attention, backend=Backend.sdpa)
     chunk = loss_chunk(cfg.model.loss_chunk, torch.device("cuda")).value
     return replace(

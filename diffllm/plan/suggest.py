@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import chain, combinations, product
-from typing import NamedTuple
 
 from diffllm.distributed.mesh import Reduce
 from diffllm.errors import ConfigError
@@ -16,15 +15,8 @@ Words = tuple[str, ...]
 """The words that a change puts on the command line, in place of words with the same keys."""
 
 
-class Change(NamedTuple):
-    """A plan that fits, and the words that lead to it."""
-
-    words: Words
-    plan: Plan
-
-
-def nearest_change(plan: Plan) -> Change | None:
-    """Return the fewest changes with which `plan` fits; None if none that is tried does.
+def nearest_change(plan: Plan) -> Plan | None:
+    """Return `plan` with the fewest changes with which it fits; None if none that is tried does.
 
     Of as many changes, smaller micro-batches come before gradients that are reduced after each of
     them, before checkpointing, before more shards out of replicas, before more GPUs; of one, what
@@ -38,8 +30,7 @@ def nearest_change(plan: Plan) -> Change | None:
             # Valid values with the smallest micro-batch are the farthest of all that are valid.
             farthest = next(filter(None, map(outcome_of, reversed(tried))), None)
             if farthest and farthest.fits:
-                made = ((words, outcome_of(words)) for words in tried)
-                return next(Change(words, other) for words, other in made if other and other.fits)
+                return next(made for made in map(outcome_of, tried) if made and made.fits)
     return None
 
 

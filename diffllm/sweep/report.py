@@ -22,19 +22,17 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
     print()
     failed = unfinished = 0
     for job in jobs:
-        ending = endings.get(job.name)
+        ending = endings.get(job.name, Ending("not started"))
         if job.has_summary:
             summary = json.loads(Path(job.path, "summary.json").read_text())
             result = f"held-out loss {summary['heldout_loss']:.4f}"
         else:
             unfinished += 1
-            result = "not started"
-            if ending:
-                failed += ending.state == "failed"
-                state = "FAILED" if ending.state == "failed" else ending.state
-                result = f"{state}, {ending.reason}"
+            failed += ending.state == "failed"
+            state = ending.state.replace("failed", "FAILED")
+            result = ", ".join(filter(None, [state, ending.reason]))
         print(f"{job.path:<{width}}  {result}")
-        if ending and ending.state == "failed":
+        if ending.state == "failed":
             print(f"{'':<{width}}  log {job.log}")
     if unfinished:
         print(

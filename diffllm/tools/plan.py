@@ -20,7 +20,7 @@ from diffllm.plan.cluster import OWN_KEYS, Cluster
 from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
-from diffllm.plan.suggest import Change, nearest_change
+from diffllm.plan.suggest import nearest_change
 from diffllm.tools.arguments import parse
 from diffllm.tools.table import print_table, table
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         show(made, change)
 
 
-def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
+def numbers(made: Plan, change: Plan | None) -> dict[str, Any]:
     """Return everything a plan says, in bytes, seconds and FLOPs."""
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
@@ -84,8 +84,8 @@ def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
         "nearest_change": change
         and {
             "overrides": list(change.words),
-            **policy_numbers(change.plan, change.plan.step),
-            **values(change.plan, "communication_seconds", "step_seconds", "tokens_per_s"),
+            **policy_numbers(change, change.step),
+            **values(change, "communication_seconds", "step_seconds", "tokens_per_s"),
         },
         "assumptions": [assumption._asdict() for assumption in made.assumptions],
         "idealised": idealised(cfg),
@@ -107,7 +107,7 @@ def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def show(made: Plan, change: Change | None) -> None:
+def show(made: Plan, change: Plan | None) -> None:
     """Print a plan for people."""
     said, cluster = numbers(made, change), made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
@@ -170,7 +170,7 @@ def flow_table(made: Plan) -> Table:
     return rows
 
 
-def verdict(made: Plan, change: Change | None) -> str:
+def verdict(made: Plan, change: Plan | None) -> str:
     """Say whether it fits, and what would make it fit."""
     free, device = made.free(made.step), made.cluster.device.name
     if free >= 0:
@@ -178,11 +178,10 @@ def verdict(made: Plan, change: Change | None) -> str:
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
     if change is None:
         return f"{text}; nor with all changes that were tried"
-    other = change.plan
-    used = other.step.peak.total + other.reserve
+    used = change.step.peak.total + change.reserve
     return (
         f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB, "
-        f"{other.step_seconds:.3g} s a step and reaches {other.tokens_per_s:,.0f} tokens a second"
+        f"{change.step_seconds:.3g} s a step and reaches {change.tokens_per_s:,.0f} tokens a second"
     )
 
 

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_answered_by_the_nearest_change_that_does(overrides
     assert change.words == words
     again = limited(room, [*overrides, *change.words])
     assert again.fits
-    assert again.step.peak.by_kind == change.plan.step.peak.by_kind
+    assert again.step.peak.by_kind == change.step.peak.by_kind
 
 
 def test_more_gpus_come_last_and_nothing_at_all_is_said_so(capsys):

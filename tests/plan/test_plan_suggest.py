@@ -75,7 +75,7 @@ def test_what_the_user_fixed_gives_way_to_a_change_that_fits(gpus, overrides, wo
     change = nearest_change(made)
     again = limited(room, overrides, change.words, gpus)
     assert again.fits
-    assert again.step.peak.by_kind == change.plan.step.peak.by_kind
+    assert again.step.peak.by_kind == change.step.peak.by_kind
     assert change.words == words
 
 
