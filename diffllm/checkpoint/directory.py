@@ -65,8 +65,7 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
 def check_whole(path: Path) -> None:
     """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
     read_manifest(path)
-    problems = verify(path)
-    if problems:
+    if problems := verify(path):
         raise CheckpointError(f"checkpoint {path} is damaged: {summary(problems)}")
 
 

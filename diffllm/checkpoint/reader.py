@@ -78,8 +78,7 @@ def read_index(path: Path) -> Metadata:
         CheckpointError: a file is not the one in the manifest, as far as sizes tell.
         UnpicklingError: the index holds anything but records of tensors.
     """
-    problems = verify(path, checksums=False)
-    if problems:
+    if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
     data = (path / ".metadata").read_bytes()

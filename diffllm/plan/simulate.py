@@ -94,11 +94,7 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     gc.collect()
     with fake_world(rank, world_size), compiling(), gpu_kernels():
         model, meshes = sharded_model(cfg, CPU, balanced_splits)
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            observer.memory.patched(),
-            observer,
-        ):
+        with FakeTensorMode(allow_non_fake_inputs=True), observer.memory.patched(), observer:
             t = allocated(cfg, CPU, model, meshes)
             return Watched(t, observer).step(count)
 

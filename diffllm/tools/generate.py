@@ -31,7 +31,8 @@ class Arguments:
 def load_model(run: Path, step: int = 0) -> Transformer:
     """Load a run's decoder at a step (0: the newest), float32 on the default device.
 
-    Raises CheckpointError without a run or such a checkpoint, or if it is damaged.
+    Raises CheckpointError without a run or such a checkpoint, or if it is damaged or of another
+    model.
     """
     cfg = load_run_config(run)
     path = find_checkpoint(run, step)
