@@ -10,7 +10,7 @@ computing and sending.
 import sys
 
 from diffllm.plan.cluster import OWN_KEYS, Cluster
-from diffllm.plan.estimate import DAY, GIB, changed, plan
+from diffllm.plan.estimate import DAY, GIB, plan
 from diffllm.plan.suggest import nearest_change
 from diffllm.tools.arguments import parse
 
@@ -55,7 +55,7 @@ def line(cluster: Cluster, overrides: list[str]) -> str:
     if not made.fits:
         change = nearest_change(made)
         fits = f"with `{' '.join(change.words)}`" if change else "no"
-        made = changed(made, change.words, change.step) if change else made
+        made = change or made
     assert made.seconds
     cells = [
         made.cfg.run.choices["model"],

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from diffllm.checkpoint.manifest import FORMAT, CheckpointManifest, describe, write_manifest
+from diffllm.checkpoint.manifest import FORMAT, describe, write_manifest
 
 
 def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
@@ -26,7 +26,7 @@ def sign(path: Path) -> None:
     """Make the manifest agree with the files, as whoever forges a checkpoint would."""
     files = describe(file for file in path.iterdir() if file.name != "manifest.json")
     step = int(path.name.removeprefix("step-"))
-    write_manifest(path, CheckpointManifest(step, files))
+    write_manifest(path, step, files)
 
 
 def flip_bit(file: Path) -> None:

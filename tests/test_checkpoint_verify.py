@@ -12,7 +12,6 @@ from single_process import gloo_group
 
 from diffllm import load_config
 from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, step_of, verify
-from diffllm.checkpoint.config import SaveClock
 from diffllm.checkpoint.directory import find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import NAME, read_manifest
 from diffllm.errors import CheckpointError, ConfigError
@@ -52,9 +51,9 @@ def whole(tmp_path: Path) -> Path:
 def test_the_manifest_names_every_other_file(whole):
     manifest = read_manifest(whole)
     files = {file.name: file.stat().st_size for file in whole.iterdir() if file.name != NAME}
-    assert {name: record.size for name, record in manifest.files.items()} == files
+    assert {name: record.size for name, record in manifest.items()} == files
     assert set(files) == {".metadata", "__0_0.distcp", "state.json"}
-    assert manifest.step == 7
+    assert json.loads((whole / NAME).read_text())["step"] == 7
     assert verify(whole) == []
 
 
@@ -293,20 +292,26 @@ def test_an_interval_in_time_survives_config_yaml(tmp_path):
     assert load_run_config(tmp_path).checkpoint == cfg.checkpoint
 
 
-def test_the_clock_says_once_that_a_save_is_due_and_begins_anew_with_each_save():
+def test_a_save_is_said_to_be_due_once_and_each_save_begins_the_interval_anew(
+    tmp_path, monkeypatch
+):
     now = [0.0]
-    clock = SaveClock(60, lambda: now[0])
+    monkeypatch.setattr("diffllm.checkpoint.writer.monotonic", lambda: now[0])
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(interval="1min"))
     answers = []
     for now[0] in (59, 60, 61, 119, 120):
-        answers.append(clock.due())
+        answers.append(checkpointer.due())
     assert answers == [False, True, False, False, True]
     now[0] = 170
-    clock.reset()
+    checkpointer.save(1, tensors(), STATE)
     now[0] = 229
-    assert not clock.due()
+    assert not checkpointer.due()
     now[0] = 230
-    assert clock.due()
-    assert not SaveClock(None, lambda: now[0]).due()
+    assert checkpointer.due()
+    checkpointer.close()
+    by_steps = Checkpointer(tmp_path, CheckpointConfig(interval=1))
+    assert not by_steps.due()
+    by_steps.close()
 
 
 # The command

@@ -12,12 +12,12 @@ import pytest
 
 from diffllm import load_config, tools
 from diffllm.tools.count import count
-from diffllm.tools.count_table import print_comparison, short
+from diffllm.tools.count_table import print_counts, short
 
 FIVE = ("standard", "gated", "diff_v1", "diff_v2", "standard_1p5x_heads")
 PARTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms", "sink")
 REST = ("ffn", "norms", "embeddings/output")
-LABELS = (*PARTS, "attention", *REST, "total", "active", "over target")
+LABELS = (*PARTS, "attention", *REST, "total", "active", "without embedding", "over target")
 LABELS = (*LABELS, "ffn_dim", "MFLOPs a token", "KV bytes a token")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -70,6 +70,7 @@ def test_every_cell_is_a_value_and_its_change_or_an_equals_sign(capsys, extra):
         "attention": [c["attention_params"] for c in counts],
         "total": [c["total_params"] for c in counts],
         "active": [c["active_params"] for c in counts],
+        "without embedding": [c["non_embedding_params"] for c in counts],
         "ffn_dim": [c["ffn_dim"] for c in counts],
         "KV bytes a token": [c["kv_cache_bytes_per_token"] for c in counts],
     }
@@ -192,14 +193,14 @@ def widest():
 
 
 @pytest.mark.parametrize(
-    ("columns", "shapes"), [(120, [5]), (119, [4, 2]), (80, [3, 3]), (30, [2, 2, 2, 2])]
+    ("columns", "shapes"), [(130, [5]), (129, [4, 2]), (80, [3, 2, 2]), (30, [2, 2, 2, 2])]
 )
 def test_a_terminal_gets_blocks_that_fit_and_no_number_is_cut(
     monkeypatch, capsys, widest, columns, shapes
 ):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
     monkeypatch.setenv("COLUMNS", str(columns))
-    print_comparison("a title", widest)
+    print_counts("a title", widest)
     text = plain(capsys.readouterr().out)
     assert "…" not in text
     tables = [parse(block) for block in blocks(text)]

@@ -1,6 +1,7 @@
 """The cost of a model against the equations, for every size and variant."""
 
 import json
+import re
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -260,9 +261,12 @@ def test_the_command_prints_a_table(capsys):
     assert tools.main(["count", "model=tiny", "attention=standard"]) == 0
     out = capsys.readouterr().out
     counts = count(config("tiny", "standard"))
-    assert "standard / tiny" in out
+    assert "tiny, seq_len 256" in out
+    assert "standard\n" in out
     for key in ("total_params", "non_embedding_params", "kv_cache_bytes_per_token"):
-        assert f"{counts[key]:,}" in out
+        assert f"{counts[key]:,}\n" in out
+    for name, params in counts["by_component"].items():
+        assert not params or re.search(rf"^{name} +{params:,}$", out, re.M), name
 
 
 def test_a_wrong_choice_is_one_line_and_exit_code_2(capsys):
@@ -290,7 +294,8 @@ def test_the_command_says_what_was_matched(capsys):
         "difference_percent": pytest.approx(difference),
     }
     assert tools.main(words) == 0
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("matched"))
-    for part in (counts["total_params"], target["total_params"], counts["ffn_dim"]):
-        assert f"{part:,}" in line
-    assert f"{difference:+.3f}% against diff_v2's" in line
+    out = capsys.readouterr().out
+    assert f"matched to diff_v2: {target['total_params']:,} parameters at ffn_dim 384\n" in out
+    assert re.search(rf"^total +{counts['total_params']:,}$", out, re.M)
+    assert re.search(rf"^over target +{re.escape(f'{difference:+.3f}%')}$", out, re.M)
+    assert re.search(rf"^ffn_dim +{counts['ffn_dim']:,}$", out, re.M)

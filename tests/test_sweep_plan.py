@@ -180,20 +180,23 @@ def test_the_last_error_of_a_log(workplace: Path, said: str, expected: str) -> N
 )
 def test_a_launcher_that_cannot_be_is_refused(words: list[str], ranks: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        ClusterLauncher.of(words, ranks)
+        ClusterLauncher.of(words, ranks, "run.sweep=mine")
 
 
 def test_a_missing_launcher_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "diffllm\[slurm\]"'):
-        ClusterLauncher.of(["hydra/launcher=submitit_slurm"], 1)
+        ClusterLauncher.of(["hydra/launcher=submitit_slurm"], 1, "run.sweep=mine")
 
 
 def test_a_job_has_the_ranks_of_its_tasks() -> None:
     words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
-    cluster = ClusterLauncher.of(["hydra/launcher=submitit_slurm", *words], 1)
+    launcher = ["hydra/launcher=submitit_slurm", *words]
+    cluster = ClusterLauncher.of(launcher, 1, "run.sweep=mine")
     assert cluster
     assert cluster.world_size == 8
+    assert cluster.settings["name"] == "mine"
+    assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
 def test_the_rank_that_failed_first_is_the_reason() -> None:

@@ -1,8 +1,6 @@
 """The config of checkpoints: when they are written, and which of them stay."""
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from diffllm.bounds import bounded, check_bounds
@@ -31,41 +29,14 @@ class CheckpointConfig:
     @property
     def seconds(self) -> float | None:
         """Seconds between checkpoints; None where steps are between them."""
-        if isinstance(self.interval, int):
-            return None
-        match = DURATION.fullmatch(self.interval)
-        return float(match[1]) * SECONDS[match[2]] if match else 0.0
+        match = DURATION.fullmatch(str(self.interval))
+        return float(match[1]) * SECONDS[match[2]] if match else None
 
     def validate(self) -> None:
         """Raise ConfigError for values outside their range."""
         check_bounds("checkpoint.", self)
-        if self.seconds == 0:
+        if self.steps < 1 and not self.seconds:
             raise ConfigError(
                 f"checkpoint.interval={self.interval} must be steps, as in 100, or a time above 0, "
                 "as in 90s, 30min or 1.5h"
             )
-        if self.seconds is None and self.steps < 1:
-            raise ConfigError(f"checkpoint.interval={self.interval} must be at least 1")
-
-
-class SaveClock:
-    """Tells when an interval in time has passed.
-
-    Args:
-        seconds: between saves; None is never due.
-    """
-
-    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic):
-        self.seconds, self.now = seconds, now
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin the interval anew; every save does."""
-        self.since = self.now()
-
-    def due(self) -> bool:
-        """Whether the interval has passed; said once, then the next interval begins."""
-        if self.seconds is None or self.now() - self.since < self.seconds:
-            return False
-        self.reset()
-        return True

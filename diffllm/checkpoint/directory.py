@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 
 from diffllm.checkpoint.config import CheckpointConfig
@@ -14,8 +15,8 @@ from diffllm.files import sync
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint directory's name."""
-    return int(path.name.removeprefix("step-"))
+    """Return the step in the name of a checkpoint, complete or not."""
+    return int(path.name.removesuffix(".incomplete").rpartition("-")[2])
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -64,23 +65,18 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
 def check_whole(path: Path) -> None:
     """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
     read_manifest(path)
-    problems = verify(path)
-    if problems:
+    if problems := verify(path):
         raise CheckpointError(f"checkpoint {path} is damaged: {summary(problems)}")
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """Find a run's checkpoint, every file verified; step 0 is the newest that is whole.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Find a run's whole checkpoint, at step 0 the newest; raises CheckpointError without one."""
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
         raise CheckpointError(f"{run} has no complete checkpoint yet")
     if step not in (0, *found):
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
-    path = found.get(step) or newest_good(list(found.values()))
+    path = found[step] if step else newest_good(list(found.values()))
     assert path
     if step:
         check_whole(path)
@@ -108,13 +104,11 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that stands where the one of the same step belongs, and say so."""
-    for number in range(1, 1000):
-        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
-        if not os.path.lexists(aside):
-            path.rename(aside)
-            warn(f"{path} was in the way of a new checkpoint; it is now {aside.name}")
-            return
-    raise FileExistsError(f"{path.parent} holds too many damaged checkpoints")
+    names = chain([""], (f"-{number}" for number in count(2)))
+    places = (path.with_name(f"damaged-{path.name}{name}") for name in names)
+    aside = next(place for place in places if not os.path.lexists(place))
+    path.rename(aside)
+    warn(f"{path} was in the way of a new checkpoint; it is now {aside.name}")
 
 
 def publish(hidden: Path, final: Path) -> None:

@@ -8,13 +8,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffllm.errors import CheckpointError
+from diffllm.files import sync
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -32,15 +34,11 @@ class FileRecord:
     sha256: str
 
 
-@dataclass(frozen=True)
-class CheckpointManifest:
-    """The records of every file of a checkpoint but the manifest, by name."""
-
-    step: int
-    files: dict[str, FileRecord]
+Manifest = dict[str, FileRecord]
+"""The records of every file of a checkpoint but the manifest, by name."""
 
 
-def describe(files: Iterable[Path]) -> dict[str, FileRecord]:
+def describe(files: Iterable[Path]) -> Manifest:
     """Return the records of files as they are on disk."""
     return {file.name: FileRecord(file.stat().st_size, sha256_of(file)) for file in files}
 
@@ -51,29 +49,41 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
+def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
     """Write the manifest into the checkpoint directory `path`, synced to disk."""
-    files = {name: vars(record) for name, record in sorted(manifest.files.items())}
-    text = json.dumps({"format": FORMAT, "step": manifest.step, "files": files}, indent=1)
+    files = {name: vars(record) for name, record in sorted(manifest.items())}
+    text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
     write_durably(path / NAME, text)
 
 
 def write_durably(file: Path, text: str) -> None:
     """Write a file so that it outlives a power cut, once its directory is synced too."""
-    with open(file, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    file.write_text(text)
+    sync(file)
 
 
-def read_manifest(path: Path) -> CheckpointManifest:
+def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint directory `path`; raises CheckpointError."""
+    if not os.path.lexists(path / NAME):
+        raise CheckpointError(f"{path} is not a checkpoint: {why_missing(path)}")
+    with reading(path, NAME) as content:
+        return checked(content)
+
+
+@contextmanager
+def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Read a JSON file of the checkpoint directory `path`, for this context.
+
+    Raises:
+        CheckpointError: it cannot be read, or a ValueError said what is wrong with its content.
+    """
     try:
-        return checked(read_json(path / NAME))
+        yield read_json(path / name)
     except ValueError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: {NAME} {error}") from error
+        raise CheckpointError(f"{path} is not a checkpoint: {name} {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: {missing(path, error)}") from error
+        why = f"{name} cannot be read ({error.strerror})"
+        raise CheckpointError(f"{path} is not a checkpoint: {why}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def checked(content: dict[str, Any]) -> CheckpointManifest:
+def checked(content: dict[str, Any]) -> Manifest:
     """Build a manifest from JSON; raises ValueError unless every part is what it must be."""
     if content.get("format") != FORMAT:
         raise ValueError(f"is not of format {FORMAT}, the one this version reads")
@@ -117,20 +127,18 @@ def checked(content: dict[str, Any]) -> CheckpointManifest:
     for name in REQUIRED:
         if name not in files:
             raise ValueError(f"does not name {name}")
-    return CheckpointManifest(step, files)
+    return files
 
 
-def missing(path: Path, error: OSError) -> str:
-    """Return the reason why there is no manifest to read."""
+def why_missing(path: Path) -> str:
+    """Return the reason why a checkpoint has no manifest: perhaps it is of an earlier format."""
     try:
         old = read_json(path / "state.json").get("format")
     except (OSError, ValueError):
         old = None
     if type(old) is int and old < FORMAT:
         return f"it is of format {old}, and this version reads format {FORMAT}"
-    if isinstance(error, FileNotFoundError):
-        return f"it has no {NAME}"
-    return f"{NAME} cannot be read ({error.strerror})"
+    return f"it has no {NAME}"
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
@@ -143,38 +151,27 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{path} is not a checkpoint: ")]
-    wrong = {name: wrong_size(path / name, record) for name, record in manifest.files.items()}
-    if checksums:
-        whole = [name for name, problem in wrong.items() if problem is None]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
-            found = pool.map(lambda n: wrong_content(path / n, manifest.files[n]), whole)
-            wrong.update(zip(whole, found, strict=True))
-    return [problem for problem in wrong.values() if problem]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
+        found = pool.map(lambda name: fault(path / name, manifest[name], checksums), manifest)
+        return [problem for problem in found if problem]
 
 
-def wrong_size(file: Path, record: FileRecord) -> str | None:
-    """Return why a file cannot be the recorded one, from its size alone; None if it can."""
+def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
+    """Return why a file is not the recorded one; None if it is, as far as was looked."""
     name = shown(file.name)
     try:
         about = file.lstat()
+        if not stat.S_ISREG(about.st_mode):
+            return f"{name} is not a regular file"
+        if about.st_size != record.size:
+            return f"{name} has {about.st_size:,} bytes, not {record.size:,}"
+        if checksum and sha256_of(file) != record.sha256:
+            return f"{name} has another checksum"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    if not stat.S_ISREG(about.st_mode):
-        return f"{name} is not a regular file"
-    if about.st_size != record.size:
-        return f"{name} has {about.st_size:,} bytes, not {record.size:,}"
     return None
-
-
-def wrong_content(file: Path, record: FileRecord) -> str | None:
-    """Return why a file is not the recorded one, from its checksum; None if it is."""
-    try:
-        right = sha256_of(file) == record.sha256
-    except OSError as error:
-        return f"{shown(file.name)} cannot be read ({error.strerror})"
-    return None if right else f"{shown(file.name)} has another checksum"
 
 
 def shown(text: object) -> str:

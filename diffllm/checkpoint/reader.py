@@ -22,14 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from diffllm.checkpoint.manifest import (
-    FORMAT,
-    CheckpointManifest,
-    read_json,
-    read_manifest,
-    shown,
-    verify,
-)
+from diffllm.checkpoint.manifest import FORMAT, Manifest, read_manifest, reading, shown, verify
 from diffllm.errors import CheckpointError
 
 RECORDS = {
@@ -67,38 +60,36 @@ class TensorReader(FileSystemReader):
     """The error from reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: a file is not the one in the manifest, as far as sizes tell.
-            UnpicklingError: the index holds anything but records of tensors.
-        """
+        """Read the index; raises as `read_index` does."""
         try:
             metadata = read_index(Path(self.path))
         except Exception as error:
             self.refused = error
             raise
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 def read_index(path: Path) -> Metadata:
-    """Read DCP's index of a checkpoint; raises as `TensorReader.read_metadata` does."""
-    problems = verify(path, checksums=False)
-    if problems:
+    """Read DCP's index of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is not the one in the manifest, as far as sizes tell.
+        UnpicklingError: the index holds anything but records of tensors.
+    """
+    if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
     data = (path / ".metadata").read_bytes()
-    if hashlib.sha256(data).hexdigest() != manifest.files[".metadata"].sha256:
+    if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
         raise CheckpointError(".metadata has another checksum")
     metadata = RecordUnpickler(io.BytesIO(data)).load()
     check_index(metadata, manifest)
     return metadata
 
 
-def check_index(metadata: Any, manifest: CheckpointManifest) -> None:
+def check_index(metadata: Any, manifest: Manifest) -> None:
     """Raise UnpicklingError unless an index names tensors in files of the manifest only."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("the index is not one of DCP's")
@@ -106,7 +97,7 @@ def check_index(metadata: Any, manifest: CheckpointManifest) -> None:
         if not isinstance(entry, TensorStorageMetadata):
             raise pickle.UnpicklingError(f"entry {shown(name)} is not a tensor")
     for place in metadata.storage_data.values():
-        if not isinstance(place, _StorageInfo) or place.relative_path not in manifest.files:
+        if not isinstance(place, _StorageInfo) or place.relative_path not in manifest:
             raise pickle.UnpicklingError("the index points to what is no file of the checkpoint")
         if place.transform_descriptors:
             raise pickle.UnpicklingError("the index asks for tensors to be transformed")
@@ -143,20 +134,14 @@ def reason(error: BaseException) -> str:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read the JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
-    try:
-        state = read_json(path / "state.json")
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: state.json {error}") from error
-    except OSError as error:
-        why = f"state.json: {error.strerror}"
-        raise CheckpointError(f"{path} is not a checkpoint: {why}") from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
     parts = {"step": int, "ranks": int, "parameters": dict, "loop": dict}
-    for name, kind in parts.items():
-        if type(state.get(name)) is not kind:
-            raise CheckpointError(f"{path} is not a checkpoint: state.json has no {name}")
-    return state
+    with reading(path, "state.json") as state:
+        if state.get("format") != FORMAT:
+            raise ValueError(f"is not of format {FORMAT}, the one this version reads")
+        for name, kind in parts.items():
+            if type(state.get(name)) is not kind:
+                raise ValueError(f"has no {name}")
+        return state
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
@@ -182,15 +167,9 @@ def plain(value: Any, depth: int = 8) -> bool:
 
 
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the checkpoint holds just these parameters and shapes.
-
-    Args:
-        state: what `read_state` gave for the checkpoint `path`.
-    """
+    """Raise CheckpointError unless a checkpoint's state names just these parameters and shapes."""
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}
-    if saved == here:
-        return
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             raise CheckpointError(

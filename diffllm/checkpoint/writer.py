@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from diffllm.checkpoint.config import CheckpointConfig, SaveClock
+from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.checkpoint.directory import (
     delete,
     hidden_path,
@@ -28,22 +29,14 @@ from diffllm.checkpoint.directory import (
     step_of,
     warn,
 )
-from diffllm.checkpoint.manifest import (
-    FORMAT,
-    CheckpointManifest,
-    FileRecord,
-    describe,
-    write_durably,
-    write_manifest,
-)
+from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durably, write_manifest
 from diffllm.checkpoint.reader import reason
 from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.torch_versions import Stager
 
-T = TypeVar("T")
-Part = tuple[dict[str, FileRecord], str | None]
-"""The files that a rank wrote, and the reason why it could not write them or None."""
+Part = Manifest | str
+"""The files that a rank wrote, or the reason why it could not write them."""
 
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
@@ -83,7 +76,7 @@ class Checkpointer:
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
         self.directory, self.cfg = directory, cfg
         self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
-        self.clock = SaveClock(cfg.seconds)
+        self.since = monotonic()
         # Collectives in the background must not meet the training's on one group.
         self.group = dist.new_group(backend="gloo")
         in_background(self.group)
@@ -116,7 +109,7 @@ class Checkpointer:
             CheckpointError: the save is final and there is not enough space.
         """
         self.wait()
-        self.clock.reset()
+        self.since = monotonic()
         text = json.dumps({"format": FORMAT, "step": step, **state})
         hidden = hidden_path(self.directory, step)
         refused = self._decided_by_rank_0(lambda: make_room(hidden, tensors, len(text)))
@@ -127,8 +120,15 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Whether a save is due by rank 0's clock, which counts for all; never on other ranks."""
-        return self.rank == 0 and self.clock.due()
+        """Whether the interval in time has passed; never on other ranks than 0.
+
+        It is said once; with that, and with every save, the next interval begins.
+        """
+        interval = self.cfg.seconds
+        if self.rank > 0 or interval is None or monotonic() - self.since < interval:
+            return False
+        self.since = monotonic()
+        return True
 
     def wait(self) -> None:
         """Wait until no save is under way.
@@ -165,30 +165,28 @@ class Checkpointer:
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
         """Write, agree, publish: on a thread of its own, on every rank."""
-        files: dict[str, FileRecord] = {}
-        why: str | None = None
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
-            files = describe(hidden.glob(f"__{self.rank}_*.distcp"))
+            part: Part = describe(hidden.glob(f"__{self.rank}_*.distcp"))
         except (Exception, CheckpointException) as error:
-            why = reason(error)
+            part = reason(error)
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (files, why), group=self.group)
+        dist.all_gather_object(parts, part, group=self.group)
         failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, text))
         if failure:
             self._failed(step, failure, final)
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
         """On rank 0, write the manifest, publish, delete old checkpoints; return any failure."""
-        final = path_of(self.directory, step)
+        final, files = path_of(self.directory, step), Manifest()
         try:
-            for why in filter(None, (why for _, why in parts)):
-                raise CheckpointError(why)
-            write_durably(hidden / "state.json", text)
-            files = describe(hidden / name for name in (".metadata", "state.json"))
-            for part, _ in parts:
+            for part in parts:
+                if isinstance(part, str):
+                    raise CheckpointError(part)
                 files |= part
-            write_manifest(hidden, CheckpointManifest(step, files))
+            write_durably(hidden / "state.json", text)
+            files |= describe(hidden / name for name in (".metadata", "state.json"))
+            write_manifest(hidden, step, files)
             publish(hidden, final)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -199,11 +197,11 @@ class Checkpointer:
             delete(old)
         return None
 
-    def _decided_by_rank_0(self, choose: Callable[[], T]) -> T:
+    def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
         """Return on every rank what `choose` returns on rank 0."""
         decision = [choose() if self.rank == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self.group)
-        return decision[0]  # type: ignore[return-value]
+        return decision[0]
 
     def _failed(self, step: int, why: str, final: bool) -> None:
         """Warn once for all ranks; raise CheckpointError if the save was final."""
@@ -222,11 +220,7 @@ class Checkpointer:
 
 
 def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-    """On rank 0, make an empty hidden directory; return the reason if it cannot.
-
-    Args:
-        extra: bytes besides the tensors.
-    """
+    """Make an empty hidden directory, with room for tensors and `extra` bytes, or say why not."""
     try:
         if hidden.exists():
             remove(hidden)

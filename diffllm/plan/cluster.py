@@ -47,11 +47,7 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The GPU's numbers: the user's where stated, else the table's.
-
-        Raises:
-            ConfigError: it is unknown.
-        """
+        """The GPU's numbers, the user's where stated; raises ConfigError if one is unknown."""
         known = device_called(self.gpu)
         peak = self.peak_flops or (known and known.peak_flops)
         memory = self.memory_gib or (known and known.memory_gib)

@@ -7,7 +7,7 @@ ready-made kernels read or write, and those of reductions. All others are fused 
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,7 +51,13 @@ def compiling() -> Iterator[None]:
     """Make torch.compile, in this context, build functions for tensors without data."""
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        return acted_out(graph.graph)
+        in_memory = written(graph.graph)
+
+        def run(args: list[Any]) -> Any:
+            return ActedOut(graph, in_memory).boxed_run(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
+        return run
 
     backend = aot_autograd(
         fw_compiler=compiler,
@@ -68,35 +74,28 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def acted_out(graph: fx.Graph) -> Callable[[list[Any]], Any]:
-    """Return a function with the graph's inputs and outputs that holds memory as it would."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    constants = {node: node for node in graph.nodes if node.op == "get_attr"}
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    in_memory = written(graph)
-    steps = [node for node in graph.nodes if node in in_memory]
-    dropped = last_readers(graph, steps)
+class ActedOut(fx.Interpreter):
+    """A run of a graph that computes nothing: every value is the memory that it takes.
 
-    def run(args: list[Any]) -> Any:
-        values: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
-        args.clear()
-        for node in constants:
-            values[node] = getattr(graph.owning_module, node.target)
-        for node in steps:
-            if fuses(node):  # such a kernel writes where it read, if it can
-                drop(values, dropped.get(node, ()))
-            values[node] = result(node)
-            drop(values, dropped.get(node, ()))
-        returned = output.args[0]
-        return tree_map(lambda n: value_of(n, values) if isinstance(n, fx.Node) else n, returned)
+    A result that is fused into its readers takes none; its value is what they read in its place.
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
-    return run
+    Args:
+        in_memory: the nodes whose results are in memory of their own.
+    """
 
+    def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):
+        super().__init__(graph)
+        self.in_memory = in_memory
 
-def drop(values: dict[fx.Node, Any], nodes: Any) -> None:
-    for node in nodes:
-        values.pop(node, None)
+    def run_node(self, n: fx.Node) -> Any:
+        whole = source(n)
+        if whole.op == "call_function" and whole not in self.in_memory:
+            return [self.env[read] for read in n.all_input_nodes]
+        if n.op != "call_function" or is_view(n):
+            return super().run_node(n)
+        if fuses(n):  # such a kernel writes where it read, if it can
+            self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))
+        return result(n)
 
 
 def result(node: fx.Node) -> Any:
@@ -117,53 +116,16 @@ def memory_for(like: Any) -> Any:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def value_of(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return the result of a node that is in memory, or is a view of one that is."""
-    if node in values:
-        return values[node]
-    parent = node.all_input_nodes[0]
-    value = value_of(parent, values)
-    if node.target is operator.getitem:
-        return value[node.args[1]]
-    base = parent.meta["val"]
-
-    def view(like: Tensor) -> Tensor:
-        offset = value.storage_offset() + like.storage_offset() - base.storage_offset()
-        return value.as_strided(like.shape, like.stride(), offset)
-
-    return tree_map(view, node.meta["val"])
-
-
 def written(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose results are in memory of their own."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "output" or is_kernel(node):
+        kernel = node.op == "call_function" and not fuses(node)  # takes and gives whole tensors
+        if kernel or node.op == "output":
             found.update(source(n) for n in node.all_input_nodes)
-        if is_kernel(node) or is_reduction(node):
+        if kernel or torch.Tag.reduction in tags(node):
             found.add(node)
     return {node for node in found if node.op == "call_function"}
-
-
-def last_readers(graph: fx.Graph, steps: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return by step the nodes, inputs of the graph among them, that nothing reads after it."""
-    needed = {
-        source(n) for node in graph.nodes if node.op == "output" for n in node.all_input_nodes
-    }
-    reads: dict[fx.Node, set[fx.Node]] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    there = set(steps)
-    for node in graph.nodes:
-        reads[node] = set()
-        for n in map(source, node.all_input_nodes):
-            reads[node] |= {n} if n in there or n.op != "call_function" else reads[n]
-        if node in there:
-            last.update(dict.fromkeys((*reads[node], node), node))
-    dropped: dict[fx.Node, list[fx.Node]] = {}
-    for node, reader in last.items():
-        if node not in needed:
-            dropped.setdefault(reader, []).append(node)
-    return dropped
 
 
 def source(node: fx.Node) -> fx.Node:
@@ -177,21 +139,12 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
 
 
-def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
-    return tag in getattr(node.target, "tags", ())
-
-
-def is_reduction(node: fx.Node) -> bool:
-    return has_tag(node, torch.Tag.reduction)
+def tags(node: fx.Node) -> Collection[torch.Tag]:
+    return getattr(node.target, "tags", ())
 
 
 def fuses(node: fx.Node) -> bool:
     """Whether the compiler's own kernels compute it, and read its inputs wherever they are."""
     packet = getattr(node.target, "overloadpacket", None)
-    tagged = has_tag(node, torch.Tag.pointwise) or is_reduction(node)
+    tagged = torch.Tag.pointwise in tags(node) or torch.Tag.reduction in tags(node)
     return is_view(node) or tagged or packet in FUSED_TOO
-
-
-def is_kernel(node: fx.Node) -> bool:
-    """Whether it is computed by a kernel that takes and gives whole tensors."""
-    return node.op == "call_function" and not fuses(node)

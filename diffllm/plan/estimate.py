@@ -36,7 +36,7 @@ class Assumption(NamedTuple):
     key: str
     value: Any
     why: str
-    given: bool
+    given: bool = False
     """True if the user stated it."""
 
 
@@ -50,6 +50,8 @@ class Plan:
     steps: dict[bool, Step]
     """The simulated step by activation checkpointing; the configured policy first."""
     assumptions: list[Assumption]
+    words: tuple[str, ...] = ()
+    """The words that changed another plan to this one."""
 
     @property
     def step(self) -> Step:
@@ -108,26 +110,22 @@ class Plan:
 
     @property
     def flows(self) -> list[Flow]:
-        return flows(self.step.calls, self.cluster)
+        """The step's collectives, grouped by kind and ranks, the longest group first."""
+        groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
+        for call in self.step.calls:
+            near = self.cluster.fewest_in_a_node(call.ranks)
+            groups[call.kind, len(call.ranks), near].append(call)
+        found = []
+        for (kind, ranks, near), members in groups.items():
+            sent = sum(kind.on_the_wire(call.size, ranks) for call in members)
+            seconds = sum(map(self.cluster.seconds, members))
+            found.append(Flow(kind, ranks, near, len(members), sent, seconds))
+        return sorted(found, key=lambda flow: -flow.seconds)
 
     @property
     def communication_seconds(self) -> float:
         """Seconds that a step communicates, if one collective runs after the other."""
         return sum(flow.seconds for flow in self.flows)
-
-
-def flows(calls: list[Call], cluster: Cluster) -> list[Flow]:
-    """Group collectives by kind and ranks, the longest group first."""
-    groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
-    for call in calls:
-        near = cluster.fewest_in_a_node(call.ranks)
-        groups[call.kind, len(call.ranks), near].append(call)
-    found = []
-    for (kind, ranks, near), members in groups.items():
-        sent = sum(kind.on_the_wire(call.size, ranks) for call in members)
-        seconds = sum(map(cluster.seconds, members))
-        found.append(Flow(kind, ranks, near, len(members), sent, seconds))
-    return sorted(found, key=lambda flow: -flow.seconds)
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
@@ -140,22 +138,18 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
     Raises:
         ConfigError: a key or value is wrong, or the cluster cannot run the config.
     """
-    _ = cluster.device
     cfg, assumed = planned_config(cluster, overrides)
     policies = (cfg.activation_checkpointing, not cfg.activation_checkpointing)
+    taken = assumptions(cfg, cluster, given)
     steps = {
         policy: simulate(replace(cfg, activation_checkpointing=policy), cluster.gpus, cluster.rank)
         for policy in policies
     }
-    return Plan(cfg, overrides, cluster, steps, [*assumptions(cfg, cluster, given), *assumed])
+    return Plan(cfg, overrides, cluster, steps, [*taken, *assumed])
 
 
 def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Plan:
-    """Plan with other words on the command line; the step is simulated unless it is given.
-
-    Raises:
-        ConfigError: the config or the cluster cannot be changed like that.
-    """
+    """Plan with other words, simulated unless `step` is given; raises ConfigError as `plan`."""
     gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
     cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
     added = [word for word in words if not word.startswith("gpus=")]
@@ -163,11 +157,11 @@ def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Pla
     overrides = [*(word for word in made.overrides if key_of(word) not in keys), *added]
     cfg, assumed = planned_config(cluster, overrides)
     step = step or simulate(cfg, cluster.gpus, cluster.rank)
-    return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed)
+    return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)
 
 
 def key_of(word: str) -> str:
-    """The key that an override sets."""
+    """Return the key that an override sets."""
     return word.partition("=")[0].lstrip("+~")
 
 
@@ -191,10 +185,8 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
         batch = micro * cluster.gpus
         cfg = replace(cfg, micro_batch_size=micro, global_batch_size=batch)
         if "micro_batch_size" not in keys:
-            assumed.append(Assumption("micro_batch_size", micro, "sequences a rank", False))
-        assumed.append(
-            Assumption("global_batch_size", batch, "one micro-batch a rank and step", False)
-        )
+            assumed.append(Assumption("micro_batch_size", micro, "sequences a rank"))
+        assumed.append(Assumption("global_batch_size", batch, "one micro-batch a rank and step"))
     cfg.check_world(cluster.gpus)
     return cfg, assumed
 
@@ -206,19 +198,16 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
         "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name}, data sheet"),
         "memory_gib": (device.memory_gib, f"GiB that {device.name} has"),
     }
-    names = ["mfu", "reserve_gib", "nvlink_gbs", "network_gbs", "gpus_per_node", *values]
-    if "gpus" not in given:
-        names.insert(0, "gpus")
-    if "gpu" not in given:
-        names.insert(0, "gpu")
+    names = [name for name in ("gpu", "gpus") if name not in given]
+    names += ["mfu", "reserve_gib", "nvlink_gbs", "network_gbs", "gpus_per_node", *values]
     found = []
     for name in names:
         value, why = values.get(name, (getattr(cluster, name), OWN_KEYS[name].metadata["help"]))
         found.append(Assumption(name, value, why, name in given))
     if cfg.precision is Precision.auto:
-        found.append(Assumption("precision", "bf16", "what auto chooses on a GPU", False))
+        found.append(Assumption("precision", "bf16", "what auto chooses on a GPU"))
     if cfg.compile is None:
-        found.append(Assumption("compile", True, "what null chooses on a GPU", False))
+        found.append(Assumption("compile", True, "what null chooses on a GPU"))
     return found
 
 

@@ -4,8 +4,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -30,15 +31,13 @@ class Kind(Enum):
     """Everything else that exists before the first step: tables, windows."""
 
 
+@dataclass(eq=False, slots=True)
 class MemoryBlock:
     """One storage; `kind` is None until its purpose is known."""
 
-    __slots__ = ("born", "kind", "ref", "size")
-
-    def __init__(self, size: int, born: int):
-        self.size, self.born = size, born
-        self.kind: Kind | None = None
-        self.ref: weakref.ref | None = None
+    size: int
+    born: int
+    kind: Kind | None = None
 
 
 class Peak(NamedTuple):
@@ -58,7 +57,8 @@ class Memory:
     def __init__(self) -> None:
         self.live: dict[int, MemoryBlock] = {}
         self.events: list[tuple[MemoryBlock, int]] = []
-        self.fused = False
+        self.pretended = False
+        """True while new storages have no memory behind them."""
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Memory:
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def found_out(*args: Any, **kwargs: Any) -> Any:
-            with self.without_memory():
+            with patch.object(self, "pretended", True):
                 return shapes(*args, **kwargs)
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:
@@ -85,28 +85,19 @@ class Memory:
         ):
             yield
 
-    @contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """Count no new storages in this context: results that a fused kernel keeps to itself."""
-        before, self.fused = self.fused, True
-        try:
-            yield
-        finally:
-            self.fused = before
-
     def block(self, tensor: Tensor) -> MemoryBlock:
         """Return the block that a tensor lies in, new or known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
             return self.live[key]
-        block = MemoryBlock(0 if self.fused else storage.nbytes(), len(self.events))
-        block.ref = weakref.ref(storage, partial(self._freed, key))
+        block = MemoryBlock(0 if self.pretended else storage.nbytes(), len(self.events))
+        weakref.finalize(storage, self._freed, key).atexit = False
         self.live[key] = block
         self.events.append((block, block.size))
         return block
 
-    def _freed(self, key: int, _: weakref.ref) -> None:
+    def _freed(self, key: int) -> None:
         block = self.live.pop(key)
         self.events.append((block, -block.size))
 
@@ -134,15 +125,11 @@ class Memory:
         """Return this moment, for `peak` and `label_since`."""
         return len(self.events)
 
-    def peak(self, start: int, end: int) -> Peak:
-        """Return the highest point between two moments."""
-        total = highest = sum(change for _, change in self.events[:start])
-        at = start
-        for i in range(start, end):
-            total += self.events[i][1]
-            if total > highest:
-                highest, at = total, i + 1
+    def peak(self, start: int) -> Peak:
+        """Return the highest point since `start`."""
+        totals = list(accumulate((change for _, change in self.events), initial=0))
+        at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()
         for block, change in self.events[:at]:
             by_kind[block.kind or Kind.working] += change
-        return Peak(highest, {kind: by_kind[kind] for kind in Kind}, at)
+        return Peak(totals[at], {kind: by_kind[kind] for kind in Kind}, at)

@@ -32,11 +32,11 @@ class Observer(TorchDispatchMode):
         for tensor in tensors_in(out):
             if tensor.device.type != "meta":
                 self.memory.block(tensor)
-        call = call_of(func, args, out)
-        if call is not None:
+        moves = getattr(func, "namespace", None) == "fsdp"
+        if call := call_of(func, args, out):
             self.calls.append(call)
-        exchange = call is not None and call.kind is Collective.all_to_all
-        if (call is not None and not exchange) or getattr(func, "namespace", None) == "fsdp":
+            moves = call.kind is not Collective.all_to_all
+        if moves:
             for tensor in tensors_in((args, kwargs, out)):
                 self.memory.suggest(tensor, Kind.communication)
         return out

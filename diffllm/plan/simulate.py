@@ -72,9 +72,8 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
     All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
     """
-    fused = (Backend.flash, Backend.flex)
     attention = cfg.model.attention.settled(cfg.model, torch.device("cuda"))
-    if attention.backend in fused:
+    if attention.backend in (Backend.flash, Backend.flex):
         attention = replace(attention, backend=Backend.sdpa)
     chunk = loss_chunk(cfg.model.loss_chunk, torch.device("cuda")).value
     return replace(
@@ -86,11 +85,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """Simulate the step of `rank` among `world_size`.
-
-    Raises:
-        ConfigError: `world_size` ranks cannot run `cfg`.
-    """
+    """Simulate the step of a rank; raises ConfigError where `world_size` ranks cannot run `cfg`."""
     cfg.check_world(world_size)
     micro, count = cfg.micro_batches(world_size)
     shortened = micro * world_size * min(count, SIMULATED)
@@ -99,11 +94,7 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     gc.collect()
     with fake_world(rank, world_size), compiling(), gpu_kernels():
         sharded = sharded_model(cfg, CPU, balanced_splits)
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            observer.memory.patched(),
-            observer,
-        ):
+        with FakeTensorMode(allow_non_fake_inputs=True), observer.memory.patched(), observer:
             t = allocated(cfg, CPU, *sharded)
             return Watched(t, observer).step(count)
 
@@ -131,7 +122,7 @@ class Watched:
         """Observe one step, of which `count` micro-batches are to be reported."""
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
-        peak = self.memory.peak(start, self.memory.now())
+        peak = self.memory.peak(start)
         parts = [part for event, _, part in self.parts if event <= peak.event]
         model = self.t.model
         return Step(

@@ -1,8 +1,8 @@
 """The search for the nearest change with which a run fits."""
 
-from enum import Enum, auto
-from itertools import combinations, product
-from typing import NamedTuple
+from collections.abc import Iterable
+from functools import cache, partial
+from itertools import chain, combinations, product
 
 from diffllm.distributed.mesh import Reduce
 from diffllm.errors import ConfigError
@@ -15,40 +15,22 @@ Words = tuple[str, ...]
 """The words that a change puts on the command line, in place of words with the same keys."""
 
 
-class Change(NamedTuple):
-    """A plan that fits, and the words that lead to it."""
-
-    words: Words
-    plan: Plan
-
-
-class Miss(Enum):
-    """The reason why a change does not help."""
-
-    too_big = auto()
-    invalid = auto()
-    """No such number of ranks can have this batch or mesh."""
-
-
-def nearest_change(plan: Plan) -> Change | None:
-    """Return the fewest changes with which `plan` fits; None if none that is tried does.
+def nearest_change(plan: Plan) -> Plan | None:
+    """Return `plan` with the fewest changes with which it fits; None if none that is tried does.
 
     Of as many changes, smaller micro-batches come before gradients that are reduced after each of
     them, before checkpointing, before more shards out of replicas, before more GPUs; of one, what
     changes least. All are simulated, none is guessed.
     """
-    search = Search(plan)
+    outcome_of = cache(partial(outcome, plan))
     kinds = options(plan)
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
+            tried = [merged(values) for values in product(*chosen)]
             # Valid values with the smallest micro-batch are the farthest of all that are valid.
-            found = map(search.outcome, reversed(list(product(*chosen))))
-            farthest = next((each for each in found if each is not Miss.invalid), Miss.invalid)
-            if isinstance(farthest, Miss):
-                continue
-            for values in product(*chosen):
-                if isinstance(change := search.outcome(values), Change):
-                    return change
+            farthest = next(filter(None, map(outcome_of, reversed(tried))), None)
+            if farthest and farthest.fits:
+                return next(made for made in map(outcome_of, tried) if made and made.fits)
     return None
 
 
@@ -78,32 +60,27 @@ def more_gpus(plan: Plan, times: int) -> Words:
     return *words, f"parallel.shard={shard}"
 
 
-class Search:
-    """The changes of one plan, each simulated once."""
+def merged(values: Iterable[Words]) -> Words:
+    """Join the words of several changes; of words with one key, the first counts."""
+    by_key: dict[str, str] = {}
+    for word in chain.from_iterable(values):
+        by_key.setdefault(key_of(word), word)
+    return tuple(by_key.values())
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.seen: dict[Words, Change | Miss] = {}
 
-    def outcome(self, values: tuple[Words, ...]) -> Change | Miss:
-        """Simulate the words of all `values`; of words with one key, the first counts."""
-        by_key: dict[str, str] = {}
-        for word in (word for value in values for word in value):
-            by_key.setdefault(key_of(word), word)
-        words = tuple(by_key.values())
-        if words not in self.seen:
-            self.seen[words] = self.simulated(words)
-        return self.seen[words]
+def outcome(plan: Plan, words: Words) -> Plan | None:
+    """Plan with other words; None if no such number of ranks can have this batch or mesh.
 
-    def simulated(self, words: Words) -> Change | Miss:
-        plan, step = self.plan, self.plan.step
-        state = step.parameters + step.gradients + step.optimizer
-        spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
-        if not spreads and state > plan.memory - plan.reserve:
-            return Miss.too_big
-        known = plan.steps[True] if words == ("activation_checkpointing=true",) else None
-        try:
-            other = changed(plan, words, known)
-        except ConfigError:
-            return Miss.invalid
-        return Change(words, other) if other.fits else Miss.too_big
+    Where the state of a rank is too big and stays as it is, nothing is simulated: `plan` fits as
+    little.
+    """
+    step = plan.step
+    state = step.parameters + step.gradients + step.optimizer
+    spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
+    if not spreads and state > plan.memory - plan.reserve:
+        return plan
+    known = plan.steps[True] if words == ("activation_checkpointing=true",) else None
+    try:
+        return changed(plan, words, known)
+    except ConfigError:
+        return None

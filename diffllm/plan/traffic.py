@@ -30,7 +30,6 @@ class Collective(Enum):
 
 
 SILENT = ("barrier", "waittensor", "wraptensorautograd")
-NAMES = {kind.value.replace("-", ""): kind for kind in Collective}
 
 
 class Call(NamedTuple):
@@ -51,10 +50,10 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
     name = func._schema.name.partition("::")[2].replace("_", "")
-    kind = next((kind for key, kind in NAMES.items() if key in name), None)
+    if name in SILENT:
+        return None
+    kind = next((kind for kind in Collective if kind.value.replace("-", "") in name), None)
     if kind is None:
-        if name in SILENT:
-            return None
         raise NotImplementedError(f"what {func} sends cannot be counted")
     size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
     ranks = tuple(sorted(dist.get_process_group_ranks(group_of(args))))

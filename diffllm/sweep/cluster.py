@@ -22,14 +22,11 @@ import diffllm
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
-from diffllm.sweep.job import Ending, Job
-from diffllm.sweep.local import Stops
+from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.task import ClusterTask
 
 LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
-CHECK_S = 30
-"""Seconds between questions to the scheduler, which alone knows of jobs that were killed."""
 
 
 @dataclass
@@ -41,12 +38,15 @@ class ClusterLauncher:
     words: list[str]
     """The overrides hydra/launcher=... and hydra.launcher.*."""
 
-    @classmethod
-    def of(cls, words: list[str], ranks: int) -> "ClusterLauncher | None":
-        """Read the cluster that the launcher's words ask for; None for Hydra's own launcher.
+    settings: dict[str, Any]
+    """The launcher's keys, composed."""
 
-        Raises:
-            ConfigError: no such launcher, a key it does not have, or no submitit.
+    @classmethod
+    def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
+        """Read the cluster that the words ask for, None for Hydra's own; raises ConfigError.
+
+        Args:
+            sweep: the override that names the sweep, and so its jobs.
         """
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
@@ -65,76 +65,60 @@ class ClusterLauncher:
                 f"hydra/launcher={name} starts the processes of each run itself: start the sweep "
                 "without torchrun, with hydra.launcher.tasks_per_node"
             )
-        cluster = cls(LAUNCHERS[name], words)
-        cluster.settings("check")
-        return cluster
-
-    def settings(self, sweep: str) -> dict[str, Any]:
-        """Compose the launcher's keys."""
-        words = [*self.words, f"run.sweep={sweep}", f"hydra.job.name={sweep}"]
         with hydra():
             try:
-                cfg = compose("train", overrides=words, return_hydra_config=True)
-                settings = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
+                overrides = [*words, sweep, "hydra.job.name=${run.sweep}"]
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
+                settings: Any = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
             except (HydraException, OmegaConfBaseException) as error:
-                raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
-        assert isinstance(settings, dict)
-        return {str(key): value for key, value in settings.items() if key != "_target_"}
+                raise ConfigError(f"{' '.join(words)}: {one_line(error)}") from error
+        del settings["_target_"]
+        return cls(LAUNCHERS[name], words, settings)
 
     @property
     def world_size(self) -> int:
         """Number of ranks of a run."""
-        settings = self.settings("check")
-        return settings["nodes"] * settings["tasks_per_node"]
+        return self.settings["nodes"] * self.settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
-        """Submit what is neither finished nor in the queue already, and wait for all of it.
+        """Submit the jobs that are not in the queue already, and wait for all of them.
 
-        A signal stops jobs on this machine, and leaves those of a cluster in its queue.
+        Submitit asks the scheduler, at least once a minute, about jobs that left no result. A
+        signal stops jobs on this machine, and leaves those of a cluster in its queue.
 
         Returns:
             The signal that stopped the sweep or 0, and how each job ended by name.
         """
         with Stops() as stops:
-            for job in jobs:
-                if job.finished:
-                    print(f"{job.path} is finished: {job.steps} steps")
-            waiting = self.submit([job for job in jobs if not job.finished], directory)
+            handles = self.submit(jobs, directory)
             endings: dict[str, Ending] = {}
-            checked = time.monotonic()
-            while len(endings) < len(waiting) and not (stops.received and self.kind == "slurm"):
+            while len(endings) < len(jobs) and not (stops.received and self.kind == "slurm"):
                 time.sleep(0.2)
-                if stops.received and self.kind == "local":
-                    for submitted in waiting.values():
-                        submitted.cancel()
-                ask = time.monotonic() > checked + CHECK_S
-                checked = time.monotonic() if ask else checked
-                for job in jobs:
-                    if job.name in endings or job.name not in waiting:
-                        continue
-                    if waiting[job.name].done(force_check=ask):
-                        endings[job.name] = ending = self.ending(job, waiting[job.name])
+                for job in (job for job in jobs if job.name not in endings):
+                    handle = handles[job.name]
+                    if stops.received and self.kind == "local":
+                        handle.cancel()
+                    if handle.done():
+                        endings[job.name] = ending = self.ending(job, handle)
                         print(f"run {job.number} of {job.total}: {job.name} {ending.state}")
-                    ask = False  # one question answers for all jobs
-        for name in waiting.keys() - endings.keys():
-            endings[name] = Ending("stays", f"in the queue as {waiting[name].job_id}", time.time())
+        for name in handles.keys() - endings.keys():
+            endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}")
         return stops.received, endings
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
         """Submit new jobs as one job array; return submitit's handles by the runs' names."""
         import submitit
 
-        settings = self.settings(directory.path.name)
-        folder = str(Path(settings.pop("submitit_folder")).absolute())
-        tasks = settings["nodes"] * settings["tasks_per_node"]
-        handles = {}
+        folder = str(Path(self.settings["submitit_folder"]).absolute())
+        tasks = range(self.world_size)
+        handles: dict[str, Any] = {}
         for job in jobs:
             job_id = directory.record["jobs"].get(job.name)
             if job_id and self.kind == "slurm" and in_queue(job_id):
-                handles[job.name] = slurm_job(folder, job_id, tasks)
+                handles[job.name] = submitit.SlurmJob(folder, job_id, tasks=tasks)
         new = [job for job in jobs if job.name not in handles]
         if new:
-            executor = self.executor(folder, settings)
+            executor = self.executor(folder)
             try:
                 submitted = executor.map_array(ClusterTask(), new)
             except submitit.core.utils.FailedJobError as error:
@@ -149,12 +133,8 @@ class ClusterLauncher:
             print(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
         return handles
 
-    def executor(self, folder: str, settings: dict[str, Any]) -> Any:
-        """Build submitit's executor, with the launcher's keys under its names.
-
-        Raises:
-            ConfigError: there is no such cluster here, or it refuses the keys.
-        """
+    def executor(self, folder: str) -> Any:
+        """Build submitit's executor; raises ConfigError if there is no such cluster or key."""
         import submitit
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
@@ -163,14 +143,14 @@ class ClusterLauncher:
             [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         common = {*OmegaConf.structured(BaseQueueConf)}
-        retries = {"slurm_max_num_timeout": settings.pop("max_num_timeout", None)}
+        settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
+        retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}
         if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
             retries = {}  # submitit's: the plugin's 0 is for code that does not resume
+        del settings["submitit_folder"]
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
-            executor.update_parameters(
-                **{k if k in common else f"slurm_{k}": v for k, v in settings.items()}
-            )
+            executor.update_parameters(**settings)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
         return executor
@@ -183,8 +163,8 @@ class ClusterLauncher:
             return first_failed(handle.results())
         except submitit.core.utils.UncompletedJobError as error:
             if job.has_summary:
-                return Ending("finished", "", time.time())
-            return Ending("failed", f"{why(error)}, {job.progress()}", time.time())
+                return Ending("finished")
+            return Ending("failed", f"{why(error)}, {job.progress()}")
 
 
 def first_failed(endings: list[Ending]) -> Ending:
@@ -217,10 +197,3 @@ def in_queue(job_id: str) -> bool:
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise ConfigError(f"squeue does not answer: {' '.join(answer.stderr.split())}")
     return bool(answer.stdout.strip())
-
-
-def slurm_job(folder: str, job_id: str, tasks: int) -> Any:
-    """Return submitit's handle on a job that an earlier sweep process submitted."""
-    import submitit
-
-    return submitit.SlurmJob(folder, job_id, tasks=list(range(tasks)))

@@ -6,11 +6,10 @@ from typing import Any
 
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.sweep.cluster import ClusterLauncher
-from diffllm.sweep.job import Job
-from diffllm.sweep.local import run_here
+from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import SweepDirectory, plan_sweep
-from diffllm.sweep.report import report, write_comparison
+from diffllm.sweep.report import announce, report, write_comparison
 
 
 def sweep(words: list[str], script: str) -> int:
@@ -33,37 +32,45 @@ def sweep(words: list[str], script: str) -> int:
     world = join(DistributedConfig())
     if world.size > 1:  # the runs meet through the store that this process met through
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    directory: SweepDirectory | None = None
-    cluster: ClusterLauncher | None = None
+    chosen: list[tuple[SweepDirectory, ClusterLauncher | None]] = []
 
     def choose() -> list[dict[str, Any]]:
         """Plan the sweep, on rank 0: every run with its overrides."""
-        nonlocal directory, cluster
         own, launcher = parse([*experiment_words(words), *words])
-        if not any(o.get_key_element() == "run.sweep" for o in own):
-            own += parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
-        cluster = ClusterLauncher.of(launcher, world.size)
+        name = [o for o in own if o.get_key_element() == "run.sweep"]
+        if not name:
+            name = parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
+            own += name
+        cluster = ClusterLauncher.of(launcher, world.size, str(name[0].input_line))
         directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
+        chosen.append((directory, cluster))
         return runs
 
     jobs = [Job(script, **run) for run in world.decide("sweep", choose)]
-    return execute(jobs, world, cluster, directory)
-
-
-def execute(
-    jobs: list[Job], world: World, cluster: ClusterLauncher | None, directory: SweepDirectory | None
-) -> int:
-    """Run what is not finished, here or on a cluster, and report on rank 0, which has both."""
-    if not directory:
-        run_here(jobs, world)
+    to_run = [job for job in jobs if not job.finished]
+    if not chosen:
+        run_here(to_run, world)
         return 0
-    directory.announce(jobs)
-    if cluster:
-        stopped, endings = cluster.run(jobs, directory)
-    else:
-        stopped, endings = run_here(jobs, world)
+    ((directory, cluster),) = chosen
+    announce(jobs, directory)
+    stopped, endings = cluster.run(to_run, directory) if cluster else run_here(to_run, world)
     unfinished = report(jobs, endings, directory)
     if stopped:
         return 128 + stopped
     write_comparison(directory.path)
     return 1 if unfinished else 0
+
+
+def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
+    """Run jobs in order; return the signal that stopped them or 0, and their endings by name."""
+    endings: dict[str, Ending] = {}
+    with Stops() as stops:
+        for job in jobs:
+            if world.rank == 0:
+                print(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
+            endings[job.name] = ending = stops.run(job, world.rank)
+            if world.rank == 0 and ending.state == "failed":
+                print(f"{job.path} failed, {ending.reason}", flush=True)
+            if stops.received:
+                break
+    return stops.received, endings

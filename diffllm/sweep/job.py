@@ -11,10 +11,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
+STOPS = (signal.SIGINT, signal.SIGTERM)
 ERROR = re.compile(
     r"error: .*|(\[rank\d+\]: ?)?([A-Za-z_]\w*\.)*\w*(Error|Exception|Interrupt)\b.*"
 )
@@ -24,10 +26,10 @@ class Ending(NamedTuple):
     """The end of a run's process."""
 
     state: str
-    """One of finished, stopped (saved; it can go on), or failed."""
-    reason: str
-    at: float
-    """Time of the end, in seconds since the epoch."""
+    """One of finished, stopped (saved; it can go on), failed, or stays (in a cluster's queue)."""
+    reason: str = ""
+    at: float = 0.0
+    """Time of the end, in seconds since the epoch, where ranks are compared by it."""
     silent: bool = False
     """True if it failed without a word, as a rank does that leaves the reason to another."""
 
@@ -114,6 +116,36 @@ class JobProcess:
             log.write(f"{ended}\n")
         reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
         return Ending("failed", reason, at, silent=code > 0 and not said)
+
+
+class Stops:
+    """A context in which SIGINT and SIGTERM are noted, and passed on to the job that runs."""
+
+    def __enter__(self) -> "Stops":
+        self.received = 0
+        self.process: JobProcess | None = None
+        self.previous = {number: signal.signal(number, self._on_signal) for number in STOPS}
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        if self.process:
+            self.process.stop(number)
+
+    def run(self, job: Job, rank: int) -> Ending:
+        """Run a job to its end; a signal that came while it started counts."""
+        process = JobProcess(job, rank)
+        self.process = process
+        if self.received and not process.signalled:
+            process.stop(self.received)
+        try:
+            return process.wait()
+        finally:
+            self.process = None
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
 
 def tie_to_parent() -> None:

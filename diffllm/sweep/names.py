@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from hydra import compose
@@ -35,8 +36,7 @@ def experiment_words(words: list[str]) -> list[str]:
 def parse(words: list[str]) -> tuple[list[Override], list[str]]:
     """Return the runs' overrides, the last for each key, and the words about Hydra's launcher.
 
-    Raises:
-        ConfigError: a word that Hydra's grammar does not know, or a key that a sweep sets itself.
+    Raises ConfigError for what Hydra's grammar does not know, and keys that a sweep sets itself.
     """
     with hydra() as loader:  # which glob(...) reads
         try:
@@ -69,7 +69,7 @@ def parse(words: list[str]) -> tuple[list[Override], list[str]]:
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
     """List the overrides of every job; the values of the last swept key change fastest."""
-    return [list(job) for job in itertools.product(*(choices(o) for o in overrides))]
+    return [list(job) for job in itertools.product(*map(choices, overrides))]
 
 
 def choices(override: Override) -> list[str]:
@@ -97,31 +97,23 @@ def run_name(cfg: TrainConfig, keys: list[str]) -> str:
 
     The name depends on a value, not on its spelling, and two values never have one name.
     """
-    labels = short_labels(keys)
-    parts = [label_value(labels[key], value_of(cfg, key)) for key in keys]
+    labels, parts = short_labels(keys), []
+    for key in keys:
+        value = cfg.run.choices[key] if key in GROUPS else attrgetter(key.lstrip("+"))(cfg)
+        parts.append(label_value(labels[key], value))
     return "-".join(parts) or "run"
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
     """Return the end of each key that no other key has; nothing for a config group."""
     paths = {key: key.lstrip("+").split(".") for key in keys}
-    labels = {}
-    for key, path in paths.items():
+    labels = dict.fromkeys(keys, "")
+    for key in (key for key in keys if key not in GROUPS):
         others = [other for name, other in paths.items() if name != key and name not in GROUPS]
-        ends = (path[-n:] for n in range(1, len(path) + 1))
-        label = next((e for e in ends if all(o[-len(e) :] != e for o in others)), path)
-        labels[key] = "" if key in GROUPS else ".".join(label)
+        ends = (paths[key][-n:] for n in range(1, len(paths[key]) + 1))
+        label = next((e for e in ends if all(o[-len(e) :] != e for o in others)), paths[key])
+        labels[key] = ".".join(label)
     return labels
-
-
-def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return a typed config's value of a dotted key, or the choice in a config group."""
-    if key in GROUPS:
-        return cfg.run.choices[key]
-    value: Any = cfg
-    for part in key.lstrip("+").split("."):
-        value = getattr(value, part)
-    return value
 
 
 def label_value(label: str, value: Any) -> str:

@@ -12,7 +12,6 @@ from diffllm.config.saved import differences
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import hold, write_atomic
 from diffllm.run.directory import choose_path
-from diffllm.sweep.job import Job
 from diffllm.sweep.names import combinations, run_name
 
 
@@ -23,21 +22,13 @@ class SweepDirectory:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.file = path, path / "sweep.json"
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}}
         if self.file.is_file():
             self.record |= json.loads(self.file.read_text())
 
-    @property
-    def file(self) -> Path:
-        return self.path / "sweep.json"
-
     def hold(self) -> None:
-        """Keep other processes out until this one ends.
-
-        Raises:
-            ConfigError: another process is there, or was since the record was read.
-        """
+        """Keep other processes out until this one ends; raises ConfigError if one was there."""
         self.lock = hold(self.path, "sweep directory", "another run.sweep")
         if SweepDirectory(self.path).record != self.record:
             raise ConfigError(f"sweep {self.path} has just been started by another process")
@@ -45,12 +36,6 @@ class SweepDirectory:
     def write(self) -> None:
         """Put the record on disk."""
         write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")
-
-    def announce(self, jobs: list[Job]) -> None:
-        """Say how many runs there are, and how many are finished."""
-        done = sum(job.finished for job in jobs)
-        others = f", {done} of them finished" if done else ""
-        print(f"sweep {self.path}: {len(jobs)} runs{others}", flush=True)
 
 
 def plan_sweep(
@@ -68,19 +53,16 @@ def plan_sweep(
     words: dict[str, list[str]] = {}
     by_key = [o.get_key_element() for o in overrides]
     swept = [o.get_key_element() for o in overrides if o.is_sweep_override()]
-    keys = swept
-    directory: SweepDirectory | None = None
-    for job in combinations(overrides):
-        cfg = load_config(job)
+    jobs = combinations(overrides)
+    loaded = [load_config(job) for job in jobs]
+    loaded[0].run.name = "run"
+    directory = SweepDirectory(choose_path(loaded[0]).parent)
+    keys = naming_keys(directory, swept, by_key)
+    for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
-        if directory is None:
-            cfg.run.name = "run"
-            directory = SweepDirectory(choose_path(cfg).parent)
-            keys = naming_keys(directory, swept, by_key)
         cfg.run.name = name = run_name(cfg, keys)
         cfg.run.swept = keys
         words[name], configs[name] = job, cfg  # two spellings of a value are one run
-    assert directory
     directory.hold()
     check_runs(directory, configs, overrides)
     for name, job in words.items():

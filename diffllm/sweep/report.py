@@ -1,4 +1,4 @@
-"""The table and the lines that end a sweep."""
+"""The lines that begin a sweep, and the table and the lines that end it."""
 
 import json
 from pathlib import Path
@@ -7,29 +7,32 @@ from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
 
 
-def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
-    """Print a line a run and, if some are not finished, how to go on.
+def announce(jobs: list[Job], directory: SweepDirectory) -> None:
+    """Say how many runs there are, and which are finished."""
+    done = [job for job in jobs if job.finished]
+    others = f", {len(done)} of them finished" if done else ""
+    print(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
+    for job in done:
+        print(f"{job.path} is finished: {job.steps} steps", flush=True)
 
-    Returns:
-        How many runs are not finished.
-    """
+
+def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
+    """Print a line a run and, if some are not finished, how to go on; return how many."""
     width = max(len(job.path) for job in jobs)
     print()
     failed = unfinished = 0
     for job in jobs:
-        ending = endings.get(job.name)
+        ending = endings.get(job.name, Ending("not started"))
         if job.has_summary:
             summary = json.loads(Path(job.path, "summary.json").read_text())
             result = f"held-out loss {summary['heldout_loss']:.4f}"
         else:
             unfinished += 1
-            result = "not started"
-            if ending:
-                failed += ending.state == "failed"
-                state = "FAILED" if ending.state == "failed" else ending.state
-                result = f"{state}, {ending.reason}"
+            failed += ending.state == "failed"
+            state = ending.state.replace("failed", "FAILED")
+            result = ", ".join(filter(None, [state, ending.reason]))
         print(f"{job.path:<{width}}  {result}")
-        if ending and ending.state == "failed":
+        if ending.state == "failed":
             print(f"{'':<{width}}  log {job.log}")
     if unfinished:
         print(

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-from types import FrameType
 from typing import Any
 
 from diffllm.sweep.job import Ending, Job, JobProcess
@@ -22,13 +21,9 @@ class ClusterTask:
         world = JobEnvironment()
         if world.num_tasks > 1:
             TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        self.process = JobProcess(job, world.global_rank)
-        return self.process.wait()
-
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.process:
-            self.process.stop(number)
+        self.process = process = JobProcess(job, world.global_rank)
+        signal.signal(signal.SIGINT, lambda number, _: process.stop(number))
+        return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
         """Let a preempted run, or one out of time, save; submitit queues the job again."""

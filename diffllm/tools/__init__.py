@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """The list of subcommands."""
+    """Return the list of subcommands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}} {what}" for name, what in COMMANDS.items()]
     return "\n".join(["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines])
@@ -32,13 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage())
         return 0 if args else 2
-    if args[0] not in COMMANDS:
-        print(
-            f"error: unknown command {args[0]!r}; choose from {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
-        return 2
     try:
+        if args[0] not in COMMANDS:
+            raise UserError(f"unknown command {args[0]!r}; choose from {', '.join(COMMANDS)}")
         tool = importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}")
         return tool.main(args[1:]) or 0
     except UserError as error:

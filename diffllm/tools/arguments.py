@@ -8,21 +8,22 @@ from typing import Any, TypeVar, get_args
 from diffllm.errors import ConfigError
 
 T = TypeVar("T")
+BOOLEANS = {"true": True, "false": False}
 
 
 def parse(cls: type[T], argv: list[str], what: str) -> T:
-    """An instance of the dataclass `cls` from `key=value` words.
+    """Make an instance of the dataclass `cls` from `key=value` words.
 
     Fields are str, int, float or bool, or one of them or None, or list[str], whose key may come
     several times; a field's `metadata["help"]` says what it is, and a field that ends in "_"
-    because its key is a Python keyword loses it. `--help` prints them and exits.
+    because its key is a Python keyword loses it. `--help` prints `what`, then them, and exits.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or not UTF-8, a missing key.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
-        print(what, "", sep="\n")
+        print(what.strip(), "", sep="\n")
         for name, f in known.items():
             default = "required" if f.default is MISSING else f"default {f.default!r}"
             print(f"  {name + '=':<18}{f.metadata.get('help', '')} ({default})")
@@ -38,20 +39,17 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             text.encode()
         except UnicodeEncodeError:  # bytes that the shell handed over undecoded
             raise ConfigError(f"{name}= is not valid UTF-8") from None
-        kind = known[name].type
+        field, kind = known[name].name, known[name].type
         if kind == list[str]:
-            values.setdefault(name, []).append(text)
+            values.setdefault(field, []).append(text)
             continue
-        kind = next(iter(get_args(kind)), kind)  # float | None: float
-        if kind is bool:
-            if text not in ("true", "false"):
-                raise ConfigError(f"{name}={text!r} must be true or false")
-            values[known[name].name] = text == "true"
-            continue
+        of: Any = next(iter(get_args(kind)), kind)  # float | None: float
         try:
-            values[known[name].name] = kind(text)  # type: ignore[operator]
+            values[field] = BOOLEANS[text] if of is bool else of(text)
+        except KeyError:
+            raise ConfigError(f"{name}={text!r} must be true or false") from None
         except ValueError:
-            raise ConfigError(f"{name}={text!r} is not {kind.__name__}") from None  # type: ignore[union-attr]
+            raise ConfigError(f"{name}={text!r} is not {of.__name__}") from None
     missing = [n for n, f in known.items() if f.default is MISSING and f.name not in values]
     if missing:
         raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")

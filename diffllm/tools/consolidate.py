@@ -1,4 +1,18 @@
-"""diffllm consolidate run=<dir>: a checkpoint's parameters as safetensors."""
+"""diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters as safetensors.
+
+They are written whole and under their own names, as model.safetensors, with the config.yaml and
+tokenizer.model of the run beside it. Beyond max_shard_size there are several files and
+model.safetensors.index.json, as Hugging Face libraries write them. No more than one file's
+parameters are in memory at a time.
+
+diffllm consolidate run=outputs/mine
+diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
+
+To load it again:
+  cfg = diffllm.config.saved.load_run_config(Path("exported"))
+  model = diffllm.build_model(cfg.model)
+  model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))
+"""
 
 import json
 import re
@@ -23,20 +37,6 @@ from diffllm.files import sync
 from diffllm.model import Transformer
 from diffllm.tools.arguments import parse
 
-WHAT = """\
-diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters, whole and under their own
-names, as model.safetensors, with the config.yaml and tokenizer.model of the run beside it
-
-Beyond max_shard_size there are several files and model.safetensors.index.json, as Hugging Face
-libraries write them. No more than one file's parameters are in memory at a time.
-
-diffllm consolidate run=outputs/mine
-diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
-
-To load it again:
-  cfg = diffllm.config.saved.load_run_config(Path("exported"))
-  model = diffllm.build_model(cfg.model)
-  model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))"""
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BESIDE = ("config.yaml", "tokenizer.model")
 SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
@@ -67,7 +67,7 @@ class Arguments:
 
 def main(argv: list[str]) -> None:
     """Write the files; print where they are."""
-    args = parse(Arguments, argv, WHAT)
+    args = parse(Arguments, argv, __doc__)
     run = Path(args.run)
     cfg = load_run_config(run)
     checkpoint = find_checkpoint(run, args.step)
@@ -82,23 +82,23 @@ def main(argv: list[str]) -> None:
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern=pattern, max_shard_size=args.max_shard_size
     )
-    shards = split.filename_to_tensors
-    index = [f"{stem}.safetensors.index.json"] * split.is_sharded
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".consolidate-", dir=directory) as hidden:
+        with TemporaryDirectory(prefix=".consolidate-", dir=directory) as temporary:
+            hidden = Path(temporary)
+            for name, held in split.filename_to_tensors.items():
+                save_file(loaded(checkpoint, tensors, held), hidden / name, {"format": "pt"})
+                shutil.copymode(checkpoint / "state.json", hidden / name)  # not only the owner's
             for name in beside:
-                shutil.copyfile(run / name, Path(hidden, name))
-            for name, held in shards.items():
-                meta = {tensor: tensors[tensor] for tensor in held}
-                save_file(loaded(checkpoint, meta), Path(hidden, name), {"format": "pt"})
-                shutil.copymode(
-                    checkpoint / "state.json", Path(hidden, name)
-                )  # not only the owner's
-            for name in index:
+                shutil.copyfile(run / name, hidden / name)
+            if split.is_sharded:
                 content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-                Path(hidden, name).write_text(json.dumps(content, indent=2))
-            written = move(Path(hidden), [*shards, *beside, *index], directory)
+                index = hidden / f"{stem}.safetensors.index.json"
+                index.write_text(json.dumps(content, indent=2))
+            complete = sorted(hidden.iterdir())
+            for file in complete:
+                sync(file)
+            written = [file.replace(directory / file.name) for file in complete]
         for file in set(earlier) - set(written):
             file.unlink()
         sync(directory)
@@ -106,24 +106,23 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{directory} cannot be written: {reason(error)}") from error
     size = split.metadata["total_size"] / 1e6
     print(f"step {step_of(checkpoint)}: {len(tensors)} tensors, {size:,.1f} MB")
-    for file in written:
-        print(file)
+    print(*written, sep="\n")
 
 
 def place_for(out: str, run: Path, step: int) -> tuple[Path, str]:
-    """The directory that `out=` means, by default one in the run, and how its files begin."""
+    """Return the directory that `out=` means, by default one in the run, and its files' stem."""
     path = Path(out).expanduser() if out else run / "consolidated" / f"step-{step:08d}"
     return (path.parent, path.stem) if path.suffix == ".safetensors" else (path, "model")
 
 
 def parameter_files(directory: Path, stem: str) -> list[Path]:
-    """Parameters that are there already, in however many files."""
+    """List the parameters that are there already, in however many files."""
     name = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
     return [file for file in directory.glob("*") if name.fullmatch(file.name)]
 
 
 def files_beside(run: Path, directory: Path) -> list[str]:
-    """Files that go with the parameters, unless they go into the run itself."""
+    """List the files that go with the parameters, unless they go into the run itself."""
     if directory.resolve() == run.resolve():
         return []
     for name in BESIDE:
@@ -135,10 +134,8 @@ def files_beside(run: Path, directory: Path) -> list[str]:
 def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name the files' tensors, without storage: parameters in `dtype`, routers' state.
 
-    Parameters that a variant keeps in float32 stay that.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
+    Parameters that a variant keeps in float32 stay that. Raises CheckpointError for a checkpoint of
+    another model.
     """
     with torch.device("meta"):
         model = Transformer(cfg.model)
@@ -151,20 +148,11 @@ def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[s
     }
 
 
-def loaded(checkpoint: Path, shard: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values of a file's tensors on the CPU; float32 is what checkpoints hold."""
-    whole = {
-        f"model.{name}": torch.empty(
-            tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype
-        )
-        for name, tensor in shard.items()
-    }
-    load_tensors(checkpoint, whole, no_dist=True)
-    return {name: whole[f"model.{name}"].to(tensor.dtype) for name, tensor in shard.items()}
-
-
-def move(hidden: Path, names: list[str], directory: Path) -> list[Path]:
-    """Put complete files where they belong, so that none is ever there in part."""
+def loaded(checkpoint: Path, tensors: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """Read the values of a file's tensors to the CPU; float32 is what checkpoints hold."""
+    whole = {}
     for name in names:
-        sync(hidden / name)
-    return [(hidden / name).replace(directory / name) for name in names]
+        dtype = torch.float32 if tensors[name].is_floating_point() else tensors[name].dtype
+        whole[f"model.{name}"] = torch.empty(tensors[name].shape, dtype=dtype)
+    load_tensors(checkpoint, whole, no_dist=True)
+    return {name: whole[f"model.{name}"].to(tensors[name].dtype) for name in names}

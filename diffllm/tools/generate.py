@@ -29,16 +29,15 @@ class Arguments:
 
 
 def load_model(run: Path, step: int = 0) -> Transformer:
-    """The decoder of a run's checkpoint (0: the newest), float32 on the default device.
+    """Load a run's decoder at a step (0: the newest), float32 on the default device.
 
-    Raises:
-        CheckpointError: no run, no such checkpoint, a damaged one, or one of another model.
+    Raises CheckpointError without a run or such a checkpoint, or if it is damaged or of another
+    model.
     """
     cfg = load_run_config(run)
     path = find_checkpoint(run, step)
     cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here
     model = Transformer(cfg.model)
-    model.rope.reset_parameters()
     params = dict(model.named_parameters())
     check_parameters(path, read_state(path), params)
     model.reset_parameters()
@@ -49,7 +48,7 @@ def load_model(run: Path, step: int = 0) -> Transformer:
 
 def main(argv: list[str]) -> None:
     """Print the prompt and its continuation."""
-    args = parse(Arguments, argv, 'diffllm generate run=<dir> prompt="def "')
+    args = parse(Arguments, argv, __doc__)
     if not args.temperature >= 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise ConfigError("temperature must be >= 0, top_p in (0, 1], max_new_tokens >= 1")
     if not -(2**63) <= args.seed < 2**63:

@@ -1,10 +1,18 @@
-"""diffllm plan [overrides] gpus=N gpu=NAME [--json]: what a run needs of a cluster."""
+"""diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
+
+The trainer builds the sharded model and makes a step of it, on tensors without data and in a
+process group of so many ranks that are not there. A rank's memory and what it sends are read off;
+times follow from stated FLOP/s and bandwidths.
+
+  --json   everything as JSON, bytes and seconds
+
+diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
+    gpus=512 gpu=h200 tokens=1e12
+"""
 
 import json
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from diffllm.errors import ConfigError
@@ -12,44 +20,17 @@ from diffllm.plan.cluster import OWN_KEYS, Cluster
 from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
-from diffllm.plan.suggest import Change, nearest_change
+from diffllm.plan.suggest import nearest_change
 from diffllm.tools.arguments import parse
-
-USAGE = """\
-diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
-
-The trainer builds the sharded model and makes a step of it, on tensors without data and in a
-process group of so many ranks that are not there. A rank's memory and what it sends are read off;
-times follow from stated FLOP/s and bandwidths.
-
-  --json   everything as JSON, bytes and seconds
-"""
-EXAMPLE = """\
-
-diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
-    gpus=512 gpu=h200 tokens=1e12\
-"""
-
-
-def usage() -> str:
-    """USAGE with every key of plan's own."""
-    lines = [
-        f"  {name + '=':<15} {f.metadata['help']}"
-        + ("" if f.default is None else f" (default {f.default})")
-        for name, f in OWN_KEYS.items()
-    ]
-    return "\n".join([USAGE, *lines, EXAMPLE])
+from diffllm.tools.table import print_table, table
 
 
 def main(argv: list[str]) -> None:
     """Print the plan of a training config on a cluster, as text or as JSON."""
-    if "-h" in argv or "--help" in argv:
-        print(usage())
-        return
     words = [word for word in argv if word != "--json"]
-    own = [word for word in words if word.partition("=")[0] in OWN_KEYS]
+    own = [word for word in words if word.partition("=")[0] in (*OWN_KEYS, "-h", "--help")]
     overrides = [word for word in words if word not in own]
-    cluster = parse(Cluster, own, "")
+    cluster = parse(Cluster, own, __doc__)
     for word in overrides:
         if "=" not in word.lstrip("~"):
             raise ConfigError(f"{word}: expected KEY=VALUE or --json")
@@ -61,18 +42,19 @@ def main(argv: list[str]) -> None:
         show(made, change)
 
 
-def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
-    """Everything a plan says, in bytes, seconds and FLOPs."""
+def numbers(made: Plan, change: Plan | None) -> dict[str, Any]:
+    """Return everything a plan says, in bytes, seconds and FLOPs."""
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
+    mesh = zip(("replicate", "shard", "expert"), cfg.parallel.sizes(cluster.gpus), strict=True)
     return {
         "model": cfg.run.choices["model"],
         "attention": cfg.run.choices["attention"],
         "parameters": step.n_params,
         "gpus": cluster.gpus,
-        "gpu": made.cluster.device.name,
+        "gpu": cluster.device.name,
         "rank": cluster.rank,
-        "mesh": mesh(made),
+        "mesh": dict(mesh),
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
         "micro_batch_size": micro,
@@ -93,32 +75,25 @@ def numbers(made: Plan, change: Change | None) -> dict[str, Any]:
         "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in made.flows],
         "time": {
             "flops_per_token": step.flops_per_token,
-            "flops_per_step": made.flops_per_step,
-            "tokens_per_step": made.tokens_per_step,
-            "tokens_per_s": made.tokens_per_s,
-            "compute_seconds": made.compute_seconds,
-            "communication_seconds": made.communication_seconds,
-            "step_seconds": made.step_seconds,
-            "mfu": made.mfu,
+            **values(made, "flops_per_step", "tokens_per_step", "tokens_per_s", "compute_seconds"),
+            **values(made, "communication_seconds", "step_seconds", "mfu"),
             "tokens": cluster.tokens,
             "days": made.seconds and made.seconds / DAY,
             "gpu_hours": made.seconds and made.seconds / 3600 * cluster.gpus,
         },
-        "nearest_change": change and change_numbers(change),
+        "nearest_change": change
+        and {
+            "overrides": list(change.words),
+            **policy_numbers(change, change.step),
+            **values(change, "communication_seconds", "step_seconds", "tokens_per_s"),
+        },
         "assumptions": [assumption._asdict() for assumption in made.assumptions],
         "idealised": idealised(cfg),
     }
 
 
-def change_numbers(change: Change) -> dict[str, Any]:
-    made = change.plan
-    return {
-        "overrides": list(change.words),
-        **policy_numbers(made, made.step),
-        "communication_seconds": made.communication_seconds,
-        "step_seconds": made.step_seconds,
-        "tokens_per_s": made.tokens_per_s,
-    }
+def values(made: Plan, *names: str) -> dict[str, float]:
+    return {name: getattr(made, name) for name in names}
 
 
 def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
@@ -132,115 +107,86 @@ def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def mesh(made: Plan) -> dict[str, int]:
-    """Sizes of the mesh by name."""
-    sizes = made.cfg.parallel.sizes(made.cluster.gpus)
-    return dict(zip(("replicate", "shard", "expert"), sizes, strict=False))
-
-
-def show(made: Plan, change: Change | None) -> None:
+def show(made: Plan, change: Plan | None) -> None:
     """Print a plan for people."""
-    console = Console(highlight=False, soft_wrap=True)
-    said = numbers(made, change)
+    said, cluster = numbers(made, change), made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
-    console.print(
+    print(
         f"{said['attention']} / {said['model']}: {made.step.n_params / 1e9:,.2f}B parameters, "
-        f"{made.cluster.gpus:,} x {said['gpu']}, {layout}",
-        markup=False,
-    )
-    console.print(
+        f"{cluster.gpus:,} x {said['gpu']}, {layout}\n"
         f"{said['global_batch_size']:,} x {said['seq_len']:,} tokens a step, "
         f"a rank {said['micro_batches']} x {said['micro_batch_size']} sequences; "
-        f"numbers of rank {made.cluster.rank}"
+        f"numbers of rank {cluster.rank}"
     )
-    for title, table in (("memory", memory_table(made)), ("communication", flow_table(made))):
-        console.print(f"\n{title}")
-        console.print(table)
-    console.print(verdict(made, change), markup=False)
-    console.print("\ntime" if made.fits else "\ntime, if it did fit")
+    print("\nmemory")
+    print_table(memory_table(made))
+    print("\ncommunication")
+    print_table(flow_table(made))
+    print(verdict(made, change))
+    print("\ntime" if made.fits else "\ntime, if it did fit")
     for line in time_lines(made):
-        console.print("  " + line)
-    console.print("\nassumed, not measured; each key can be given")
+        print(f"  {line}")
+    print("\nassumed, not measured; each key can be given")
     for key, value, why, given in made.assumptions:
-        console.print(
-            f"  {f'{key}={short(value)}':<28} {why}{' (given)' if given else ''}", markup=False
-        )
-    console.print("\nidealised")
+        text = f"{value:.5g}" if isinstance(value, float) else str(value)
+        print(f"  {f'{key}={text}':<28} {why}{' (given)' if given else ''}")
+    print("\nidealised")
     for what, how in said["idealised"].items():
-        console.print(f"  {what:<28} {how}", markup=False)
+        print(f"  {what:<28} {how}")
 
 
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def short(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def plain_table(*columns: str) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return made
-
-
 def memory_table(made: Plan) -> Table:
-    """The parts of the peak with each policy, GiB."""
+    """Tabulate the parts of the peak with each policy, in GiB."""
     policies = (False, True)
     chosen = made.cfg.activation_checkpointing
     names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
-    table = plain_table("GiB a rank, activation_checkpointing=", *names)
+    rows = table("GiB a rank, activation_checkpointing=", *names)
     steps = [made.steps[policy] for policy in policies]
     for name in ("parameters", "gradients", "optimizer"):
-        table.add_row(name, *[gib(getattr(step, name)) for step in steps])
-    table.add_row("activations of a forward pass", *[gib(step.activations) for step in steps])
-    table.add_section()
-    table.add_row("peak", *[gib(step.peak.total) for step in steps])
-    table.add_row("  in the", *[step.when for step in steps])
+        rows.add_row(name, *[gib(getattr(step, name)) for step in steps])
+    rows.add_row("activations of a forward pass", *[gib(step.activations) for step in steps])
+    rows.add_section()
+    rows.add_row("peak", *[gib(step.peak.total) for step in steps])
+    rows.add_row("  in the", *[step.when for step in steps])
     for kind in Kind:
-        table.add_row(f"  {kind.value}", *[gib(step.peak.by_kind[kind]) for step in steps])
-    table.add_section()
-    table.add_row("peak and reserve", *[gib(step.peak.total + made.reserve) for step in steps])
-    table.add_row(f"of {made.cluster.device.name}", *[gib(made.memory)] * 2)
-    return table
+        rows.add_row(f"  {kind.value}", *[gib(step.peak.by_kind[kind]) for step in steps])
+    rows.add_section()
+    rows.add_row("peak and reserve", *[gib(step.peak.total + made.reserve) for step in steps])
+    rows.add_row(f"of {made.cluster.device.name}", *[gib(made.memory)] * 2)
+    return rows
 
 
 def flow_table(made: Plan) -> Table:
     """Tabulate the bytes that one rank sends in a step."""
-    table = plain_table("a rank and step", "ranks", "over", "calls", "GiB sent", "ms")
-    for flow in made.flows:
-        near = flow.in_a_node
-        over = "inside a node" if near == flow.ranks else f"network, {near} a node"
-        table.add_row(
-            flow.kind.value,
-            f"{flow.ranks:,}",
-            over,
-            f"{flow.calls:,}",
-            gib(flow.sent),
-            f"{1e3 * flow.seconds:,.1f}",
-        )
-    return table
+    rows = table("a rank and step", "ranks", "over", "calls", "GiB sent", "ms")
+    for kind, ranks, near, calls, sent, seconds in made.flows:
+        over = "inside a node" if near == ranks else f"network, {near} a node"
+        ms = f"{1e3 * seconds:,.1f}"
+        rows.add_row(kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms)
+    return rows
 
 
-def verdict(made: Plan, change: Change | None) -> str:
-    """Whether it fits, and what would make it fit."""
+def verdict(made: Plan, change: Plan | None) -> str:
+    """Say whether it fits, and what would make it fit."""
     free, device = made.free(made.step), made.cluster.device.name
     if free >= 0:
         return f"\nfits {device}, {gib(free)} GiB are left"
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
     if change is None:
         return f"{text}; nor with all changes that were tried"
-    other = change.plan
-    used = other.step.peak.total + other.reserve
+    used = change.step.peak.total + change.reserve
     return (
         f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB, "
-        f"{other.step_seconds:.3g} s a step and reaches {other.tokens_per_s:,.0f} tokens a second"
+        f"{change.step_seconds:.3g} s a step and reaches {change.tokens_per_s:,.0f} tokens a second"
     )
 
 
 def time_lines(made: Plan) -> list[str]:
-    """Seconds, tokens a second, and, where tokens are stated, days."""
+    """List seconds, tokens a second, and, where tokens are stated, days."""
     cluster, step = made.cluster, made.step
     lines = [
         f"{made.flops_per_step:.3g} FLOPs a step, {step.flops_per_token:.4g} a token",

@@ -31,11 +31,11 @@ def held(function, *shapes):
         compiled(*inputs)  # makes the graphs
         there, start = sum(block.size for block in memory.live.values()), memory.now()
         out = compiled(*inputs)
-        forward = memory.peak(start, memory.now()).total - there
+        forward = memory.peak(start).total - there
         kept = sum(block.size for block in memory.live.values()) - there
         grad, start = torch.empty_like(out), memory.now()
         out.backward(grad)
-        backward = memory.peak(start, memory.now()).total - there
+        backward = memory.peak(start).total - there
     return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import GIB, plan
-from diffllm.plan.suggest import Miss, Search, nearest_change
+from diffllm.plan.suggest import nearest_change, outcome
 
 SMALL = [
     "model=tiny",
@@ -75,11 +75,11 @@ def test_what_the_user_fixed_gives_way_to_a_change_that_fits(gpus, overrides, wo
     change = nearest_change(made)
     again = limited(room, overrides, change.words, gpus)
     assert again.fits
-    assert again.step.peak.by_kind == change.plan.step.peak.by_kind
+    assert again.step.peak.by_kind == change.step.peak.by_kind
     assert change.words == words
 
 
 def test_what_cannot_be_is_not_what_is_too_big():
-    search = Search(limited(1e-6, [*SMALL, "global_batch_size=8"]))
-    assert search.outcome((("gpus=32",),)) is Miss.invalid
-    assert search.outcome((("gpus=8",),)) is Miss.too_big
+    made = limited(1e-6, [*SMALL, "global_batch_size=8"])
+    assert outcome(made, ("gpus=32",)) is None
+    assert not outcome(made, ("gpus=8",)).fits

@@ -1,0 +1,26 @@
+"""Tables of the commands, printed whole: no cell is cut where a terminal is narrow."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+WHOLE = 10_000
+"""Columns that no table fills."""
+
+
+def table(*heads: str, text: int = 0) -> Table:
+    """Make an empty table whose columns are aligned to the right, but for the one of `text`."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for place, head in enumerate(heads):
+        made.add_column(head, justify="left" if place == text else "right", no_wrap=True)
+    return made
+
+
+def width_of(table: Table) -> int:
+    """Count the columns of a terminal that a table takes."""
+    return Console(width=WHOLE).measure(table).maximum
+
+
+def print_table(table: Table) -> None:
+    """Print a table, its cells as they are."""
+    Console(width=WHOLE, highlight=False, markup=False).print(table)
