@@ -19,9 +19,9 @@ RULES = {
 AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
-def bounded(default: Any, **bounds: float) -> Any:
+def bounded(default: Any, help: str = "", **bounds: float) -> Any:
     """Make a dataclass field whose value keeps to `bounds`, each named by one of RULES."""
-    return field(default=default, metadata=bounds)
+    return field(default=default, metadata={"help": help, **bounds})
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -37,8 +37,8 @@ def check_bounds(prefix: str, config: Any) -> None:
     for section, node in sections(config, prefix):
         for f in fields(node):
             value = getattr(node, f.name)
-            for rule, bound in f.metadata.items():
-                keeps, words = RULES[rule]
-                if value is not None and not keeps(value, bound):
-                    must = AT_ZERO.get((rule, bound), f"{words} {bound}")
-                    raise ConfigError(f"{section}{f.name}={value} must {must}")
+            for rule, (keeps, words) in RULES.items():
+                if value is None or rule not in f.metadata or keeps(value, f.metadata[rule]):
+                    continue
+                must = AT_ZERO.get((rule, f.metadata[rule]), f"{words} {f.metadata[rule]}")
+                raise ConfigError(f"{section}{f.name.rstrip('_')}={value} must {must}")

@@ -44,16 +44,14 @@ def continued(
 ) -> tuple[LoopState, Changes]:
     """The state after a checkpoint, and how the order of data differs from the one it was in.
 
-    Another order begins at its first sample.
+    Another order begins at its first sample. Raises CheckpointError if it differs in keys that are
+    not allowed to, or state.json lacks something.
 
     Args:
         path: the checkpoint, for messages.
         saved: the content of its state.json.
         order: decides which samples a step reads from here on.
         allowed: keys of `order` that may differ.
-
-    Raises:
-        CheckpointError: the order differs in other keys, or state.json lacks something.
     """
     try:
         state = LoopState.of(saved["loop"])
@@ -85,14 +83,12 @@ def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool 
 
 
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
-    """Fill parameters, optimizer and random generators from a checkpoint, on whatever mesh.
+    """Fill parameters, optimizer and random generators from a checkpoint, on whatever mesh; raises
+    CheckpointError if it cannot be read.
 
     Args:
-        state: what its state.json holds, see `continued`.
+        state: the content of its state.json, see `continued`.
         ranks: the number of ranks that wrote it; others go on with generators of their own.
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})

@@ -142,10 +142,7 @@ def train(
     """Train until cfg.steps, or until a signal, which is returned.
 
     The last step is evaluated and saved whatever the intervals; the step at which the ranks agree
-    on a signal is saved.
-
-    Raises:
-        SkippedTooOften: after saving.
+    on a signal is saved. Raises SkippedTooOften, after saving.
     """
     cfg = t.cfg
     loader = training_loader(t, data, state)

@@ -41,7 +41,7 @@ attention's exp(a) / sqrt(S) if p_s > 1/2.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ from numpy.typing import NDArray
 from scipy.optimize import bisect
 from scipy.special import softmax
 
-from diffllm.errors import ConfigError
+from diffllm.bounds import bounded, check_bounds
 
 Array = NDArray[np.float64]
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
@@ -71,35 +71,20 @@ STYLES: dict[str, dict[str, Any]] = {
 class Settings:
     """The synthetic query, and how often it is drawn."""
 
-    keys: int = field(default=8192, metadata={"help": "keys where lambda or amplitude varies"})
-    lambda_: float = field(default=0.8, metadata={"help": "share of map 2 that is subtracted"})
-    amplitude: float = field(
-        default=1.0, metadata={"help": "noise's standard deviation, in logits"}
+    keys: int = bounded(8192, "keys where lambda or amplitude varies", least=2, most=CONTEXTS[-1])
+    lambda_: float = bounded(0.8, "share of map 2 that is subtracted", least=0, most=1)
+    amplitude: float = bounded(
+        1.0, "noise's standard deviation, in logits", least=0, most=LARGEST_AMPLITUDE
     )
-    signal: float = field(default=6.0, metadata={"help": "signal's advantage in map 1, in logits"})
-    correlation: float = field(default=0.9, metadata={"help": "of the two maps' noise"})
-    threshold: float = field(default=1.0, metadata={"help": "SNR from which a map is usable"})
-    draws: int = field(default=32, metadata={"help": "random draws of the noise"})
-    seed: int = field(default=0, metadata={"help": "of the noise"})
+    signal: float = bounded(6.0, "signal's advantage in map 1, in logits", least=0, most=100)
+    correlation: float = bounded(0.9, "of the two maps' noise", least=-1, most=1)
+    threshold: float = bounded(1.0, "SNR from which a map is usable", above=0, below=np.inf)
+    draws: int = bounded(32, "random draws of the noise", least=2, most=1000)
+    seed: int = bounded(0, "of the noise", least=0)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of its range (NaN is out of every range)."""
-        ranges = {
-            "keys": (2, CONTEXTS[-1]),
-            "lambda_": (0, 1),
-            "amplitude": (0, LARGEST_AMPLITUDE),
-            "signal": (0, 100),
-            "correlation": (-1, 1),
-            "draws": (2, 1000),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name.rstrip('_')}={value} must be from {low:g} to {high:g}")
-        if not 0 < self.threshold < np.inf:
-            raise ConfigError(f"threshold={self.threshold} must be positive and finite")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must not be negative")
+        """Raise ConfigError for a value beyond its bounds."""
+        check_bounds("", self)
 
 
 class TwoMaps(NamedTuple):

@@ -44,10 +44,8 @@ def list_incomplete(directory: Path) -> list[Path]:
 def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the last of `paths` that is as it was written; None if there are none.
 
-    Those behind it are damaged: each is named on stderr and left alone.
-
-    Raises:
-        CheckpointError: all are damaged; it names them.
+    Those behind it are damaged: each is named on stderr and left alone. If all are, the
+    CheckpointError names them.
     """
     damaged: list[str] = []
     for path in reversed(paths):

@@ -72,11 +72,8 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read a JSON file of the checkpoint directory `path`, for this context.
-
-    Raises:
-        CheckpointError: it cannot be read, or a ValueError said what is wrong with its content.
-    """
+    """Read a JSON file of the checkpoint directory `path`, for this context; raises CheckpointError
+    if it cannot be read, and for a ValueError that says what is wrong with its content."""
     try:
         yield read_json(path / name)
     except ValueError as error:

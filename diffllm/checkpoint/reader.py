@@ -106,10 +106,8 @@ def check_index(metadata: Any, manifest: Manifest) -> None:
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
     """Fill `tensors` in place from a checkpoint, whatever mesh wrote it.
 
-    Sizes are checked, and the checksum of the index; those of tensors are for `verify`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
+    Sizes are checked, and the checksum of the index; those of tensors are for `verify`. Raises
+    CheckpointError for a file that is missing or damaged.
     """
     reader = TensorReader(path)
     try:

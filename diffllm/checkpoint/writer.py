@@ -99,14 +99,12 @@ class Checkpointer:
     ) -> None:
         """Start writing; returns once the tensors are copied. Waits for an earlier save.
 
-        A save that fails costs a warning on rank 0, and the hidden directory goes.
+        A save that fails costs a warning on rank 0, and the hidden directory goes. Raises
+        CheckpointError for a final save without enough space.
 
         Args:
             state: everything that is no tensor; goes to state.json.
             final: nothing is trained behind this save, so that its failure ends the run.
-
-        Raises:
-            CheckpointError: the save is final and there is not enough space.
         """
         self.wait()
         self.since = monotonic()
@@ -131,11 +129,8 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Wait until no save is under way.
-
-        Raises:
-            CheckpointError: a final save failed, or the ranks could not agree about a save.
-        """
+        """Wait until no save is under way; raises CheckpointError if a final save failed, or the
+        ranks could not agree about a save."""
         pending, self.pending = self.pending, None
         if pending is None:
             return

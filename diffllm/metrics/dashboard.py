@@ -19,11 +19,8 @@ def panels() -> dict[str, list[tuple[str, ...]]]:
 
 
 def workspace(entity: str, project: str, name: str) -> Any:
-    """The view as a wandb_workspaces Workspace, runs grouped by variant; nothing is sent.
-
-    Raises:
-        ImportError: wandb-workspaces is not installed.
-    """
+    """The view as a wandb_workspaces Workspace, runs grouped by variant; nothing is sent. Raises
+    ImportError where wandb-workspaces is not installed."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 

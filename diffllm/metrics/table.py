@@ -289,11 +289,8 @@ METRICS: tuple[Metric, ...] = (
 
 @cache
 def metric_of(name: str) -> Metric:
-    """The row of a metric by its full name, or of a statistic by the name without layer and head.
-
-    Raises:
-        KeyError: no row stands for it.
-    """
+    """The row of a metric by its full name, or of a statistic by the name without layer and head;
+    raises KeyError where no row stands for it."""
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric

@@ -1,49 +1,47 @@
 """The cluster that a plan is for: what its user states, and what is assumed."""
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 from diffllm.metrics.mfu import DEVICES, Device, device_called
 from diffllm.plan.traffic import Call, Collective
 
-
-def key(help: str, default: Any) -> Any:
-    return field(default=default, metadata={"help": help})
+INF = float("inf")
 
 
 @dataclass
 class Cluster:
     """The cluster's description, by the keys of `diffllm plan` that no training run has."""
 
-    gpus: int = key("ranks, one a GPU", 8)
-    gpu: str = key("its name, for peak and memory", "h200")
-    tokens: float | None = key("to train on, for days and GPU-hours", None)
-    mfu: float = key("model FLOPs utilisation that a step reaches", 0.4)
-    nvlink_gbs: float = key("GB/s that a GPU sends inside its node; NVLink of H100, H200", 450.0)
-    network_gbs: float = key("GB/s of the network card that each GPU has", 50.0)
-    gpus_per_node: int = key("GPUs that share a node", 8)
-    reserve_gib: float = key("GiB for CUDA's context, NCCL's buffers, fragments", 6.0)
-    peak_flops: float | None = key("dense bf16 FLOP/s of the GPU, instead of the table's", None)
-    memory_gib: float | None = key("GiB of the GPU, instead of the table's", None)
-    rank: int = key("the rank whose memory is planned; rank 0 holds most", 0)
+    gpus: int = bounded(8, "ranks, one a GPU", least=1)
+    gpu: str = bounded("h200", "its name, for peak and memory")
+    tokens: float | None = bounded(None, "to train on, for days and GPU-hours", above=0, below=INF)
+    mfu: float = bounded(0.4, "model FLOPs utilisation that a step reaches", above=0, most=1)
+    nvlink_gbs: float = bounded(
+        450.0, "GB/s that a GPU sends inside its node; NVLink of H100, H200", above=0, below=INF
+    )
+    network_gbs: float = bounded(
+        50.0, "GB/s of the network card that each GPU has", above=0, below=INF
+    )
+    gpus_per_node: int = bounded(8, "GPUs that share a node", least=1)
+    reserve_gib: float = bounded(
+        6.0, "GiB for CUDA's context, NCCL's buffers, fragments", least=0, below=INF
+    )
+    peak_flops: float | None = bounded(
+        None, "dense bf16 FLOP/s of the GPU, instead of the table's", above=0, below=INF
+    )
+    memory_gib: float | None = bounded(
+        None, "GiB of the GPU, instead of the table's", above=0, below=INF
+    )
+    rank: int = bounded(0, "the rank whose memory is planned; rank 0 holds most", least=0)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no cluster has."""
-        for name in ("gpus", "gpus_per_node"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("tokens", "nvlink_gbs", "network_gbs", "peak_flops", "memory_gib"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value} must be positive")
-        if not 0 < self.mfu <= 1:
-            raise ConfigError(f"mfu={self.mfu} must lie in (0, 1]")
-        if not 0 <= self.reserve_gib < float("inf"):
-            raise ConfigError(f"reserve_gib={self.reserve_gib} must not be negative")
-        if not 0 <= self.rank < self.gpus:
-            raise ConfigError(f"rank={self.rank} must lie in [0, {self.gpus - 1}]")
+        check_bounds("", self)
+        if self.rank >= self.gpus:
+            raise ConfigError(f"rank={self.rank} must be less than gpus={self.gpus}")
 
     @property
     def device(self) -> Device:

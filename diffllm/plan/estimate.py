@@ -131,12 +131,11 @@ class Plan:
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
     """Plan a training config on a cluster, with and without activation checkpointing.
 
+    Raises ConfigError for a wrong key or value, and where the cluster cannot run the config.
+
     Args:
         given: keys of `cluster` that the user set.
         overrides: those that train.py would get.
-
-    Raises:
-        ConfigError: a key or value is wrong, or the cluster cannot run the config.
     """
     cfg, assumed = planned_config(cluster, overrides)
     policies = (cfg.activation_checkpointing, not cfg.activation_checkpointing)

@@ -42,11 +42,8 @@ class Call(NamedTuple):
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective that an operation is; None for other operations.
-
-    Raises:
-        NotImplementedError: it communicates in another way than all of a group together.
-    """
+    """Return the collective that an operation is, None for other operations; raises
+    NotImplementedError if it communicates in another way than all of a group together."""
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
     name = func._schema.name.partition("::")[2].replace("_", "")

@@ -6,18 +6,14 @@ from pathlib import Path
 def write_report(
     paths: list[Path], baseline: str | None = None, out: Path | None = None
 ) -> tuple[Path, Path]:
-    """Write report.html and report.csv about the runs in `paths`.
+    """Write report.html and report.csv about the runs in `paths`, and return their paths.
+
+    Raises ConfigError if no run can be read, no run has that variant, or `out` cannot be written.
 
     Args:
         paths: run directories, directories of runs, globs.
         baseline: the variant that gaps are measured from; None takes `standard` if it is there.
         out: directory of the two files; None is the one that holds all that `paths` name.
-
-    Returns:
-        The page and the table.
-
-    Raises:
-        ConfigError: no run can be read, no run has that variant, or `out` cannot be written.
     """
     from diffllm.report.comparison import read
     from diffllm.report.page import write

@@ -29,10 +29,8 @@ class Comparison:
 def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Path | None]:
     """The comparison of all runs in `paths`, and the directory that its report belongs in, if any.
 
-    A run that cannot be read is a note, and so are a sweep's runs that have not started.
-
-    Raises:
-        ConfigError: no run can be read, or none has the baseline's variant.
+    A run that cannot be read is a note, and so are a sweep's runs that have not started. Raises
+    ConfigError if no run can be read, or none has the baseline's variant.
     """
     found = find_runs(paths)
     runs: list[Run] = []
@@ -54,13 +52,8 @@ def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Pa
 def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Comparison:
     """Group runs into rows and measure each against the baseline's row with equal other keys.
 
-    Args:
-        runs: at least one; their order does not matter.
-        baseline: a variant; None takes `standard` if it is there, else the first row's if there
-            are several.
-
-    Raises:
-        ConfigError: no run has the baseline's variant.
+    There is at least one run. Without `baseline` it is `standard` if there, else the first row's
+    if there are several. Raises ConfigError if no run has the baseline's variant.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)

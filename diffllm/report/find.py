@@ -31,12 +31,8 @@ class Found(NamedTuple):
 
 
 def find_runs(named: list[Path]) -> Found:
-    """The runs in directories and globs.
-
-    Raises:
-        ConfigError: nothing is named, a path does not exist or is a file, a glob matches no
-            directory, or one of them leads to no run.
-    """
+    """The runs in directories and globs; raises ConfigError if nothing is named, a path does not
+    exist or is a file, a glob matches no directory, or one of them leads to no run."""
     if not named:
         raise ConfigError("no run is named: give run directories, sweep directories or globs")
     directories: list[Path] = []

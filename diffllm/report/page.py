@@ -18,11 +18,8 @@ from diffllm.report.table import csv_text, gap_limit, table_columns
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
-    """Write report.html and report.csv, each in one step; their paths.
-
-    Raises:
-        ConfigError: `directory` is None, or cannot be written.
-    """
+    """Write report.html and report.csv, each in one step, and return their paths; raises
+    ConfigError if `directory` is None or cannot be written."""
     if directory is None:
         raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
     html, table = page(comparison).encode(), csv_text(comparison).encode()

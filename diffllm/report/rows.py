@@ -62,10 +62,8 @@ class Row:
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
 
-    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval.
-
-    Raises:
-        ValueError: there is no value.
+    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval;
+    no value at all raises ValueError.
     """
     if not len(values):
         raise ValueError("an estimate needs at least one value")

@@ -124,11 +124,8 @@ class Run:
 
 
 def load_run(path: Path) -> Run:
-    """Read a run directory, finished or not; unreadable lines of metrics.jsonl are counted.
-
-    Raises:
-        CheckpointError: it is not a run directory of this version.
-    """
+    """Read a run directory, finished or not; unreadable lines of metrics.jsonl are counted. Raises
+    CheckpointError for what is not a run directory of this version."""
     cfg = load_run_config(path)
     try:
         text = (path / "metrics.jsonl").read_text(errors="replace")

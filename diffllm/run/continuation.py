@@ -19,21 +19,13 @@ class Continuation(NamedTuple):
     saved: dict[str, Any] | None = None
     """The content of that checkpoint's state.json, which is read nowhere else."""
 
-    @property
-    def step(self) -> int:
-        """The last step that was made."""
-        return self.saved["step"] if self.saved else 0
-
 
 def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
     """Decide whether `cfg` may continue the run of `directory`, and from which checkpoint.
 
-    Config and files are judged here. The order of data, for which the corpus has to be prepared,
-    is judged by `LoopState.continued`.
-
-    Raises:
-        ConfigError: another config began the run, or resume=never and there is one.
-        CheckpointError: no checkpoint can be used, or the one that `resume` names cannot.
+    Config and files are judged here, the order of data, for which the corpus has to be prepared, by
+    `state.continued`. Raises ConfigError if another config began the run, or resume=never and there
+    is one; CheckpointError if no checkpoint can be used, or the one that `resume` names cannot.
     """
     directory.check()
     if directory.finished():
@@ -49,13 +41,8 @@ def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """The checkpoint that `resume` means, every file verified; None for a start from nothing.
 
-    Of several, the newest that is whole; those skipped are named on stderr.
-
-    Args:
-        own: checkpoints in the run's own directory, oldest first.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is whole, or the one named is not.
+    Of several, the newest that is whole; those skipped are named on stderr. `own` are those in the
+    run's directory, oldest first. Raises CheckpointError if none is whole, or the one named is not.
     """
     if cfg.resume == "never":
         return None

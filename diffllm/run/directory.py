@@ -29,11 +29,8 @@ NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
-    """Rank 0's hold on `outputs/<name>/`; one process at a time.
-
-    Raises:
-        ConfigError: the name exists with another config, or the directory cannot be written.
-    """
+    """Rank 0's hold on `outputs/<name>/`; one process at a time. Raises ConfigError if the
+    directory is in use or cannot be written."""
 
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
@@ -78,14 +75,8 @@ class RunDirectory:
         return file.is_file() and json.loads(file.read_text())["steps"] >= self.cfg.steps
 
     def begin(self, tokenizer: Path, step: int = 0) -> None:
-        """Note changes, write config.yaml and the tokenizer; drop checkpoints never completed.
-
-        Args:
-            step: where the run goes on.
-
-        Raises:
-            CheckpointError: a file cannot be written.
-        """
+        """Begin the run, or go on after `step`: note changes, write config.yaml and the tokenizer,
+        drop checkpoints never completed. Raises CheckpointError if a file cannot be written."""
         if self.changes:  # first: once config.yaml is new, nothing would tell of them
             self._note_changes(step)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter

@@ -36,11 +36,8 @@ SETTLE_S = 60
 
 
 def run(cfg: TrainConfig) -> None:
-    """Prepare, build, train, report; in every process of a launch.
-
-    Raises:
-        UserError: something outside the code is wrong; nothing that was there is changed.
-    """
+    """Prepare, build, train, report; in every process of a launch. Raises UserError if something
+    outside the code is wrong; then nothing that was there is changed."""
     _, world_size, _ = environment()
     cfg.check_world(world_size)
     world = join(cfg.distributed)  # no handler of ours could run while this waits

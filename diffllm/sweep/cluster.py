@@ -184,11 +184,8 @@ def why(error: Exception) -> str:
 
 
 def in_queue(job_id: str) -> bool:
-    """Whether SLURM still has the job, waiting or running.
-
-    Raises:
-        ConfigError: SLURM does not answer; to submit then could start a run twice.
-    """
+    """Whether SLURM still has the job, waiting or running; raises ConfigError if it does not
+    answer, for to submit then could start a run twice."""
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True)

@@ -43,11 +43,8 @@ def plan_sweep(
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check every job, take the sweep's directory, find out which runs are finished.
 
-    Returns:
-        The directory, and the fields of each Job but its script, in order.
-
-    Raises:
-        ConfigError: a job that cannot run, or a directory that holds other runs under this name.
+    Returns the directory, and the fields of each Job but its script, in order. Raises ConfigError
+    for a job that cannot run, and a directory that holds other runs under this name.
     """
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}

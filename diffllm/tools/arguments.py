@@ -17,9 +17,7 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
     Fields are str, int, float or bool, or one of them or None, or list[str], whose key may come
     several times; a field's `metadata["help"]` says what it is, and a field that ends in "_"
     because its key is a Python keyword loses it. `--help` prints `what`, then them, and exits.
-
-    Raises:
-        ConfigError: an unknown key, a value of the wrong type or not UTF-8, a missing key.
+    Raises ConfigError for a key that is unknown or missing, and a value of the wrong type.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:

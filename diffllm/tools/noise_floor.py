@@ -3,14 +3,13 @@
 The model, its formulas and the figure are in diffllm/analysis/noise_floor.py.
 """
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from diffllm.analysis.noise_floor import (
@@ -24,11 +23,11 @@ from diffllm.analysis.noise_floor import (
 from diffllm.errors import ConfigError
 from diffllm.report.numbers import short
 from diffllm.tools.arguments import parse
+from diffllm.tools.table import print_table, table
 
 WHAT = """\
 diffllm noise-floor [key=value ...] [--json]: signal-to-noise ratio of one query's attention,
 standard against differential, over the number of keys, lambda and the noise's amplitude"""
-WIDTH = 140  # wide enough for every number, so that none is cut off
 
 
 @dataclass
@@ -47,12 +46,9 @@ def sweep_table(
     title: str, axis: str, at: dict[int, str], sweep: Sweep, heads: dict[str, str]
 ) -> Table:
     """Curves at the points `at` (their place and first cell): weight, or best lambda, and SNR."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                 padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
-    made.add_column(axis, justify="right", no_wrap=True)
-    for name, head in heads.items():
-        for part in (f"{head}\n{'lambda' if name == 'best' else 'weight'}", "\nSNR"):
-            made.add_column(part, justify="right", no_wrap=True)
+    columns = [[f"{h}\n{'lambda' if n == 'best' else 'weight'}", "\nSNR"] for n, h in heads.items()]
+    made = table(axis, *itertools.chain(*columns))
+    made.title, made.title_justify, made.title_style = f"\n{title}", "left", "bold"
     for i, first in at.items():
         cells = [first]
         for name in heads:
@@ -93,15 +89,15 @@ def noise_of(name: str, cfg: Settings) -> str:
     return "uncorrelated" if name == "uncorrelated" else f"correlation {cfg.correlation:g}"
 
 
-def print_tables(result: NoiseFloor, console: Console) -> None:
+def print_tables(result: NoiseFloor) -> None:
     """Print the quantities, a table for each sweep, and the conclusions."""
     cfg = result.settings
-    console.print(
+    print(
         f"One query: signal {cfg.signal:g} logits above noise of mean 0; {cfg.draws} draws, "
         "± is the standard error.\n"
         "SNR: weight on the signal / root of the sum of the other weights squared, which is the\n"
         "noise that values uncorrelated between keys and of RMS 1 add to the context.\n"
-        f"Where noise is called uncorrelated, lambda is {cfg.lambda_:g} and the correlation 0.\n"
+        f"Where noise is called uncorrelated, lambda is {cfg.lambda_:g} and the correlation 0."
     )
     keys, noise = f"{cfg.keys:,} keys", f"noise of amplitude {cfg.amplitude:g}"
     correlation = f"correlation {cfg.correlation:g} between the maps"
@@ -112,12 +108,12 @@ def print_tables(result: NoiseFloor, console: Console) -> None:
     tenths = {i: f"{lam:.1f}" for i, lam in enumerate(result.by_lambda.at) if i % 10 == 0}
     sigmas = {i: f"{s:.3g}" for i, s in enumerate(result.by_amplitude.at) if i % 4 == 3}
     title = f"Number of keys: {noise}, {correlation}"
-    console.print(sweep_table(title, "keys", contexts, result.by_keys, heads))
+    print_table(sweep_table(title, "keys", contexts, result.by_keys, heads))
     title = f"Lambda: {keys}, {noise}"
-    console.print(sweep_table(title, "lambda", tenths, result.by_lambda, noises))
+    print_table(sweep_table(title, "lambda", tenths, result.by_lambda, noises))
     title = f"Amplitude of the noise: {keys}, {correlation}"
-    console.print(sweep_table(title, "noise", sigmas, result.by_amplitude, heads))
-    console.print(conclusions(result))
+    print_table(sweep_table(title, "noise", sigmas, result.by_amplitude, heads))
+    print(f"\n{conclusions(result)}")
 
 
 def report(result: NoiseFloor) -> dict[str, Any]:
@@ -141,7 +137,5 @@ def main(argv: list[str]) -> None:
     if "--json" in argv:
         print(json.dumps(report(result), indent=2))
         return
-    console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)
-    print_tables(result, console)
-    console.print(f"figure: {cfg.out}", markup=False, soft_wrap=True)
+    print_tables(result)
+    print(f"figure: {cfg.out}")

@@ -4,15 +4,11 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from diffllm.report.comparison import Comparison, read
 from diffllm.report.page import write
 from diffllm.report.table import Cell, table_columns
 from diffllm.tools.arguments import parse
+from diffllm.tools.table import print_table, table
 
 WHAT = """\
 diffllm report DIR... [key=value ...]: report.html and report.csv about runs
@@ -54,20 +50,17 @@ def main(argv: list[str]) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """A line a row, then what cannot be compared and what is to be known."""
-    made = Table("Row", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     columns = [each for each in table_columns(comparison) if each.title.startswith(SHOWN)]
-    for column in columns:
-        made.add_column(f"{column.title}\n{column.unit}", justify="right", no_wrap=True)
+    made = table("Row", *(f"{column.title}\n{column.unit}" for column in columns))
     for row, *cells in zip(comparison.rows, *(column.cells for column in columns), strict=True):
-        made.add_row(Text(row.label), *map(cell_text, cells))
-    console = Console(highlight=False, width=10_000)  # nothing is cut
-    console.print(made)
-    console.print()
+        made.add_row(row.label, *map(cell_text, cells))
+    print_table(made)
+    print()
     for key, values in comparison.differences.items():
         parts = [f"{value} in {', '.join(rows)}" for value, rows in values.items()]
-        console.print(f"not comparable: {key} is {'; '.join(parts)}", markup=False)
+        print(f"not comparable: {key} is {'; '.join(parts)}")
     for note in comparison.notes:
-        console.print(f"note: {note}", markup=False)
+        print(f"note: {note}")
 
 
 def cell_text(cell: Cell) -> str:
