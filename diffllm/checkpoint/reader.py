@@ -72,12 +72,8 @@ class TensorReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read DCP's index of a checkpoint.
-
-    Raises:
-        CheckpointError: a file is not the one in the manifest, as far as sizes tell.
-        UnpicklingError: the index holds anything but records of tensors.
-    """
+    """Read DCP's index of a checkpoint; raises CheckpointError if a file is not the one in the
+    manifest, as far as sizes tell, UnpicklingError if it holds anything but records of tensors."""
     if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)

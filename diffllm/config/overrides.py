@@ -1,5 +1,6 @@
 """Checks of overrides as they are written, and one line about those that cannot be composed."""
 
+import bisect
 import difflib
 import re
 from typing import Any
@@ -130,12 +131,16 @@ def sisters(key: str, names: list[str]) -> list[str]:
 
 def first_that_fails(words: list[str]) -> str | None:
     """Return the first override with which, after those before it, composing fails."""
-    for count in range(1, len(words) + 1):
+
+    def fails(count: int) -> bool:
         try:
             compose("train", overrides=words[:count])
         except COMPOSING:
-            return words[count - 1]
-    return None
+            return True
+        return False
+
+    least = bisect.bisect_left(range(len(words) + 1), True, key=fails)
+    return words[least - 1] if 0 < least <= len(words) else None
 
 
 def one_line(error: BaseException) -> str:

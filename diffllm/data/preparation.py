@@ -52,10 +52,8 @@ def prepare(cfg: DataConfig) -> TokenData:
 
     Safe to call in any number of processes at once: one prepares, the others wait for it. To be
     called before process groups exist, for preparing can outlast their timeout.
-
-    Raises:
-        ConfigError: a value that no corpus can satisfy.
-        DataError: a corpus, tokenizer or cache directory that cannot be used.
+    Raises ConfigError for a value that no corpus can satisfy, DataError for a corpus, tokenizer or
+    cache directory that cannot be used.
     """
     cfg.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()

@@ -82,9 +82,8 @@ class World:
     def wait(self, keys: list[str]) -> None:
         """Wait until all keys are there; in slices, for no signal is handled while the store waits.
 
-        Raises:
-            StoppedEarly: another rank was asked to stop, and may never write them.
-            DistStoreError: they are not there within `timeout` seconds.
+        Raises StoppedEarly if another rank was asked to stop, and may never write them, and
+        DistStoreError if they are not there within `timeout` seconds.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -159,10 +158,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 
     torchrun's count of restarts does not do: when nodes come and go it can stay the same, or differ
     between nodes. So every rank leaves a word that nobody has used, and rank 0 answers to it.
-
-    Raises:
-        LaunchError: on rank 0, ranks that have not appeared within `timeout` seconds.
-        DistError: on other ranks, no answer within the store's timeout.
+    Raises LaunchError on rank 0 for ranks that have not appeared within `timeout` seconds, DistError
+    on others without an answer within the store's timeout.
     """
     if rank:
         word = uuid4().hex
