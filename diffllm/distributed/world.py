@@ -158,8 +158,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 
     torchrun's count of restarts does not do: when nodes come and go it can stay the same, or differ
     between nodes. So every rank leaves a word that nobody has used, and rank 0 answers to it.
-    Raises LaunchError on rank 0 for ranks that have not appeared within `timeout` seconds, DistError
-    on others without an answer within the store's timeout.
+    Raises LaunchError on rank 0 for ranks that do not appear within `timeout` seconds, DistError on
+    others without an answer within the store's timeout.
     """
     if rank:
         word = uuid4().hex
