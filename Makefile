@@ -11,7 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH ?= 2.15.0
-PARALLEL := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
+# One more than cores, for some tests wait; few, for each takes up to 2 GiB.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count() + 1))')
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_versions.py test_optim.py test_protection.py test_checkpoint*.py test_consolidate.py \
   test_generate.py test_maps.py test_probes.py test_stats.py test_peers.py test_moe_training.py \

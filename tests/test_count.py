@@ -19,6 +19,7 @@ from equations import (
     total_params,
     width_of,
 )
+from tiers import slow_but
 
 from diffllm import build_model, load_config, tools
 from diffllm.config.compose import variant_config
@@ -69,7 +70,7 @@ def of_size(size):
 attention_of = cache(variant_config)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_but(["tiny", "base_350m", "moe_mini"], SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_counts_equal_those_from_the_equations(size, variant):
     cfg = of_size(size)

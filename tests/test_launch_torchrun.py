@@ -175,6 +175,7 @@ def steps_logged(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
+@pytest.mark.slow
 def test_signals_reach_the_workers_which_save(tmp_path: Path, corpus: Path) -> None:
     """One run, stopped by each signal in turn and continued."""
     run = tmp_path / "run"

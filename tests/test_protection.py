@@ -177,7 +177,7 @@ def train_with_every_fault(variant, *extra):
         (1, ["diff_v2"]),
         (2, ["diff_v1"]),
         pytest.param(2, ["diff_v1", "parallel.replicate=2"], marks=pytest.mark.slow),
-        (2, ["diff_v2", "model=moe_tiny"]),
+        pytest.param(2, ["diff_v2", "model=moe_tiny"], marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_step_leaves_everything_as_it_was(ranks, words, tmp_path):

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,13 @@ from diffllm.run.directory import RunDirectory, choose_path
 VARIANTS = variants()
 
 
-def tiny(*overrides: str) -> TrainConfig:
+@cache
+def loaded(overrides: tuple[str, ...]) -> TrainConfig:
     return load_config(["model=tiny", "run.name=a-run", *overrides])
+
+
+def tiny(*overrides: str) -> TrainConfig:
+    return deepcopy(loaded(overrides))
 
 
 @pytest.fixture

@@ -158,6 +158,7 @@ def test_a_secret_among_the_overrides_is_not_repeated(word: str, key: str) -> No
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_secret_in_a_real_command(tmp_path: Path, environment: dict[str, str]) -> None:
     for words in (["-m", "seed=0,1"], []):
         command = train_command([*words, f"wandb.api_key={SECRET}"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from single_process import gloo_group
+from tiers import families, slow_but
 from torch import Tensor
 
 from diffllm.build import Training, build
@@ -93,7 +94,7 @@ class Run(NamedTuple):
     initial: dict[str, Tensor]
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=slow_but(families(VARIANTS), VARIANTS))
 def run(request):
     t = training(request.param, Precision.fp32, head_dim=16, init_std=0.05)
     initial, (_, gradients) = copies(t.params), loss_and_gradients(t, 0)

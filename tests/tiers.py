@@ -16,3 +16,9 @@ def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def families(variants: Iterable[str]) -> list[str]:
+    """Return the variants that are no ablation of another: `diff_v2_no_lambda` is, of `diff_v2`."""
+    names = list(variants)
+    return [name for name in names if not any(name.startswith(f"{other}_") for other in names)]

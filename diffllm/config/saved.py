@@ -1,5 +1,7 @@
 """The config of a run directory: read without running anything, and compared with another."""
 
+from dataclasses import asdict
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,9 +81,12 @@ def defaults_of(variant: str) -> DictConfig:
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
     """Return a config as plain values, enums by name."""
-    return OmegaConf.to_container(  # type: ignore[return-value]
-        OmegaConf.structured(cfg), enum_to_str=True
-    )
+    return asdict(cfg, dict_factory=lambda items: {key: named(value) for key, value in items})
+
+
+def named(value: Any) -> Any:
+    """Return an enum's name, any other value as it is."""
+    return value.name if isinstance(value, Enum) else value
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

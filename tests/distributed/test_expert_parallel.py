@@ -151,11 +151,11 @@ SLOW = pytest.mark.slow
 
 
 def in_tiers():
-    """Every layout once by default, half of them accumulated; the rest in the slow tier."""
+    """Every second layout once by default; the rest in the slow tier."""
     for i, layout in enumerate(LAYOUTS):
         for sparing in (False, True):
             name = f"{layout}-{'accumulated_checkpointed' if sparing else 'plain'}"
-            fast = sparing == bool(i % 2)
+            fast = i % 2 and not sparing
             yield pytest.param(layout, sparing, id=name, marks=() if fast else SLOW)
 
 

@@ -50,7 +50,7 @@ def train(overrides):
     ("ranks", "layout"),
     [
         (2, ["micro_batch_size=2", "activation_checkpointing=true"]),
-        (4, ["parallel.replicate=2", "micro_batch_size=1"]),
+        pytest.param(4, ["parallel.replicate=2", "micro_batch_size=1"], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_and_meshes_train_alike(ranks, layout, over, tmp_path):

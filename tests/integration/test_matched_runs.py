@@ -11,6 +11,8 @@ from forked_runs import train
 
 from diffllm.tools.generate import load_model
 
+pytestmark = pytest.mark.slow
+
 WORDS = [
     *("-m", "attention=standard,diff_v2", "run.sweep=fair"),
     *("model.match_params_to=diff_v2", "model.ffn_dim=512"),

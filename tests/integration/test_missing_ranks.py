@@ -51,13 +51,15 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
 @pytest.mark.parametrize(
     ("kind", "rank", "said"),
     [
-        pytest.param("die", 0, f"rank 0 is missing: {GONE}", marks=pytest.mark.slow),
+        pytest.param("die", 0, f"rank 0 is missing: {GONE}", marks=SLOW),
         ("die", 1, f"rank 1 is missing: {GONE}"),
-        ("freeze", 0, f"rank 0 is missing: {GONE}"),
-        pytest.param("freeze", 2, f"rank 2 is missing: {GONE}", marks=pytest.mark.slow),
+        pytest.param("freeze", 0, f"rank 0 is missing: {GONE}", marks=SLOW),
+        pytest.param("freeze", 2, f"rank 2 is missing: {GONE}", marks=SLOW),
         pytest.param("hang", 0, "rank 0 is missing: it hangs at step 8", marks=SLOW),
         ("hang", 2, "rank 2 is missing: it hangs at step 8"),
-        ("start", 1, "rank 1 is missing: it hangs at the building of the model"),
+        pytest.param(
+            "start", 1, "rank 1 is missing: it hangs at the building of the model", marks=SLOW
+        ),
     ],
 )
 def test_a_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind, rank, said):
@@ -108,6 +110,7 @@ def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
 # Who is slow is not missing
 
 
+@pytest.mark.slow
 def test_a_save_on_a_slow_disk_is_waited_for(corpus, tmp_path):
     """Longer than distributed.timeout, behind the last step."""
     with ranks(corpus, tmp_path / "run", Fault("slow save", 1), "steps=6") as run:

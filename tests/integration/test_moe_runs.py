@@ -71,7 +71,8 @@ def test_the_last_bias_is_in_the_checkpoint_and_in_the_metrics(finished):
             assert shown == pytest.approx(value.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_started_again_is_bit_identical(corpus, finished, tmp_path, ranks):
     straight, broken = finished, tmp_path / "broken"
     if ranks > 1:

@@ -85,7 +85,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["1, 2, 4, 3", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["1, 2, 4, 3", "experts"])
 def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
     corpus, straight, tmp_path, kind
 ):

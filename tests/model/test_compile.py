@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from stand_ins import END
-from tiers import slow_but
+from tiers import families, slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
@@ -16,13 +16,9 @@ from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents
 
 CASES = [(variant, ()) for variant in VARIANTS]
-CASES += [("diff_v1", ("model.attention.values=split",)), ("diff_v2", ("model.qk_norm=true",))]
-FAST = [
-    ("standard", ()),
-    ("gated", ()),
-    ("diff_v2", ()),
-    ("diff_v1", ("model.attention.values=split",)),
-]
+SPLIT = ("diff_v1", ("model.attention.values=split",))
+CASES += [SPLIT, ("diff_v2", ("model.qk_norm=true",))]
+FAST = [(variant, ()) for variant in families(VARIANTS)] + [SPLIT]
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,7 @@ def test_a_weight_gradient_is_made_in_float32_once_at_most(dtype, chunk, made):
     assert sum("log_softmax" in call for call in mode.calls) == 64 // chunk
 
 
+@pytest.mark.slow
 def test_compiled_the_probabilities_are_never_written_in_float32():
     n, vocab = 16, 192
     hidden, weight, targets = problem(n, vocab, 8, torch.bfloat16)

@@ -70,7 +70,7 @@ def slow(*values):
     [
         (2, [*SMALL, "attention=diff_v1"]),
         slow(4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
-        (4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
+        slow(4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
         slow(2, MOE),
         slow(4, [*MOE, "parallel.replicate=2"]),
         (2, [*MOE, "parallel.expert=2"]),

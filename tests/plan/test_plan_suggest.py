@@ -1,6 +1,7 @@
 """The nearest change where the user fixed a mesh or a batch."""
 
 import pytest
+from tiers import slow_but
 
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import GIB, plan
@@ -25,7 +26,6 @@ def limited(gib, overrides, words=(), gpus=2):
     return plan(cluster, set(), [*kept, *(f"{key}={value}" for key, value in changed.items())])
 
 
-SLOW = pytest.mark.slow  # dozens of plans are made for each
 FIXED = [
     (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
     (
@@ -65,7 +65,7 @@ FIXED = [
 
 @pytest.mark.parametrize(
     ("gpus", "overrides", "words"),
-    [FIXED[0], FIXED[5], *(pytest.param(*case, marks=SLOW) for case in FIXED[1:5] + FIXED[6:])],
+    slow_but([FIXED[5]], FIXED),
 )
 def test_what_the_user_fixed_gives_way_to_a_change_that_fits(gpus, overrides, words):
     overrides = [*SMALL, *overrides]

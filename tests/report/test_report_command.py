@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import slow_but
 from written_runs import sweep, write_run
 
 import diffllm.report.page
@@ -256,7 +257,11 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(name, text) for name, texts in DAMAGE.items() for text in texts]
+    ("name", "text"),
+    slow_but(
+        [(name, texts[0]) for name, texts in DAMAGE.items()],
+        [(name, text) for name, texts in DAMAGE.items() for text in texts],
+    ),
 )
 def test_a_damaged_run_is_a_note(swept, capsys, name, text):
     Path("cmp1/standard-seed1", name).write_text(text)

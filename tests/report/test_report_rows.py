@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from tiers import slow_but
 from written_runs import facts_of, loaded, metric_lines, parameters, sweep, write_run
 
 from diffllm.errors import ConfigError
@@ -137,10 +138,10 @@ def test_a_swept_learning_rate_has_rows_and_baselines_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     "override",
-    [
+    slow_but(["optim.lr=3e-3", "model.ffn_dim=512"], [
         "optim.lr=3e-3", "optim.weight_decay=0", "optim.beta2=0.99", "optim.clip_norm=0",
         "optim.eps=1e-6", "model.z_loss=1e-4", "model.init_std=0.1", "model.ffn_dim=512",
-    ],
+    ]),
 )  # fmt: skip
 def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
     both = {"standard": [4.0, 4.1], "diff_v2": [3.9, 3.8]}
@@ -418,7 +419,13 @@ def test_runs_without_facts_are_told_apart_by_their_config(tmp_path):
     assert all(row.gap is None for row in found.rows)
 
 
-@pytest.mark.parametrize("override", [*INCOMPARABLE, "optim.lr=0.5", "attention=diff_v1"])
+@pytest.mark.parametrize(
+    "override",
+    slow_but(
+        ["steps=40", "model.dim=64", "attention=diff_v1"],
+        [*INCOMPARABLE, "optim.lr=0.5", "attention=diff_v1"],
+    ),
+)
 def test_another_run_never_changes_a_gap(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
