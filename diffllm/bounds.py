@@ -19,9 +19,12 @@ RULES = {
 AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
-def bounded(default: Any, help: str = "", **bounds: float) -> Any:
-    """Make a dataclass field whose value keeps to `bounds`, each named by one of RULES."""
-    return field(default=default, metadata={"help": help, **bounds})
+def bounded(default: Any, **metadata: Any) -> Any:
+    """Make a dataclass field whose value keeps to bounds, each named by one of RULES.
+
+    A command's field has a `help` too.
+    """
+    return field(default=default, metadata=metadata)
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -71,16 +71,18 @@ STYLES: dict[str, dict[str, Any]] = {
 class Settings:
     """The synthetic query, and how often it is drawn."""
 
-    keys: int = bounded(8192, "keys where lambda or amplitude varies", least=2, most=CONTEXTS[-1])
-    lambda_: float = bounded(0.8, "share of map 2 that is subtracted", least=0, most=1)
-    amplitude: float = bounded(
-        1.0, "noise's standard deviation, in logits", least=0, most=LARGEST_AMPLITUDE
+    keys: int = bounded(
+        8192, help="keys where lambda or amplitude varies", least=2, most=CONTEXTS[-1]
     )
-    signal: float = bounded(6.0, "signal's advantage in map 1, in logits", least=0, most=100)
-    correlation: float = bounded(0.9, "of the two maps' noise", least=-1, most=1)
-    threshold: float = bounded(1.0, "SNR from which a map is usable", above=0, below=np.inf)
-    draws: int = bounded(32, "random draws of the noise", least=2, most=1000)
-    seed: int = bounded(0, "of the noise", least=0)
+    lambda_: float = bounded(0.8, help="share of map 2 that is subtracted", least=0, most=1)
+    amplitude: float = bounded(
+        1.0, help="noise's standard deviation, in logits", least=0, most=LARGEST_AMPLITUDE
+    )
+    signal: float = bounded(6.0, help="signal's advantage in map 1, in logits", least=0, most=100)
+    correlation: float = bounded(0.9, help="of the two maps' noise", least=-1, most=1)
+    threshold: float = bounded(1.0, help="SNR from which a map is usable", above=0, below=np.inf)
+    draws: int = bounded(32, help="random draws of the noise", least=2, most=1000)
+    seed: int = bounded(0, help="of the noise", least=0)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value beyond its bounds."""

@@ -8,34 +8,28 @@ from diffllm.errors import ConfigError
 from diffllm.metrics.mfu import DEVICES, Device, device_called
 from diffllm.plan.traffic import Call, Collective
 
-INF = float("inf")
+POSITIVE = {"above": 0, "below": float("inf")}
 
 
 @dataclass
 class Cluster:
     """The cluster's description, by the keys of `diffllm plan` that no training run has."""
 
-    gpus: int = bounded(8, "ranks, one a GPU", least=1)
-    gpu: str = bounded("h200", "its name, for peak and memory")
-    tokens: float | None = bounded(None, "to train on, for days and GPU-hours", above=0, below=INF)
-    mfu: float = bounded(0.4, "model FLOPs utilisation that a step reaches", above=0, most=1)
+    gpus: int = bounded(8, help="ranks, one a GPU", least=1)
+    gpu: str = bounded("h200", help="its name, for peak and memory")
+    tokens: float | None = bounded(None, help="to train on, for days and GPU-hours", **POSITIVE)
+    mfu: float = bounded(0.4, help="model FLOPs utilisation that a step reaches", above=0, most=1)
     nvlink_gbs: float = bounded(
-        450.0, "GB/s that a GPU sends inside its node; NVLink of H100, H200", above=0, below=INF
+        450.0, help="GB/s that a GPU sends inside its node; NVLink of H100, H200", **POSITIVE
     )
-    network_gbs: float = bounded(
-        50.0, "GB/s of the network card that each GPU has", above=0, below=INF
-    )
-    gpus_per_node: int = bounded(8, "GPUs that share a node", least=1)
-    reserve_gib: float = bounded(
-        6.0, "GiB for CUDA's context, NCCL's buffers, fragments", least=0, below=INF
-    )
+    network_gbs: float = bounded(50.0, help="GB/s of each GPU's network card", **POSITIVE)
+    gpus_per_node: int = bounded(8, help="GPUs that share a node", least=1)
+    reserve_gib: float = bounded(6.0, help="GiB for CUDA's context, NCCL, fragments", least=0)
     peak_flops: float | None = bounded(
-        None, "dense bf16 FLOP/s of the GPU, instead of the table's", above=0, below=INF
+        None, help="dense bf16 FLOP/s of the GPU, if not the table's", **POSITIVE
     )
-    memory_gib: float | None = bounded(
-        None, "GiB of the GPU, instead of the table's", above=0, below=INF
-    )
-    rank: int = bounded(0, "the rank whose memory is planned; rank 0 holds most", least=0)
+    memory_gib: float | None = bounded(None, help="GiB of the GPU, if not the table's", **POSITIVE)
+    rank: int = bounded(0, help="the rank whose memory is planned; rank 0 holds most", least=0)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no cluster has."""

@@ -178,6 +178,7 @@ def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, t
             assert clipped == pytest.approx(whole, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_other_scores_and_losses_and_a_dense_layer_train_alike(tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
@@ -246,6 +247,7 @@ def test_a_rank_whose_experts_get_nothing_takes_part(layout, tmp_path):
             assert (value[2:] != 0).any()
 
 
+@pytest.mark.slow
 def test_in_bfloat16_too(tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, ["precision=bf16"])
     two = run_ranks(trained, 2, tmp_path, ["precision=bf16", "parallel.expert=2", *SPARING])[0]
@@ -280,6 +282,7 @@ def moved(overrides, source, target):
     return state.step, {name: full(value).numpy() for name, value in t.tensors().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "experts", [pytest.param([], id="four"), pytest.param(TWO_EXPERTS, id="two", marks=SLOW)]
 )

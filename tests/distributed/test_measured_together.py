@@ -203,9 +203,8 @@ def test_everything_measured_equals_a_plain_recomputation(variant, tmp_path):
     check(variant, run_ranks(measured, 2, tmp_path, variant, ["compile=false"]))
 
 
-@pytest.mark.parametrize(
-    "variant", ["diff_v2", *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS[:3])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_it_is_the_same_from_two_graphs(variant, tmp_path):
     """`fullgraph=True` raises at a graph break."""
     ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])

@@ -46,7 +46,8 @@ def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
         assert_same_weights(straight, broken, step)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_saves_by_the_clock(corpus, tmp_path, ranks):
     """All ranks save at the same steps, or they would wait for each other."""
     run = tmp_path / "run"

@@ -329,6 +329,7 @@ def test_variants_begin_alike_and_go_their_ways(
     assert len({lines[variant][-1]["eval/loss"] for variant in VARIANTS}) == 4
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_past_a_failed_run_and_later_makes_up_for_it(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_command_that_was_killed_continues_bit_identically(corpus, straight, t
     assert_same_weights(straight[1], run, STEPS)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, 6)

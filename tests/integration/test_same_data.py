@@ -116,7 +116,7 @@ def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
 @pytest.mark.parametrize(
     ("change", "allowed"),
     [
-        ("seed=1", ["seed"]),
+        pytest.param("seed=1", ["seed"], marks=pytest.mark.slow),
         pytest.param("seq_len=128", ["seq_len"], marks=pytest.mark.slow),
         pytest.param("global_batch_size=6", ["global_batch_size"], marks=pytest.mark.slow),
         pytest.param(

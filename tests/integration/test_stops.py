@@ -10,6 +10,7 @@ import pytest
 from forked_runs import ForkedRun, Gate, finish
 from planted_train import Fault
 from runs import ROOT, assert_same_weights, metric_lines, overrides_of, prepared_corpus
+from tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("number", "rank", "marked"),
-    [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
+    slow_but(
+        [(signal.SIGUSR1, 1, True)],
+        [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
+    ),
 )
 def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, rank, marked):
     run = tmp_path / "run"

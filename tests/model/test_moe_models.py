@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from tiers import families, slow_but
 from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model
@@ -117,7 +118,7 @@ def test_what_a_mixture_shares_with_the_dense_model_starts_alike():
         assert not torch.equal(four[name][0], four[name][1])
 
 
-@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "gated"])
+@pytest.mark.parametrize("variant", slow_but(["diff_v2"], families(VARIANTS)))
 def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant):
     """In float32, with statistics and without."""
     torch._dynamo.reset()

@@ -115,7 +115,12 @@ def peak(overrides, gpus=2, checkpointing=False):
             ("micro_batch_size=2",),
             marks=pytest.mark.slow,
         ),
-        ([], ["activation_checkpointing=true"], ("activation_checkpointing=true",)),
+        pytest.param(
+            [],
+            ["activation_checkpointing=true"],
+            ("activation_checkpointing=true",),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["parallel.replicate=2", "activation_checkpointing=true"],
             ["parallel.replicate=1"],
@@ -136,6 +141,7 @@ def test_what_does_not_fit_is_answered_by_the_nearest_change_that_does(overrides
     assert again.step.peak.by_kind == change.step.peak.by_kind
 
 
+@pytest.mark.slow
 def test_more_gpus_come_last_and_nothing_at_all_is_said_so(capsys):
     overrides = [*SMALL, "seq_len=16", "activation_checkpointing=true"]
     room = limited(1, overrides, gpus=8).step.peak.total / GIB + 1e-6

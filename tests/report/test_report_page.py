@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sample_comparison as sample
 from matplotlib.axes import Axes
+from tiers import slow_but
 
 from diffllm.config.compose import variants
 from diffllm.report import bands
@@ -84,7 +85,7 @@ class Reader(HTMLParser):
             self.text += data
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["one run", "nine rows", "hostile names"], CASES))
 def test_well_formed_and_self_contained(case):
     text = html_of(case)
     read = Reader(text)
