@@ -18,6 +18,7 @@ from checkpoint_files import sign
 from resuming import resume
 from single_process import gloo_group
 from test_consolidate import SMALL, trained_run
+from tiers import slow_but
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -364,7 +365,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but(["a created node", "depth"], CONFIGS))
 def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
     file, marker = run / "config.yaml", tmp_path / "marker"
     rest = file.read_text()

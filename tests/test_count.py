@@ -42,6 +42,9 @@ KEYS = {
 }
 
 
+FAST = ["tiny", "base_350m", "moe_mini"]
+
+
 def config(size, variant, *extra):
     return load_config([f"model={size}", f"attention={variant}", "data.vocab_size=512", *extra])
 
@@ -70,7 +73,7 @@ def of_size(size):
 attention_of = cache(variant_config)
 
 
-@pytest.mark.parametrize("size", slow_but(["tiny", "base_350m", "moe_mini"], SIZES))
+@pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_counts_equal_those_from_the_equations(size, variant):
     cfg = of_size(size)
@@ -128,13 +131,13 @@ def test_shared_experts_and_dense_layers_are_counted():
     assert counts["total_params"] - counts["active_params"] == (8 - 2) * expert
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 def test_diff_v2_costs_the_baselines_kv_cache_to_the_byte(size):
     standard, diff_v2 = (count(config(size, v)) for v in ("standard", "diff_v2"))
     assert diff_v2["kv_cache_bytes_per_token"] == standard["kv_cache_bytes_per_token"] > 0
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
     """H / (4H + 2K): wo has H heads where the plain decoder's has 2H."""
     cfg = config(size, "diff_v2")
@@ -150,7 +153,7 @@ def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
     assert diff_v2["by_component"]["wq"] == plain["by_component"]["wq"]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 def test_one_and_a_half_times_the_heads_have_diff_v2s_attention_parameters(size):
     cfg = config(size, "diff_v2")
     if not has_shape(cfg.model, "standard_1p5x_heads"):

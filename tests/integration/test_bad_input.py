@@ -344,7 +344,7 @@ def cases(*lists: list[tuple[list[str], list[str]]]) -> list[Any]:
 
 
 def every_third(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
-    """Bounds of numbers differ in their keys alone; the slow tier has the others."""
+    """Cases differ in their keys more than in what is done; the slow tier has the others."""
     slow = pytest.mark.slow
     return [
         pytest.param(*case.values, id=case.id, marks=slow if i % 3 else ())
@@ -354,7 +354,7 @@ def every_third(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [*cases(KEYS, CHOICES, TYPES, ENUMS, SYNTAX), *every_third(RANGES, MIXTURES)],
+    [*cases(KEYS, SYNTAX), *every_third(CHOICES, TYPES, ENUMS, RANGES, MIXTURES)],
 )
 def test_override_that_cannot_run(workspace: Workspace, words: list[str], named: list[str]) -> None:
     workspace.rejects(words, *named)
@@ -626,7 +626,7 @@ def test_run_directory_that_cannot_be_written(workspace: Workspace) -> None:
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    cases(
+    every_third(
         [
             (["attention=standard,diff_v9"], ["attention=diff_v9", *VARIANTS]),
             (["optim.lr=1e-3,0"], ["optim.lr=0", "positive"]),

@@ -378,6 +378,7 @@ def test_swept_numbers_name_their_runs(
 # Two ranks
 
 
+@pytest.mark.slow
 def test_two_ranks(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:

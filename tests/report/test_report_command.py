@@ -48,21 +48,24 @@ def files(root):
 # Where runs are found and where files go
 
 
+WHERE = [
+    (["cmp1"], "cmp1", ["standard", "diff_v2"]),
+    (["cmp1/"], "cmp1", ["standard", "diff_v2"]),
+    (["cmp1/diff_v2-seed1"], "cmp1/diff_v2-seed1", ["diff_v2"]),
+    (["cmp1", "cmp2"], ".", ["standard", "gated", "diff_v2"]),
+    (["cmp*"], ".", ["standard", "gated", "diff_v2"]),
+    (["*mp2"], "cmp2", ["gated"]),
+    (["cmp1/*-seed0"], "cmp1", ["standard", "diff_v2"]),
+    (["**/gated*"], "cmp2/gated-seed0", ["gated"]),
+    (["."], ".", ["standard", "gated", "diff_v2"]),
+    (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "cmp1", ["standard", "diff_v2"]),
+    (["cmp1", "cmp1/standard-seed0", "cmp1/*"], "cmp1", ["standard", "diff_v2"]),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "home", "found"),
-    [
-        (["cmp1"], "cmp1", ["standard", "diff_v2"]),
-        (["cmp1/"], "cmp1", ["standard", "diff_v2"]),
-        (["cmp1/diff_v2-seed1"], "cmp1/diff_v2-seed1", ["diff_v2"]),
-        (["cmp1", "cmp2"], ".", ["standard", "gated", "diff_v2"]),
-        (["cmp*"], ".", ["standard", "gated", "diff_v2"]),
-        (["*mp2"], "cmp2", ["gated"]),
-        (["cmp1/*-seed0"], "cmp1", ["standard", "diff_v2"]),
-        (["**/gated*"], "cmp2/gated-seed0", ["gated"]),
-        (["."], ".", ["standard", "gated", "diff_v2"]),
-        (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "cmp1", ["standard", "diff_v2"]),
-        (["cmp1", "cmp1/standard-seed0", "cmp1/*"], "cmp1", ["standard", "diff_v2"]),
-    ],
+    slow_but([WHERE[0], WHERE[3], WHERE[7]], WHERE),
 )
 def test_files_land_beside_the_runs(swept, capsys, words, home, found):
     before = files(swept)
