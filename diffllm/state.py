@@ -26,6 +26,8 @@ class LoopState:
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     heldout_loss: float | None = None
+    seconds: float = 0.0
+    """Time that training took up to `step`, all starts together."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "spikes": self.spikes.state_dict()}
@@ -36,7 +38,8 @@ class LoopState:
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
         names = ("step", "data", "order", "wandb_id", "heldout_loss")
-        return cls(**{name: values[name] for name in names}, spikes=spikes)
+        seconds = values.get("seconds", 0.0)  # older checkpoints have none
+        return cls(**{name: values[name] for name in names}, seconds=seconds, spikes=spikes)
 
 
 def continued(

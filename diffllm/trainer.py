@@ -1,6 +1,7 @@
 """The optimizer step, and the loop around it: evaluation, logging, saving, stopping."""
 
 import signal
+import time
 from collections.abc import Iterator
 
 import torch
@@ -144,7 +145,7 @@ def train(
     The last step is evaluated and saved whatever the intervals; the step at which the ranks agree
     on a signal is saved. Raises SkippedTooOften, after saving.
     """
-    cfg = t.cfg
+    cfg, began = t.cfg, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
     batches = recorder.timed(iter(loader))
     recorder.start(state.step)
@@ -177,7 +178,7 @@ def train(
         if saving or recorder.line:
             recorder.end_line(step)
         if saving:
-            state.data = loader.state_dict()
+            state.data, state.seconds = loader.state_dict(), time.perf_counter() - began
             with recorder.paused():
                 save(t, state, checkpointer, final)
     watch.reached(f"the end, after step {state.step}")

@@ -1,5 +1,6 @@
 """The typed configuration: what composes, what is derived, what cannot run."""
 
+import shutil
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 
 import diffllm
 from diffllm import load_config
-from diffllm.config import Precision, TrainConfig
+from diffllm.config import Precision, TrainConfig, compose
 from diffllm.config.compose import config_directory, variant_config, variants
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.errors import ConfigError
@@ -329,3 +330,28 @@ def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
     assert "did you mean model.attention.pairing" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"did you mean model\.attention\.lambda_init\?"):
         load_config(["attention=diff_v1", "model.attention.lambda_ini=0.5"])
+
+
+BROKEN_YAML = {
+    "no package": ("steps: 5\n", "'# @package _global_'"),
+    "a section without package": ("optim:\n  lr: 1e-3\n", "'# @package _global_'"),
+    "syntax": ("# @package _global_\nsteps: [5\n", "line 3"),
+    "a list": ("# @package _global_\n- steps\n", "mine"),
+    "an unknown key": ("# @package _global_\nstepz: 5\n", "stepz"),
+    "a wrong type": ("# @package _global_\nsteps: five\n", "five"),
+    "a default that is not there": ("# @package _global_\ndefaults: [gone]\n", "experiment/gone"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_YAML)
+def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
+    """It names the file's experiment and what is wrong with it."""
+    conf = tmp_path / "conf"
+    shutil.copytree(config_directory(), conf)
+    text, named = BROKEN_YAML[name]
+    (conf / "experiment" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(compose, "config_directory", lambda: conf)
+    with pytest.raises(ConfigError, match="experiment=mine") as error:
+        load_config(["experiment=mine", "model=tiny"])
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)

@@ -11,13 +11,15 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from diffllm.errors import ConfigError
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.matched")
 COMPOSING = (
-    HydraException, OmegaConfBaseException, ValueError, TypeError, LookupError, ArithmeticError
+    HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
+    ArithmeticError,
 )  # fmt: skip
 """The exceptions of Hydra and OmegaConf for an override that they cannot compose."""
 
@@ -111,6 +113,9 @@ def explain(error: Exception, words: list[str]) -> str:
         return text
     key = culprit.partition("=")[0].lstrip("+~")
     unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
+    if unknown and unknown[1] == key == "experiment":
+        file = f"conf/experiment/{culprit.partition('=')[2]}.yaml"
+        return f"{culprit}: the first line of {file} has to be '# @package _global_'"
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
         close = difflib.get_close_matches(key, names, n=1)

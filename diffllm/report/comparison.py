@@ -104,7 +104,7 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[st
     variant, the one as its YAML has them. None for that row itself, and where there is none, which
     is noted.
     """
-    if baseline is None:
+    if baseline is None or row.runs[0].changes:
         return None
     found = [
         other

@@ -29,6 +29,8 @@ CAUSES = {**FACTS, "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORP
 """Where a difference in such a fact can come from; then a label need not tell it too."""
 
 MATCH = "model.match_params_to"
+CHANGED = "changed"
+"""Not a key of a config: what was changed on the way of a run."""
 IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
     "eval", "resume", *CORPUS, *TOKENIZER, "precision",
 }  # fmt: skip
@@ -37,6 +39,7 @@ IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
 INCOMPARABLE = (
     "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
     "optim.schedule", "optim.warmup_steps", "optim.decay_fraction", "optim.min_lr_ratio", *FACTS,
+    CHANGED,
 )  # fmt: skip
 SWEEPABLE = (
     "model.ffn_dim", "model.match_params_to", "model.init_std", "model.z_loss", "model.attention",
@@ -111,6 +114,7 @@ def deciding_values(run: Run) -> dict[str, Any]:
     values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
     if cfg.run.matched:
         values[f"model.{cfg.run.matched.key}"] = cfg.run.matched.target_ffn_dim
+    values[CHANGED] = run.changes or None
     return values | {fact: run.facts.get(fact) for fact in FACTS}
 
 

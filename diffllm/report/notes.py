@@ -30,8 +30,13 @@ LINES = {
 
 
 def run_notes(run: Run) -> list[str]:
-    """Sentences about a run that is incomplete or diverged."""
+    """Sentences about a run that was changed on its way, is incomplete or diverged."""
     notes = []
+    if run.changes:
+        notes.append(
+            f"{run.path} was changed on its way ({'; '.join(run.changes)}): it is a run of neither "
+            "config, and no gap is measured to or from it."
+        )
     if run.summary is None:
         notes.append(
             f"{run.path} has not finished: step {run.last_step} of {run.cfg.steps}; it is in no "

@@ -8,7 +8,7 @@ import numpy as np
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS
-from diffllm.report.keys import ATTENTION, Keys, as_text, decides, overrides, text_of
+from diffllm.report.keys import ATTENTION, CHANGED, Keys, as_text, decides, overrides, text_of
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
 
@@ -170,7 +170,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str]) -> str:
     """
     own, parts = overrides(row.runs[0]), []
     for key, value in row.keys.items():
-        if key == "attention" or key in shown_together:
+        if key == "attention" or key in shown_together or (key == CHANGED and not value):
             continue
         if key.startswith(ATTENTION):
             alike = [r for r in rows if r.keys["attention"] == row.keys["attention"]]

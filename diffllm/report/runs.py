@@ -4,7 +4,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diffllm.config import TrainConfig
-from diffllm.config.saved import flatten, load_run_config, yaml_dict
+from diffllm.config.saved import MALFORMED, flatten, load_run_config, yaml_dict
 from diffllm.errors import CheckpointError
 from diffllm.report.numbers import finite
 
@@ -72,6 +72,8 @@ class Run:
     summary: dict[str, Any] | None
     """summary.json; None until the run has reached its last step."""
     metrics: Metrics
+    changes: list[str] = field(default_factory=list)
+    """The changes that were made to it on the way: "steps 40 to 80 after step 40"."""
 
     @property
     def variant(self) -> str:
@@ -134,7 +136,20 @@ def load_run(path: Path) -> Run:
     except OSError as error:
         raise CheckpointError(f"{path}/metrics.jsonl: {error.strerror}") from error
     facts, summary = (read_object(path / name) for name in ("run.json", "summary.json"))
-    return Run(path, cfg, facts or {}, summary, read_metrics(text))
+    return Run(path, cfg, facts or {}, summary, read_metrics(text), read_changes(path))
+
+
+def read_changes(path: Path) -> list[str]:
+    """The changes in changes.jsonl that came after a step was made; raises CheckpointError."""
+    file = path / "changes.jsonl"
+    found: list[str] = []
+    try:
+        for line in map(json.loads, file.read_text().splitlines() if file.exists() else []):
+            for key, (before, now) in line["changes"].items() if line["step"] else ():
+                found.append(f"{key} {before} to {now} after step {line['step']}")
+    except MALFORMED as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return found
 
 
 def read_metrics(text: str) -> Metrics:

@@ -1,12 +1,17 @@
-"""Conditions of a start: equal configs and tokens on all ranks, data that fits, a fit tokenizer."""
+"""Conditions of a start: equal configs and tokens on all ranks, data that fits, a fit tokenizer,
+and a learning rate that goes on smoothly."""
 
+from dataclasses import replace
 from typing import Any
 
 from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes
+from diffllm.config.compose import variant_config
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.data import TokenData, Tokenizer
 from diffllm.data.file_index import combined_hash
-from diffllm.errors import DataError
+from diffllm.errors import ConfigError, DataError
+from diffllm.optim import Schedule, learning_rate
 
 # Keys that may differ between machines.
 OF_THE_MACHINE = (
@@ -61,3 +66,35 @@ def check_fit(cfg: TrainConfig, data: TokenData) -> None:
                 f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
                 f"(seq_len + 1 = {cfg.seq_len + 1}); use more text or a smaller seq_len"
             )
+
+
+def check_named(cfg: TrainConfig) -> None:
+    """Raise ConfigError unless `model.attention` is of the class that its variant's YAML names.
+
+    Reports, checkpoints and `generate` go by the variant's name.
+    """
+    name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
+    expected = type(variant_config(name))
+    if attention is not expected:
+        raise ConfigError(
+            f"model.attention is of class {attention.__name__}, but the config was composed with "
+            f"attention={name}, which is {expected.__name__}: register the class with @schema, "
+            "give it a YAML in conf/attention/ and compose with attention=<its name>"
+        )
+
+
+def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
+    """Describe how changed keys move the learning rate after `step` steps; None if they do not."""
+    former = {key: before for key, (before, _) in changes.items() if key.startswith("optim.")}
+    former = {key.removeprefix("optim."): before for key, before in former.items()}
+    if "schedule" in former:
+        former["schedule"] = Schedule[former["schedule"]]
+    steps, _ = changes.get("steps", (cfg.steps, None))
+    was = learning_rate(replace(cfg.optim, **former), min(step, steps - 1), steps)
+    now = learning_rate(cfg.optim, step, cfg.steps)
+    if step == 0 or abs(now - was) <= 0.05 * was:
+        return None
+    return (
+        f"the learning rate goes from {was:.2g} to {now:.2g} at step {step + 1}: its schedule is "
+        f"laid over all {cfg.steps} steps anew"
+    )

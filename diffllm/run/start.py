@@ -1,7 +1,6 @@
 """One run, from a typed config to a summary."""
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
+from diffllm.run.checks import check_named, learning_rate_jump
 from diffllm.run.directory import choose_path, request_requeue
 from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
@@ -40,6 +40,7 @@ def run(cfg: TrainConfig) -> None:
     outside the code is wrong; then nothing that was there is changed."""
     _, world_size, _ = environment()
     cfg.check_world(world_size)
+    check_named(cfg)
     world = join(cfg.distributed)  # no handler of ours could run while this waits
     stop = StopRequest()
     try:
@@ -61,7 +62,6 @@ def run(cfg: TrainConfig) -> None:
 
 def train_and_report(session: Session) -> None:
     """Build the model, train it to the end or to a signal, and tell what came of it."""
-    started = time.perf_counter()
     cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
     watch.reached("the building of the model")
     t = build(cfg, session.device, data.manifest.eos_id if cfg.data.mask_documents else None)
@@ -92,7 +92,7 @@ def train_and_report(session: Session) -> None:
         say_stopped(session, stopped, outputs)
         return
     text = sample(t, data)
-    summary = summarise(cfg, state, data, recorder, time.perf_counter() - started)
+    summary = summarise(cfg, state, data, recorder)
     if session.directory and outputs:
         outputs.file.close()
         session.directory.finish({**summary, "sample": text})
@@ -108,6 +108,8 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
         return None
     if directory.changes:
         session.display.print(f"changed: {described(directory.changes)}")
+        if jump := learning_rate_jump(cfg, directory.changes, state.step):
+            session.display.print(f"warning: {jump}")
     directory.describe(facts)
     config = {**yaml_dict(cfg), **facts}
     wandb = WandbRun(

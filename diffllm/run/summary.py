@@ -60,7 +60,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
 
 
 def summarise(
-    cfg: TrainConfig, state: LoopState, data: TokenData, recorder: Recorder, seconds: float
+    cfg: TrainConfig, state: LoopState, data: TokenData, recorder: Recorder
 ) -> dict[str, Any]:
     """The numbers of a finished run."""
     entropy = data.manifest.heldout_unigram_entropy
@@ -72,7 +72,7 @@ def summarise(
         "heldout_loss": state.heldout_loss,
         "heldout_unigram_entropy": entropy,
         "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
-        "seconds": seconds,
+        "seconds": state.seconds,
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
         **state.spikes.metrics(),
     }

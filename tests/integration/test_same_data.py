@@ -41,6 +41,11 @@ def samples(run: Path) -> dict[int, list[str]]:
     }
 
 
+def seconds(run: Path) -> float:
+    """Return the time that the summary of a finished run says."""
+    return json.loads((run / "summary.json").read_text())["seconds"]
+
+
 def stop_at(run: ForkedRun, gate: Gate, directory: Path) -> int:
     """Stop it, saved, at a gate or a step behind it; the step."""
     run.wait_for(gate.reached, "gate")
@@ -136,6 +141,7 @@ def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allo
         path: path.read_bytes() for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")
     }
 
+    alone = seconds(run)
     longer = [*short, "steps=6", change]
     passed = ["steps"]
     for key in allowed:  # each is asked for: first those of the config, then those of the content
@@ -150,6 +156,8 @@ def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allo
     said = ForkedRun([*longer, f"run.allow_changes=[{','.join(passed)}]"], 1, run).finish()
     assert "continues after step 4" in said
     assert "changed: " in said
+    assert "warning: the learning rate goes from " in said
+    assert seconds(run) > alone
     (line,) = (run / "changes.jsonl").read_text().splitlines()
     note = json.loads(line)
     assert note["step"] == 4

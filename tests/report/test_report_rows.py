@@ -9,10 +9,10 @@ import pytest
 from tiers import slow_but
 from written_runs import facts_of, loaded, metric_lines, parameters, sweep, write_run
 
-from diffllm.errors import ConfigError
+from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.comparison import compare
 from diffllm.report.rows import estimate
-from diffllm.report.runs import Metrics
+from diffllm.report.runs import Metrics, load_run
 from diffllm.report.table import COLUMNS, csv_text
 
 SPIKES = [
@@ -652,3 +652,56 @@ def test_the_table_round_trips_in_full_precision(tmp_path, four):
         for value, cell in zip(row.values.values(), line, strict=True):
             read = cell if isinstance(value, str) else json.loads(cell) if cell else None
             assert read == value
+
+
+# A run that was changed on its way
+
+
+def change(path, *lines):
+    """Have a run say that it was changed after a step."""
+    text = "".join(json.dumps({"step": step, "changes": made}) + "\n" for step, made in lines)
+    (path / "changes.jsonl").write_text(text)
+
+
+def test_a_changed_run_is_measured_from_nothing_and_displaces_nothing(tmp_path):
+    paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})
+    before = compare(loaded(paths))
+    extended = write_run(tmp_path / "b", "attention=diff_v2", "seed=0", loss=1.0)
+    change(extended, (10, {"steps": [10, 20]}))
+    after = compare(loaded([*paths, extended]))
+    assert labels(after) == [
+        "standard",
+        "diff_v2",
+        "diff_v2 changed=[steps 10 to 20 after step 10]",
+    ]
+    assert [row.gap for row in after.rows[:2]] == [row.gap for row in before.rows]
+    assert after.rows[2].gap is None
+    assert list(after.differences) == ["changed"]
+    assert said(after, "b was changed on its way (steps 10 to 20 after step 10)")
+    assert not said(after, "is left out")
+
+
+def test_nothing_is_measured_from_a_changed_run_either(tmp_path):
+    paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})
+    for path in paths:
+        change(path, (10, {"optim.lr": [1e-3, 2e-3]}))
+    found = compare(loaded(paths))
+    assert labels(found) == ["standard", "diff_v2"]
+    assert [row.gap for row in found.rows] == [None, None]
+    assert len(said(found, "no gap is measured to or from it")) == 2
+
+
+def test_a_change_before_the_first_step_changes_nothing(tmp_path):
+    paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})
+    change(paths[1], (0, {"steps": [10, 20]}))
+    found = compare(loaded(paths))
+    assert not said(found, "changed on its way")
+    assert found.rows[1].gap is not None
+
+
+@pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])
+def test_changes_that_cannot_be_read_leave_the_run_out(tmp_path, text):
+    path = write_run(tmp_path / "a", "attention=standard")
+    (path / "changes.jsonl").write_text(text)
+    with pytest.raises(CheckpointError, match=r"changes\.jsonl cannot be read"):
+        load_run(path)
