@@ -226,7 +226,7 @@ def test_workers_end_with_a_killed_torchrun(tmp_path: Path, corpus: Path) -> Non
     assert len(below) >= 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while alive(below) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(below)

@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 import json
 import os
@@ -201,13 +202,22 @@ def test_a_killed_preparation_leaves_nothing_behind(
     assert not list(cache.glob("*/*.tmp-*"))
 
 
+def tries_lock(pid: int, directory: Path) -> bool:
+    """Whether a process has a lock file below `directory` open."""
+    with contextlib.suppress(OSError):  # files are closed meanwhile
+        opened = [Path(os.readlink(fd)) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        return any(directory in file.parents and file.suffix == ".lock" for file in opened)
+    return False
+
+
 def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_file: Path) -> None:
     first = start_preparing(corpus_file, tmp_path / "cache", "writing")
     assert first.stdout is not None
     first.stdout.readline()
     second = start_preparing(corpus_file, tmp_path / "cache")
-    time.sleep(1)
-    assert second.poll() is None
+    while not tries_lock(second.pid, tmp_path / "cache" / "tokens"):  # it waits for the first
+        assert second.poll() is None
+        time.sleep(0.001)
     first.kill()
     first.communicate()
     stdout, stderr = second.communicate(timeout=60)
