@@ -1,6 +1,6 @@
 # make train   set up, then the quickstart under a fresh run name
 # make test    set up, then lint, format check, types and the tests that are fast
-# make test-slow    the other tests, half an hour of them; random cases are drawn anew
+# make test-slow    the other tests, a quarter of an hour of them; random cases are drawn anew
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
 # make docs    docs/metrics.md, from the table of metrics

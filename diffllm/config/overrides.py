@@ -109,8 +109,9 @@ def explain(error: Exception, words: list[str]) -> str:
     text = one_line(cause)
     chosen = [word for word in words if word.partition("=")[0] in GROUPS]
     culprit = first_that_fails([*chosen, *(word for word in words if word not in chosen)])
-    if culprit is None:
-        return text
+    if culprit is None:  # an interpolation, which is resolved when its value is asked for
+        where = getattr(cause, "full_key", None)
+        return f"{where}: {text}" if where else text
     key = culprit.partition("=")[0].lstrip("+~")
     unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
     if unknown and unknown[1] == key == "experiment":

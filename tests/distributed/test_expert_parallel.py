@@ -159,7 +159,7 @@ def in_tiers():
             yield pytest.param(layout, sparing, id=name, marks=() if fast else SLOW)
 
 
-@pytest.mark.parametrize(("layout", "sparing"), in_tiers())
+@pytest.mark.parametrize(("layout", "sparing"), list(in_tiers()))
 def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     results = run_ranks(trained, ranks, tmp_path, overrides + SPARING * sparing)

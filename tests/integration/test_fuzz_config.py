@@ -350,7 +350,9 @@ def test_one_key_twice_is_its_last_value() -> None:
 def test_wrong_values_among_right_ones(tier: str) -> None:
     rng, count = of_tier(tier, 10, 60)
     fine = ["seed=3", "eval.sequences=2", "optim.lr=1e-4", "attention=gated", "wandb.mode=disabled"]
+    right = [word.partition("=")[0] for word in fine]  # of a key twice the last value counts
     keys = [key for key in KEYS if not key.startswith(PARTS_OF_A_RUN) and key not in ANY_TEXT]
+    keys = [key for key in keys if key not in right]
     for _ in range(count):
         wrong = [
             f"{key}={rng.choice(wrong_values(key))}"
