@@ -43,7 +43,7 @@ def attention(m, variant):
         av_width=width,
     )
     match variant:
-        case "standard" | "standard_off_by_one":
+        case "standard" | "standard_off_by_one" | "standard_half_context":
             pass
         case "standard_sink":
             layer.vectors["sink"] = m.n_heads
@@ -51,6 +51,10 @@ def attention(m, variant):
             layer.qk_width = layer.av_width = 3 * width // 2
             layer.matrices["wq"] = (m.dim, 3 * width // 2)
             layer.matrices["wo"] = (3 * width // 2, m.dim)
+        case "standard_2x_heads":
+            layer.qk_width = layer.av_width = 2 * width
+            layer.matrices["wq"] = (m.dim, 2 * width)
+            layer.matrices["wo"] = (2 * width, m.dim)
         case "gated":
             layer.matrices["w_gate"] = (m.dim, width)
         case "gated_headwise":
@@ -64,7 +68,9 @@ def attention(m, variant):
             layer.matrices["wq"] = (m.dim, 2 * width)
             layer.qk_width = layer.av_width = 2 * width
             match variant:
-                case "diff_v2" | "diff_v2_no_sigmoid" | "diff_v2_unshared_kv":
+                case (
+                    "diff_v2" | "diff_v2_no_sigmoid" | "diff_v2_unshared_kv" | "diff_v2_2x_context"
+                ):
                     layer.matrices["w_lambda"] = (m.dim, m.n_heads)
                 case "diff_v2_head_norm":
                     layer.matrices["w_lambda"] = (m.dim, m.n_heads)

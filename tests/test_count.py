@@ -295,6 +295,9 @@ def test_the_command_says_what_was_matched(capsys):
         "params": counts["total_params"],
         "ffn_dim": counts["ffn_dim"],
         "key": "ffn_dim",
+        "by": "params",
+        "flops": counts["flops_per_token"],
+        "target_flops": target["flops_per_token"],
         "difference_percent": pytest.approx(difference),
     }
     assert tools.main(words) == 0

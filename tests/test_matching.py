@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from equations import SIZES, VARIANTS, has_shape, total_params, width_of
+from equations import SIZES, VARIANTS, flops_per_token, has_shape, total_params, width_of
 from tiers import slow_but
 
 from diffllm import build_model, load_config
 from diffllm.config import compose
 from diffllm.config.compose import variant_config
-from diffllm.config.matching import MODULI, match
+from diffllm.config.matching import MODULI, match, widened
 from diffllm.errors import ConfigError
 
 ODD = ["model=tiny", "model.ffn_dim=999"]  # a multiple of no modulus
@@ -74,6 +74,44 @@ def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
             assert found.ffn_dim == width_of(model)
         else:
             assert found.ffn_dim % modulus == 0
+
+
+@pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
+@pytest.mark.parametrize("target", ["diff_v2", "standard"])
+def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target):
+    model, start = replace(shape(size), seq_len=256), width_of(shape(size))
+    wanted = flops_per_token(model, target, 256)
+    for own in ("standard", "gated", "diff_v2", "standard_2x_heads"):
+        mine = replace(model, attention=cached_variant(own))
+
+        def off(width, own=own, mine=mine):
+            return abs(flops_per_token(widened(mine, width), own, 256) - wanted)
+
+        widths = {n: range(n, 3 * start + 1000, n) for n in MODULI}
+        closest = {n: min(map(off, tried)) for n, tried in widths.items()}
+        reached = [n for n in MODULI if 200 * closest[n] <= wanted]
+        if off(start) and not reached:
+            with pytest.raises(ConfigError, match=r"cannot come within 0\.5% of .* FLOPs a token"):
+                match(mine, own, target, cached_variant(target), by="flops")
+            continue
+        found = match(mine, own, target, cached_variant(target), by="flops")
+        assert (found.by, found.target_params) == ("flops", total_params(model, target, start))
+        assert found.target_flops == pytest.approx(wanted, rel=1e-12)
+        assert found.flops == pytest.approx(
+            flops_per_token(widened(mine, found.ffn_dim), own, 256), rel=1e-12
+        )
+        assert found.params == total_params(model, own, found.ffn_dim)
+        assert found.difference_percent == pytest.approx(100 * (found.flops / wanted - 1))
+        assert off(found.ffn_dim) == (closest[reached[0]] if off(start) else 0)
+
+
+def test_only_one_total_can_be_matched():
+    both = ["model.match_params_to=diff_v2", "model.match_flops_to=diff_v2"]
+    with pytest.raises(ConfigError, match="exclude each other"):
+        load_config(["model=tiny", "attention=standard", *both])
+    cfg = load_config(["model=tiny", "attention=standard", both[1]])
+    assert "FLOPs a token, " in cfg.run.matched.text()
+    assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
 def test_smaller_moduli_serve_where_larger_ones_are_too_coarse():

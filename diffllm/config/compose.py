@@ -64,12 +64,12 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
         cfg = typed(composed)  # what is wrong is said before a corpus is prepared
         composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
     cfg = typed(composed)
-    target = cfg.model.match_params_to
-    if target is not None:
-        check_variant("model.match_params_to=", target)
-        own = cfg.run.choices["attention"]
-        cfg.run.matched = match(cfg.model, own, target, variant_config(target))
-        cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
+    for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
+        if target is not None:
+            check_variant(f"model.match_{by}_to=", target)
+            own = cfg.run.choices["attention"]
+            cfg.run.matched = match(cfg.model, own, target, variant_config(target), by)
+            cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
     return cfg
 
 

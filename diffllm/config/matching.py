@@ -1,14 +1,16 @@
-"""Equal parameters for variants of unequal size: the feed-forward width makes up the difference."""
+"""Equal parameters, or equal training FLOPs a token, for variants of unequal size: the feed-forward
+width makes up the difference."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import MISSING
 
 from diffllm.errors import ConfigError
-from diffllm.model import ModelConfig, build_model
+from diffllm.model import ModelConfig, Transformer, build_model
 from diffllm.model.attention.base import AttentionConfig
 
 MODULI = (64, 32, 16, 8)
@@ -17,9 +19,27 @@ TOLERANCE = Fraction(1, 200)
 """Largest difference of the totals, as a share of the target's."""
 
 
+class Quantity(NamedTuple):
+    """A total that variants can have in common."""
+
+    unit: str
+    of: Callable[[Transformer], float]
+    """Measures it on a decoder on the meta device."""
+
+
+MATCHABLE = {
+    "params": Quantity(
+        "parameters", lambda model: sum(param.numel() for param in model.parameters())
+    ),
+    "flops": Quantity("FLOPs a token", Transformer.flops_per_token),
+}
+"""The totals by the name that `model.match_<name>_to` has for each."""
+
+
 @dataclass
 class Matched:
-    """The result of `model.match_params_to`: total parameters and the widths that give them.
+    """The result of `model.match_params_to` or `model.match_flops_to`: totals, and the widths that
+    give them.
 
     The widths are those of `model.ffn_dim`, or with experts of `model.moe.expert_dim`.
     """
@@ -31,11 +51,24 @@ class Matched:
     ffn_dim: int = MISSING
     key: str = "ffn_dim"
     """The width that was solved: "ffn_dim" or "moe.expert_dim"."""
+    by: str = "params"
+    """The total that is matched: "params" or "flops"."""
+    target_flops: float = 0.0
+    flops: float = 0.0
+    """Training FLOPs a token."""
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """The run's total and the target's, of what is matched."""
+        if self.by == "flops":
+            return self.flops, self.target_flops
+        return self.params, self.target_params
 
     @property
     def difference_percent(self) -> float:
         """Excess of the total over the target's, in percent of the target's."""
-        return 100 * (self.params - self.target_params) / self.target_params
+        own, wanted = self.totals
+        return 100 * (own - wanted) / wanted
 
     def numbers(self) -> dict[str, Any]:
         """Return all fields and `difference_percent`, for JSON."""
@@ -43,17 +76,22 @@ class Matched:
 
     def text(self) -> str:
         """Describe the match in one sentence."""
+        own, wanted = self.totals
         return (
-            f"{self.key} {self.ffn_dim:,} gives {self.params:,} parameters, "
-            f"{self.difference_percent:+.3f}% against {self.target}'s {self.target_params:,} "
+            f"{self.key} {self.ffn_dim:,} gives {own:,.0f} {MATCHABLE[self.by].unit}, "
+            f"{self.difference_percent:+.3f}% against {self.target}'s {wanted:,.0f} "
             f"at {self.key} {self.target_ffn_dim:,}"
         )
 
 
 def match(
-    model: ModelConfig, variant: str, target: str, target_attention: AttentionConfig
+    model: ModelConfig,
+    variant: str,
+    target: str,
+    target_attention: AttentionConfig,
+    by: str = "params",
 ) -> Matched:
-    """Solve the width with which `model` has as many parameters as with another attention.
+    """Solve the width with which `model` has the total of the same shape with another attention.
 
     The width is that of the feed-forward layers, or of the experts where there are any. One that
     gives exactly the target's total stays; otherwise it is the nearest positive multiple of the
@@ -64,32 +102,38 @@ def match(
     Args:
         model: a valid shape, its width the target's.
         variant, target: names of `model.attention` and `target_attention`, for messages.
+        by: the total, a key of MATCHABLE.
     """
-    key = f"model.match_params_to={target}"
+    key, unit = f"model.match_{by}_to={target}", MATCHABLE[by].unit
     target_model = replace(model, attention=target_attention)
     try:
         target_model.validate()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    wanted, start = total_params(target_model), width_of(model)
-    total, width = total_params(model), start
+    goal, start = totals(target_model), width_of(model)
+    own, width = totals(model), start
+    wanted = goal[by]
     name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
-    if total != wanted:
-        a_step = Fraction(total_params(widened(model, 2 * width)) - total, width)
-        exact = width + (wanted - total) / a_step
+    if own[by] != wanted:
+        a_step = Fraction(totals(widened(model, 2 * width))[by] - own[by]) / width
+        exact = width + Fraction(wanted - own[by]) / a_step
         for modulus in MODULI:
             width = max(1, round(exact / modulus)) * modulus
-            total = total_params(widened(model, width))
-            if abs(total - wanted) <= TOLERANCE * wanted:
+            own = totals(widened(model, width))
+            if abs(own[by] - wanted) <= TOLERANCE * Fraction(wanted):
                 break
         else:
             raise ConfigError(
                 f"{key}: attention={variant} cannot come within {float(TOLERANCE):.1%} of the "
-                f"{wanted:,} parameters that {target} has at model.{name}={start}; the "
-                f"closest total is {total:,}, at model.{name}={width}: "
+                f"{wanted:,.0f} {unit} that {target} has at model.{name}={start}; the "
+                f"closest total is {own[by]:,.0f}, at model.{name}={width}: "
                 f"start from a larger model.{name}"
             )
-    return Matched(target, wanted, start, total, width, name)
+    return Matched(
+        target=target, target_params=round(goal["params"]), target_ffn_dim=start,
+        params=round(own["params"]), ffn_dim=width, key=name,
+        by=by, target_flops=goal["flops"], flops=own["flops"],
+    )  # fmt: skip
 
 
 def width_of(model: ModelConfig) -> int:
@@ -104,7 +148,8 @@ def widened(model: ModelConfig, width: int) -> ModelConfig:
     return replace(model, ffn_dim=width)
 
 
-def total_params(model: ModelConfig) -> int:
-    """Count the parameters of the whole decoder, on one built without storage."""
+def totals(model: ModelConfig) -> dict[str, float]:
+    """Measure every total of MATCHABLE on the decoder, built without storage."""
     with torch.device("meta"):
-        return sum(param.numel() for param in build_model(model).parameters())
+        built = build_model(model)
+    return {name: quantity.of(built) for name, quantity in MATCHABLE.items()}

@@ -52,7 +52,7 @@ class RunConfig:
     choices: dict[str, str] = field(default_factory=dict)
     """The YAML chosen in each group; filled in when the config is composed."""
     matched: Matched | None = None
-    """The widths that model.match_params_to solved; filled in when the config is loaded."""
+    """The widths that model.match_params_to or match_flops_to solved; filled in at loading."""
 
 
 @dataclass

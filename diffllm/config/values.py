@@ -11,7 +11,7 @@ from diffllm.errors import ConfigError
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Limits of float32, in which a run computes: smaller values are 0 there, larger infinite."""
 LONGEST_TEXT = 4096
-FREE_TEXT = ("data.sample_prompt", "model.match_params_to")
+FREE_TEXT = ("data.sample_prompt", "model.match_params_to", "model.match_flops_to")
 """Keys of text that is taken as it is, with line breaks; a variant's name is checked on its own."""
 
 

@@ -25,6 +25,8 @@ class ModelConfig:
     match_params_to: str | None = None
     """Name of a variant; `ffn_dim`, or with experts `moe.expert_dim`, is solved for its total
     parameter count when the config is loaded."""
+    match_flops_to: str | None = None
+    """Name of a variant; the width is solved for its training FLOPs a token instead."""
     vocab_size: int = bounded(MISSING, least=1, most=2**24)
     seq_len: int = bounded("${seq_len}", least=1, most=2**27)
     attention: AttentionConfig = MISSING
@@ -36,6 +38,8 @@ class ModelConfig:
     norm_eps: float = bounded(1e-5, above=0)
     init_std: float = bounded(0.02, above=0)
     """Standard deviation of matrices, truncated at 3; wo and w2 divide it by sqrt(2 n_layers)."""
+    embed_init_std: float | None = bounded(None, above=0)
+    """Standard deviation of the token embeddings; null: `init_std`."""
     init_seed: int = "${seed}"  # type: ignore[assignment]
     z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
@@ -45,6 +49,11 @@ class ModelConfig:
     def validate(self) -> None:
         """Raise ConfigError for a shape that cannot be built."""
         check_bounds("model.", self)
+        if self.match_params_to is not None and self.match_flops_to is not None:
+            raise ConfigError(
+                f"model.match_params_to={self.match_params_to} and model.match_flops_to="
+                f"{self.match_flops_to} exclude each other: one width cannot meet both"
+            )
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"model.n_heads={self.n_heads} must be a multiple of "

@@ -211,6 +211,8 @@ class Transformer(nn.Module):
         names: dict[Tensor, str] = {param: name for name, param in self.named_parameters()}
         init = Initializer(self.cfg.init_seed, names, shard)
         init.matrices_(std, std / math.sqrt(2 * self.cfg.n_layers))
+        if self.cfg.embed_init_std is not None:
+            init.normal_(self.tok_embeddings.weight, self.cfg.embed_init_std, truncate=3)
         self.rope.reset_parameters()
         for module in self.modules():
             if isinstance(module, nn.RMSNorm):

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from diffllm.config.matching import MATCHABLE
 from diffllm.model.groups import OTHER_COMPONENTS
 from diffllm.tools.table import print_table, table, width_of
 
@@ -21,9 +22,10 @@ def print_counts(title: str, counts: Counts) -> None:
     changes = f"; changes are against {first}" if others else ""
     print(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
     if matched := counts[first]["matched"]:
+        by = matched["by"]
         print(
-            f"matched to {matched['target']}: {matched['target_params']:,} parameters "
-            f"at {matched['key']} {matched['target_ffn_dim']:,}"
+            f"matched to {matched['target']}: {matched[f'target_{by}']:,.0f} "
+            f"{MATCHABLE[by].unit} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
     terminal = Console()
     shown, more = len(others), True

@@ -129,6 +129,10 @@ def diff_v2_head_norm_context(q, k, v, x, weights, layer_idx):
     return rms_norm(context, weights.head_norm.weight, 1e-5)
 
 
+def scaled(factor, context):
+    return lambda *args: factor * context(*args)
+
+
 def constant_lambda(value):
     return lambda x, weights: torch.full((1, 1, 1), value, dtype=x.dtype)
 
@@ -136,6 +140,8 @@ def constant_lambda(value):
 REFERENCES = {
     "standard": standard_context,
     "standard_1p5x_heads": standard_context,
+    "standard_2x_heads": standard_context,
+    "standard_half_context": scaled(0.5, standard_context),
     "standard_sink": lambda q, k, v, x, weights, layer_idx: standard(
         q, k, v, torch.exp(weights.sink)
     ),
@@ -149,6 +155,7 @@ REFERENCES = {
     "diff_v1_lambda_const": diff_v1_context(constant=0.8),
     "diff_v1_no_head_norm": diff_v1_context(head_norm=False),
     "diff_v2": diff_v2_context(),
+    "diff_v2_2x_context": scaled(2.0, diff_v2_context()),
     "diff_v2_head_norm": diff_v2_head_norm_context,
     "diff_v2_lambda_fixed": diff_v2_context(constant_lambda(0.5)),
     "diff_v2_lambda_scalar": diff_v2_context(

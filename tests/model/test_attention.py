@@ -59,6 +59,20 @@ def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others()
         assert refused("standard_1p5x_heads", heads, kv_heads) == uneven, (heads, kv_heads)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_factor_on_the_context_is_one_on_wo(variant):
+    """And statistics see it; a factor of 1 is no operation at all."""
+    plain, tables, _ = layer_of(variant, 4, 2, 8)
+    x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
+    shown, scaled = {}, {}
+    expected = 0.5 * plain(x, positions, show=shown)
+    halved, _, _ = layer_of(
+        variant, 4, 2, 8, extra=(f"model.attention.context_scale={0.5 * plain.context_scale}",)
+    )
+    torch.testing.assert_close(halved(x, positions, show=scaled), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(scaled["context"], 0.5 * shown["context"], rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_length_equals_the_reference(variant, length):

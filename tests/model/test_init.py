@@ -160,6 +160,15 @@ def test_a_default_device_other_than_the_parameters_leaves_them_the_same():
             assert torch.equal(value, other.state_dict()[name]), name
 
 
+def test_embeddings_can_have_a_standard_deviation_of_their_own():
+    words = ["model=micro", "attention=diff_v2"]
+    plain = build_model(load_config(words).model).state_dict()
+    own = build_model(load_config([*words, "model.embed_init_std=1"]).model).state_dict()
+    changed = [name for name in plain if not torch.equal(plain[name], own[name])]
+    assert changed == ["tok_embeddings.weight"]
+    assert own[changed[0]].std() == pytest.approx(0.987, abs=0.01)  # truncated at 3
+
+
 def test_building_draws_nothing_from_the_global_generator():
     before = torch.get_rng_state()
     build_model(load_config(["model=micro", "attention=diff_v2"]).model)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from diffllm.bounds import bounded
 from diffllm.model.attention.kernels import prepare_backend, training_kernel
 from diffllm.model.attention.masks import training_mask
 from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
@@ -40,6 +41,8 @@ class AttentionConfig:
 
     backend: Backend = Backend.sdpa
     """The kernel of training; decoding goes through SDPA, or explicit maps with `reference`."""
+    context_scale: float = bounded(1.0, above=0)
+    """Fixed factor on what enters `wo`: a control for how much attention writes."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """Return the module of layer `layer_idx` (from 0)."""
@@ -168,6 +171,7 @@ class Attention(nn.Module):
         self.head_dim = self.value_dim = model.head_dim
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
+        self.context_scale = model.attention.context_scale
         self.kernel_width = partial(model.attention.kernel_width, model)
         self.explicit_mask = model.attention.explicit_mask
         context_dim = context_dim or self.n_query_heads * self.head_dim
@@ -204,6 +208,10 @@ class Attention(nn.Module):
         if show is not None:
             show["q"], show["k"] = q, k
             show.setdefault("context", context)
+        if self.context_scale != 1:
+            context = context * self.context_scale
+            if show is not None:
+                show["context"] = show["context"] * self.context_scale
         return self.wo(context.flatten(2))
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
