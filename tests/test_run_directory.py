@@ -331,6 +331,7 @@ def test_fields_of_a_variant_come_back(tmp_path, tokenizer):
     assert load_run_config(tmp_path / "run") == cfg
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["attention"] == {
         "backend": "sdpa",
+        "context_scale": 1.0,
         "gate": "headwise",
     }
 

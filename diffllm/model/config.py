@@ -1,6 +1,7 @@
 """The shape of a decoder. `n_heads` and `n_kv_heads` always mean the baseline's."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from omegaconf import MISSING
 
@@ -9,6 +10,17 @@ from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.ffn.config import MoEConfig
 from diffllm.model.rope import RopeConfig
+
+
+class InitMatch(Enum):
+    """The quantity of the first forward pass that initial values are scaled for.
+
+    write: the RMS of what attention adds to the residual stream, layer by layer, is that of
+    `standard`.
+    """
+
+    none = "none"
+    write = "write"
 
 
 @dataclass
@@ -40,6 +52,8 @@ class ModelConfig:
     """Standard deviation of matrices, truncated at 3; wo and w2 divide it by sqrt(2 n_layers)."""
     embed_init_std: float | None = bounded(None, above=0)
     """Standard deviation of the token embeddings; null: `init_std`."""
+    init_match: InitMatch = InitMatch.none
+    """write: scale `wo` so that on the first sequences attention writes as much as `standard`."""
     init_seed: int = "${seed}"  # type: ignore[assignment]
     z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""

@@ -207,20 +207,7 @@ class Transformer(nn.Module):
 
         `shard` finds the block that this process holds of a parameter.
         """
-        std = self.cfg.init_std
-        names: dict[Tensor, str] = {param: name for name, param in self.named_parameters()}
-        init = Initializer(self.cfg.init_seed, names, shard)
-        init.matrices_(std, std / math.sqrt(2 * self.cfg.n_layers))
-        if self.cfg.embed_init_std is not None:
-            init.normal_(self.tok_embeddings.weight, self.cfg.embed_init_std, truncate=3)
-        self.rope.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, nn.RMSNorm):
-                init.constant_(module.weight, 1.0)
-            elif isinstance(module, Attention):
-                module.reset_parameters(init)
-            elif isinstance(module, Router):
-                module.reset_buffers()
+        initialise(self, self.cfg, shard=shard)
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
@@ -252,6 +239,29 @@ class Transformer(nn.Module):
     def kv_cache_bytes_per_token(self) -> int:
         """Count the bytes that one position of one sequence holds in all caches, in bf16."""
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
+
+
+def initialise(part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = whole) -> None:
+    """Fill every parameter and buffer of a decoder, or of a part of one.
+
+    Args:
+        prefix: the place of the part in the decoder: its parameters' names begin with it.
+        shard: finds the block that this process holds of a parameter.
+    """
+    names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
+    init = Initializer(cfg.init_seed, names, shard)
+    init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
+    for module in part.modules():
+        if isinstance(module, nn.RMSNorm):
+            init.constant_(module.weight, 1.0)
+        elif isinstance(module, nn.Embedding) and cfg.embed_init_std is not None:
+            init.normal_(module.weight, cfg.embed_init_std, truncate=3)
+        elif isinstance(module, Attention):
+            module.reset_parameters(init)
+        elif isinstance(module, Router):
+            module.reset_buffers()
+        elif isinstance(module, RotaryEmbedding):
+            module.reset_parameters()
 
 
 def build_model(cfg: ModelConfig) -> Transformer:

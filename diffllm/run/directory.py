@@ -24,6 +24,8 @@ from diffllm.errors import ConfigError
 from diffllm.files import hold, write_atomic
 
 REQUEUE_FILE = "requeue"
+FOR_GOOD = ("init_match",)
+"""Facts in run.json that the first start of a run decides."""
 
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
@@ -108,9 +110,15 @@ class RunDirectory:
         """Remove the marker that an earlier start left for the launch script."""
         (self.path / REQUEUE_FILE).unlink(missing_ok=True)
 
-    def describe(self, facts: dict[str, Any]) -> None:
-        """Write run.json: parameters, corpus, device and the like of the latest start."""
-        write_atomic(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+    def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
+        """Write run.json: parameters, corpus, device and the like of the latest start; of a run
+        that continues, what its first start decided stays."""
+        file, kept = self.path / "run.json", {}
+        if continues:
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                before = json.loads(file.read_text())
+                kept = {key: before[key] for key in FOR_GOOD if key in before}
+        write_atomic(file, json.dumps({**kept, **facts}, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as finished."""

@@ -27,6 +27,7 @@ from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
 from diffllm.run.checks import check_named, learning_rate_jump
 from diffllm.run.directory import choose_path, request_requeue
+from diffllm.run.initial import match_initial_values
 from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
@@ -69,11 +70,16 @@ def train_and_report(session: Session) -> None:
     cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
     watch.reached("the building of the model")
     t = build(cfg, session.device, data.manifest.eos_id if cfg.data.mask_documents else None)
+    factors = None
     if session.checkpoint:
         watch.reached(f"the reading of {session.checkpoint.name}")
         restore(t, state, session.checkpoint, session.saved_ranks)
+    else:
+        factors = match_initial_values(t, data, session.world)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
     facts = describe(cfg, t, data)
+    if factors:
+        facts["init_match"] = factors
     session.display.print(headline(cfg, facts, data, session.path, state.step))
     outputs = open_outputs(session, facts)
     recorder = Recorder(t, state.spikes, session.display, outputs)
@@ -117,7 +123,7 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
         session.display.print(f"changed: {described(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             session.display.print(f"warning: {jump}")
-    directory.describe({**facts, **provenance()})
+    directory.describe({**facts, **provenance()}, continues=session.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
     wandb = WandbRun(
         cfg.wandb, session.path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id

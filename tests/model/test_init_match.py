@@ -1,0 +1,72 @@
+"""`model.init_match=write`: at first, attention of any variant writes what `standard` writes."""
+
+import pytest
+import torch
+from variants import VARIANTS
+
+from diffllm import load_config
+from diffllm.config.compose import variant_config
+from diffllm.errors import ConfigError
+from diffllm.model import build_model
+from diffllm.model.documents import Documents
+from diffllm.model.init_match import write_factors
+
+WORDS = ["model=tiny", "model.dim=32", "model.head_dim=8", "model.ffn_dim=48", "seq_len=24"]
+WORDS += ["model.vocab_size=64", "data.vocab_size=64", "model.n_layers=3"]
+
+
+def writes(model, tokens, documents=None):
+    """RMS of what each layer's attention adds to the residual stream."""
+    return model(tokens, tokens, diagnose=True, documents=documents).stats["attn_write_rms"]
+
+
+def config(variant, *words):
+    return load_config([*WORDS, f"attention={variant}", *words]).model
+
+
+def scaled(cfg, factors):
+    model = build_model(cfg)
+    with torch.no_grad():
+        for layer, factor in zip(model.layers, factors, strict=True):
+            layer.attention.wo.weight.mul_(factor)
+    return model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("more", [(), ("model.moe.n_experts=4", "model.moe.expert_dim=16")])
+def test_with_the_factors_every_layer_writes_what_standards_does(variant, more):
+    cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
+    factors = write_factors(cfg, variant_config("standard"), tokens)
+    expected = writes(build_model(config("standard", *more)), tokens)
+    torch.testing.assert_close(writes(scaled(cfg, factors), tokens), expected, rtol=1e-5, atol=0)
+    if variant == "standard":
+        assert factors == [1.0, 1.0, 1.0]
+    if variant == "standard_half_context":
+        assert factors == pytest.approx([2.0, 2.0, 2.0], rel=1e-6)
+
+
+def test_a_layer_is_matched_behind_layers_that_are_matched():
+    """Each by itself would miss: what the first writes changes what the others read."""
+    cfg, tokens = config("diff_v1"), torch.randint(64, (8, 24))
+    expected = writes(build_model(config("standard")), tokens)
+    alone = expected / writes(build_model(cfg), tokens)
+    missed = writes(scaled(cfg, alone.tolist()), tokens)
+    assert (missed[1:] / expected[1:] - 1).abs().max() > 1e-4
+
+
+def test_documents_are_seen_as_in_training():
+    cfg, tokens = config("diff_v2"), torch.randint(12, (8, 24))
+    documents = Documents.of(tokens, 7)
+    factors = write_factors(cfg, variant_config("standard"), tokens, documents)
+    assert factors != write_factors(cfg, variant_config("standard"), tokens)
+    expected = writes(build_model(config("standard")), tokens, documents)
+    torch.testing.assert_close(
+        writes(scaled(cfg, factors), tokens, documents), expected, rtol=1e-5, atol=0
+    )
+
+
+def test_an_attention_that_writes_nothing_is_named(monkeypatch):
+    cfg = config("standard")
+    cfg.attention.context_scale = 1e-30
+    with pytest.raises(ConfigError, match=r"attention of layer 0 writes .* no factor matches"):
+        write_factors(cfg, variant_config("standard"), torch.randint(64, (8, 24)))
