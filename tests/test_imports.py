@@ -14,8 +14,8 @@ import diffllm
 ROOT = Path(diffllm.__file__).parent
 BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions", "diffllm.bounds")
 FLOORS = (
-    ("errors", "registry", "torch_versions"),
-    ("bounds",),
+    ("errors", "torch_versions"),
+    ("bounds", "registry"),
     ("files", "model", "optim", "spikes"),
     ("analysis", "data", "distributed", "evaluate", "metrics"),
     ("checkpoint", "diagnostics"),

@@ -15,8 +15,11 @@ from diffllm.report.runs import Run
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
 CONFIDENCE = 0.95
-MEASURED = [metric for metric in METRICS if metric.column]
-"""Metrics that have a column."""
+
+
+def measured() -> list[Metric]:
+    """List the metrics that have a column."""
+    return [metric for metric in METRICS if metric.column]
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "gap_seeds": gap and gap.seeds,
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
-        **{metric.quantity: over_seeds(row, metric) for metric in MEASURED},
+        **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
 
 

@@ -13,7 +13,7 @@ from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.report.comparison import Comparison
 from diffllm.report.numbers import MISSING, compact, finite, fixed, percent, short
-from diffllm.report.rows import MEASURED, Estimate, Row
+from diffllm.report.rows import Estimate, Row, measured
 
 COLUMNS = {
     "variant": "choice of attention=; a column for every other swept key comes after it",
@@ -33,12 +33,17 @@ COLUMNS = {
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
-    **{metric.quantity: metric.column_meaning for metric in MEASURED},
+    **{metric.quantity: metric.column_meaning for metric in measured()},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
 number is None, an empty cell."""
 OUTLYING = 4
 """Times the median reach of a gap and its interval that the scale of all goes to at most."""
+
+
+def meaning(column: str) -> str:
+    """Return the meaning of a column, a metric of a plugin's among them."""
+    return COLUMNS[column] if column in COLUMNS else metric_of(column).column_meaning
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -89,8 +94,8 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     made = []
 
     def column(title: str, unit: str, names: list[str], cell: Callable[[Row], Cell]) -> None:
-        hints = [f"{name}: {COLUMNS[name]}" for name in names if name]
-        hint = "; ".join(hints) if len(hints) > 1 else COLUMNS[names[0]]
+        hints = [f"{name}: {meaning(name)}" for name in names if name]
+        hint = "; ".join(hints) if len(hints) > 1 else meaning(names[0])
         made.append(TableColumn(title, unit, hint, [cell(row) for row in rows]))
 
     keys = ", ".join(comparison.differences)
@@ -105,7 +110,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
     column("Tokens", "", ["tokens"], lambda row: number_cell(row.values["tokens"], compact))
     column("Seeds", "", ["seeds"], seeds_cell)
-    for metric in MEASURED:
+    for metric in measured():
         if (shown := metric.column) and shown.title:
             names = [metric.quantity, shown.second]
             column(shown.title, shown.unit, names, partial(metric_cell, metric=metric))

@@ -7,7 +7,7 @@ from pathlib import Path
 from diffllm.report.comparison import Comparison, read
 from diffllm.report.page import write
 from diffllm.report.table import Cell, table_columns
-from diffllm.tools.arguments import parse
+from diffllm.tools.arguments import parse, plugins_field
 from diffllm.tools.table import print_table, table
 
 WHAT = """\
@@ -34,6 +34,7 @@ class Arguments:
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
     )
     out: str = field(default="", metadata={"help": "where the files go; else beside what is named"})
+    plugins: str = plugins_field()
 
 
 def main(argv: list[str]) -> None:

@@ -16,7 +16,8 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import compose_config, config_directory  # noqa: E402
+from diffllm.config.compose import bring, compose_config, config_directory  # noqa: E402
+from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
@@ -56,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     """Train, sweep or show; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        config_dirs, argv = take_directories(argv)
         args, shows = arguments(argv)
+        bring(args.overrides, config_dirs)
         if shows:
             compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
             sys.argv[1:] = argv
@@ -64,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.multirun:
             from diffllm.sweep.command import sweep
 
-            return sweep(args.overrides)
+            return sweep(args.overrides, config_dirs)
         else:
             from diffllm.run.start import run
 
