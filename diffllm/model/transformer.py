@@ -222,6 +222,7 @@ class Transformer(nn.Module):
                 module.reset_parameters(init)
             elif isinstance(module, Router):
                 module.reset_buffers()
+        init.check_all_filled()
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None

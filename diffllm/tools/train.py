@@ -30,7 +30,7 @@ def arguments(argv: list[str]) -> tuple[Namespace, bool]:
     """The command line, and whether it only asks for something to be shown; raises ConfigError."""
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # -m may stand behind overrides
     shown = [
         name for name in ("help", "hydra_help", "info", "cfg", "shell_completion")
         if getattr(args, name)
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         bring(args.overrides, config_dirs)
         if shows:
             compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
-            sys.argv[1:] = argv
+            sys.argv[1:] = [word for word in argv if word not in args.overrides] + args.overrides
             hydra_main()
         elif args.multirun:
             from diffllm.sweep.command import sweep

@@ -185,6 +185,8 @@ def _process(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # as an interpreter would
+    sys.path[:0] = [path for path in given if path and path not in sys.path]
     for descriptor, file in zip((1, 2), said, strict=True):
         opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
