@@ -193,7 +193,8 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_importing_the_package_loads_neither_torch_nor_hydra():
-    code = "import diffllm\nassert {'load_config', 'build_model'} <= set(diffllm.__all__)"
+    names = "{'load_config', 'build_model', 'load_model', 'train'}"
+    code = f"import diffllm\nassert {names} <= set(diffllm.__all__)"
     heavy = {"torch", "hydra", "omegaconf", "numpy", "wandb", "datasets", "sentencepiece", "rich"}
     assert not heavy & loaded_after(code)
 

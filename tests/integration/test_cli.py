@@ -240,6 +240,17 @@ def test_prepare_makes_what_a_run_finds(
     assert not changes(before, snapshot(tmp_path))
 
 
+def test_train_is_a_command_too(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = ["--cfg", "job", "model=tiny", "--resolve", "seed=7"]
+    as_command, as_script = (
+        tool(["train", *words], tmp_path, environment),
+        train(words, tmp_path, environment),
+    )
+    assert as_command.code == 0, as_command.err
+    assert re.search(r"^seed: 7$", as_command.out, re.M)
+    assert as_command == as_script
+
+
 @pytest.mark.parametrize("name", ["prepare", "count", "generate"])
 def test_tools_have_help(capfd: pytest.CaptureFixture[str], name: str) -> None:
     result = call(lambda: tools.main([name, "--help"]), capfd)
