@@ -77,7 +77,7 @@ def test_a_home_directory_is_expanded(monkeypatch):
 def test_a_run_without_a_name_gets_one_that_says_what_it_is():
     path = choose_path(load_config(["model=tiny", "attention=gated"]))
     assert path.parent == Path("outputs")
-    assert path.name.startswith("quickstart-gated-2")
+    assert path.name.startswith("tiny-gated-2")
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "..", "a b", "/abs", "a\n", ""])
@@ -118,6 +118,19 @@ def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override
     assert any(part.startswith(key) for part in named)
     assert "\n" not in str(caught.value)
     assert snapshot(begun) == before
+
+
+def test_the_experiment_that_a_refused_run_was_made_with_is_named(tmp_path, tokenizer):
+    first = RunDirectory(tmp_path / "run", load_config(["experiment=quickstart"]))
+    first.begin(tokenizer)
+    first.lock.release()
+    (first.path / "metrics.jsonl").touch()
+    quickstart = RunDirectory(first.path, load_config(["wandb.mode=offline"]))
+    quickstart.check()
+    quickstart.lock.release()
+    again = RunDirectory(first.path, load_config(["attention=standard"]))
+    with pytest.raises(ConfigError, match=r"\), made with experiment=quickstart; choose another"):
+        again.check()
 
 
 def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_path, tokenizer):

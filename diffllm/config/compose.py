@@ -13,11 +13,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.bounds import sections
-from diffllm.config.changes import is_allowed
+from diffllm.config.changes import OF_NO_EFFECT, is_allowed
 from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
@@ -30,7 +31,8 @@ from diffllm.config.overrides import (
     suggest,
 )
 from diffllm.config.plugins import add_named_directory, directories, load, named
-from diffllm.config.schema import TrainConfig
+from diffllm.config.schema import MOST_STEPS, TrainConfig
+from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_values, leaves
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
@@ -72,7 +74,12 @@ def load_config(
 
 def without_imports(words: list[str]) -> TrainConfig:
     """Load a configuration as `load_config` does, with the plugins that are imported already."""
-    cfg = typed(compose_config(words))
+    composed = compose_config(words)
+    if composed.max_tokens is not None or composed.epochs is not None:
+        composed.steps = MOST_STEPS
+        cfg = typed(composed)  # what is wrong is said before a corpus is prepared
+        composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
+    cfg = typed(composed)
     if cfg.plugins != named(words):
         raise ConfigError(
             f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
@@ -128,8 +135,10 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
-            cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            words = [*quickstart(parsed), *overrides]
+            cfg = compose("train", overrides=words, return_hydra_config=True)
             check_booleans(cfg, parsed)
+            choose_length(cfg, parsed)
         except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:
@@ -140,6 +149,13 @@ def compose_config(overrides: list[str]) -> DictConfig:
         cfg.run.choices = {group: choices[group] for group in GROUPS}
         del cfg["hydra"]
     return cfg
+
+
+def quickstart(overrides: list[Override]) -> list[str]:
+    """Choose the quickstart for a command that says nothing of what is computed."""
+    keys = [override.get_key_element() for override in overrides]
+    idle = all(is_allowed(key, list(OF_NO_EFFECT)) for key in keys)
+    return ["experiment=quickstart"] if idle else []
 
 
 def typed(composed: DictConfig) -> TrainConfig:

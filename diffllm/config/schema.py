@@ -14,10 +14,14 @@ from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
 from diffllm.evaluate import EvalConfig
+from diffllm.metrics.profiling import ProfileConfig
+from diffllm.metrics.tensorboard import MetricsConfig
 from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.optim import OptimConfig
 from diffllm.spikes import ProtectionConfig
+
+MOST_STEPS = 10**12
 
 
 class Precision(Enum):
@@ -67,13 +71,20 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     train: ProtectionConfig = field(default_factory=ProtectionConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     plugins: list[str] = field(default_factory=list)
     """Python modules, or entry points of packages, that register more variants, data sources and
     metrics; imported when they stand on the command line."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
-    steps: int = bounded(1000, least=1, most=10**12)
+    steps: int = bounded(1000, least=1, most=MOST_STEPS)
+    """Optimizer steps; in place of them:"""
+    max_tokens: float | None = bounded(None, above=0)
+    """Tokens to train on at most; `steps` follows."""
+    epochs: float | None = bounded(None, above=0)
+    """Passes over the training split at most; `steps` follows, once the corpus is prepared."""
     seq_len: int = bounded(512, least=1, most=2**27)
     global_batch_size: int = bounded(8, least=1, most=2**24)
     """Sequences of an optimizer step."""
@@ -107,6 +118,7 @@ class TrainConfig:
         self.parallel.validate(self.model.moe.n_experts)
         self.checkpoint.validate()
         self.wandb.validate()
+        self.profile.validate(self.steps)
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""

@@ -6,12 +6,20 @@ from typing import TYPE_CHECKING, Any
 import diffllm.data.corpus  # noqa: F401  registers our sources of text
 
 if TYPE_CHECKING:
-    from diffllm.data.loader import TrainLoader, heldout_batches
+    from diffllm.data.loader import TrainLoader, heldout_batches, sequences_in
     from diffllm.data.preparation import TokenData, prepare
     from diffllm.data.shards import TokenStream
     from diffllm.data.tokenizer import Tokenizer
 
-__all__ = ["TokenData", "TokenStream", "Tokenizer", "TrainLoader", "heldout_batches", "prepare"]
+__all__ = [
+    "TokenData",
+    "TokenStream",
+    "Tokenizer",
+    "TrainLoader",
+    "heldout_batches",
+    "prepare",
+    "sequences_in",
+]
 
 _HOMES = {
     "TokenData": "preparation",
@@ -20,6 +28,7 @@ _HOMES = {
     "TrainLoader": "loader",
     "heldout_batches": "loader",
     "prepare": "preparation",
+    "sequences_in": "loader",
 }
 
 
