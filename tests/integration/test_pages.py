@@ -41,7 +41,7 @@ def script_of(page: str, cwd: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("page", ["experiments", "variants", "sweeps", "python"])
+@pytest.mark.parametrize("page", ["experiments", "variants", "plugins", "sweeps", "python"])
 def test_a_page_does_what_it_says(page, tmp_path, environment):
     for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(REPO))}.items():
         file = tmp_path / "bin" / name
