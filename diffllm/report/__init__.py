@@ -23,7 +23,7 @@ def write_report(
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
-    """Means, gaps and 95% intervals of the runs in `paths`, a line a variant of at most 100 columns.
+    """Means, gaps and 95% intervals of the runs in `paths`, as lines of at most 100 columns.
 
     Raises ConfigError as `write_report` does.
 

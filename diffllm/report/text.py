@@ -1,6 +1,11 @@
 """A comparison in words and plain text: a sentence a variant, and a table for a terminal."""
 
+import os
+from textwrap import wrap
+
 from diffllm.report.comparison import Comparison
+from diffllm.report.find import listed
+from diffllm.report.groups import in_short, telling
 from diffllm.report.numbers import MISSING, compact, finite, fixed
 from diffllm.report.rows import Estimate, Row
 
@@ -48,7 +53,8 @@ def shows_no_difference(gap: Estimate | None) -> bool:
 
 
 def table_text(comparison: Comparison) -> str:
-    """Means, gaps and intervals, a line a row, in plain ASCII of at most `WIDTH` columns."""
+    """Means, gaps and intervals, a line a row, in plain ASCII of at most `WIDTH` columns, unless a
+    label alone is longer; where not all rows can be compared, what tells them apart."""
     head = ["", "held-out loss", "", "seeds", "parameters"]
     gaps = any(row.gap for row in comparison.rows)
     if gaps:
@@ -56,8 +62,16 @@ def table_text(comparison: Comparison) -> str:
     lines = [head, *map(row_cells, comparison.rows)]
     if not gaps:
         lines = [[*line[:2], *line[3:]] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    apart = sum(widths) + 2 * (len(widths) - 1) > WIDTH  # then a label has a line of its own
+    text = [*aligned(lines), *reading(comparison)]
+    if len(comparison.groups) > 1:
+        text += ["", *groups_text(comparison)]
+    return "\n".join(ascii_minus(line.rstrip()) for line in text)
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
+    """Cells below each other; where that is too wide, the first has a line of its own."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    apart = sum(widths) + 2 * (len(widths) - 1) > WIDTH
     text = []
     for label, *cells in lines:
         padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
@@ -66,12 +80,39 @@ def table_text(comparison: Comparison) -> str:
             text.append("    " + "  ".join(padded))
         else:
             text.append("  ".join([f"{label:<{widths[0]}}", *padded]))
+    return text
+
+
+def reading(comparison: Comparison) -> list[str]:
+    """What the numbers of a table are."""
+    if not any(row.loss and row.loss.low is not None for row in comparison.rows):
+        return ["Nats a token; one seed has no interval."]
     notes = ["Nats a token, means over seeds; in brackets 95% intervals."]
     if any(shows_no_difference(row.gap) for row in comparison.rows):
         notes.append("An interval that holds 0 shows no difference.")
-    elif not any(row.loss and row.loss.low is not None for row in comparison.rows):
-        notes = ["Nats a token; one seed has no interval."]
-    return "\n".join(ascii_minus(line.rstrip()) for line in [*text, " ".join(notes)])
+    return notes
+
+
+def groups_text(comparison: Comparison) -> list[str]:
+    """Why not all rows can be compared, and a line a group."""
+    lines = wrap(f"{apart_text(comparison)}:", WIDTH)
+    for group in comparison.groups:
+        runs = [run.path for row in group.rows for run in row.runs]
+        where = runs[0] if len(runs) == 1 else os.path.commonpath([run.parent for run in runs])
+        name = f"  {group.letter}  {where}: "
+        lines.append(name + in_short(group, max(WIDTH - len(name) - len(" and 20 more"), 20)))
+    return lines
+
+
+def apart_text(comparison: Comparison, most: int = 5) -> str:
+    """Which keys keep rows from being compared."""
+    groups, keys = comparison.groups, set(comparison.differences)
+    if "model" in groups[0].values:
+        keys = {key for key in keys if not key.startswith("model.")} | {"model"}
+    return (
+        f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
+        f"{listed(sorted(keys, key=telling), most)}"
+    )
 
 
 def row_cells(row: Row) -> list[str]:
