@@ -13,11 +13,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.bounds import sections
-from diffllm.config.changes import is_allowed
+from diffllm.config.changes import OF_NO_EFFECT, is_allowed
 from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
@@ -29,7 +30,8 @@ from diffllm.config.overrides import (
     one_line,
     suggest,
 )
-from diffllm.config.schema import TrainConfig
+from diffllm.config.schema import MOST_STEPS, TrainConfig
+from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_values, leaves
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
@@ -56,7 +58,12 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
     Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]. A wrong key,
     choice or value raises ConfigError: one line that says what is allowed.
     """
-    cfg = typed(compose_config(overrides or []))
+    composed = compose_config(overrides or [])
+    if composed.max_tokens is not None or composed.epochs is not None:
+        composed.steps = MOST_STEPS
+        cfg = typed(composed)  # what is wrong is said before a corpus is prepared
+        composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
+    cfg = typed(composed)
     target = cfg.model.match_params_to
     if target is not None:
         check_variant("model.match_params_to=", target)
@@ -94,8 +101,10 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
-            cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            words = [*quickstart(parsed), *overrides]
+            cfg = compose("train", overrides=words, return_hydra_config=True)
             check_booleans(cfg, parsed)
+            choose_length(cfg, parsed)
         except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:
@@ -106,6 +115,13 @@ def compose_config(overrides: list[str]) -> DictConfig:
         cfg.run.choices = {group: choices[group] for group in GROUPS}
         del cfg["hydra"]
     return cfg
+
+
+def quickstart(overrides: list[Override]) -> list[str]:
+    """Choose the quickstart for a command that says nothing of what is computed."""
+    keys = [override.get_key_element() for override in overrides]
+    idle = all(is_allowed(key, list(OF_NO_EFFECT)) for key in keys)
+    return ["experiment=quickstart"] if idle else []
 
 
 def typed(composed: DictConfig) -> TrainConfig:
