@@ -27,7 +27,7 @@ from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # n
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
 def hydra_main(_: DictConfig) -> None:
-    """Serve Hydra's own flags (--help, --cfg); runs and sweeps do not come here."""
+    """Serve Hydra's own flags (--cfg, --info); runs and sweeps do not come here."""
 
 
 def arguments() -> tuple[Namespace, bool]:
@@ -60,7 +60,11 @@ def refuse(message: str) -> NoReturn:
 def main() -> int:
     try:
         args, shows = arguments()
-        if shows:
+        if args.help:
+            from diffllm.config.help import help_text
+
+            print(help_text(args.overrides))
+        elif shows:
             compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
             hydra_main()
         elif args.multirun:

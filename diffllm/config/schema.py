@@ -37,7 +37,7 @@ class RunConfig:
     dir: str | None = None
     """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys, or groups of them, that may differ from what is continued; also `corpus` and
+    """Keys, or sections, that may differ from those of the run that is continued. Also `corpus` and
     `tokenizer`, which are compared by content."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
@@ -69,18 +69,22 @@ class TrainConfig:
     seed: int = 0
     steps: int = bounded(1000, least=1, most=10**12)
     seq_len: int = bounded(512, least=1, most=2**27)
+    """Tokens of a sequence."""
     global_batch_size: int = bounded(8, least=1, most=2**24)
     """Sequences of an optimizer step."""
     micro_batch_size: int | None = bounded(None, least=1, most=2**24)
     """Sequences of a rank and forward pass; null: all that a rank gets. Accumulation follows."""
     precision: Precision = Precision.auto
+    """Dtype of the computation; auto: bf16 on devices with units for it."""
     compile: bool | None = None
     """Whether torch.compile compiles blocks and loss; null: on GPUs only."""
     activation_checkpointing: bool = False
+    """Compute each block again in the backward pass, which saves its activations' memory."""
     log_interval: int = bounded(10, least=1)
+    """Steps between lines of metrics; the first and the last step always have one."""
     resume: str = "auto"
-    """Where to start. auto: at the newest complete checkpoint of the run directory; never: anew, in
-    a directory that holds no run; a path: at that checkpoint."""
+    """Where to start: auto, never or the path of a checkpoint. auto: at the newest complete
+    checkpoint of the run directory; never: anew, in a directory that holds no run."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""
