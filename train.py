@@ -21,7 +21,7 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import compose_config, config_directory  # noqa: E402
+from diffllm.config.compose import composed, config_directory  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
@@ -65,7 +65,8 @@ def main() -> int:
 
             print(help_text(args.overrides))
         elif shows:
-            compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
+            _, words = composed(args.overrides)  # of what is wrong, Hydra would show a traceback
+            sys.argv = [word for word in sys.argv if word not in args.overrides] + words
             hydra_main()
         elif args.multirun:
             from diffllm.sweep.command import sweep

@@ -22,10 +22,13 @@ from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
+    as_lists,
     check_booleans,
     check_overrides,
     check_secrets,
     explain,
+    implied_source,
+    nearest,
     one_line,
     suggest,
 )
@@ -89,12 +92,25 @@ def variant_config(name: str) -> AttentionConfig:
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose a config, untyped; raises ConfigError."""
+    return composed(overrides)[0]
+
+
+def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """Compose a config, untyped, and return it with the overrides as Hydra takes them.
+
+    There, single values of lists are in brackets, and the source of text that keys imply is said.
+    Raises ConfigError.
+    """
     with hydra():
         try:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
+            overrides = as_lists(parsed)
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            if source := implied_source(cfg, parsed):
+                overrides = [*source, *overrides]
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
             check_booleans(cfg, parsed)
         except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
@@ -105,7 +121,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     with open_dict(cfg):
         cfg.run.choices = {group: choices[group] for group in GROUPS}
         del cfg["hydra"]
-    return cfg
+    return cfg, overrides
 
 
 def typed(composed: DictConfig) -> TrainConfig:
@@ -137,6 +153,7 @@ def check_fields(cfg: TrainConfig) -> None:
     """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
-        for name in vars(node).keys() - known:
-            names = known if prefix else list({*known, *GROUPS})
-            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
+        for unknown in vars(node).keys() - known:
+            names = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
+            close = nearest(f"{prefix}{unknown}", [key for key, _, _ in leaves(cfg)])
+            raise ConfigError(f"unknown key {prefix}{unknown}{suggest(unknown, close or names)}")

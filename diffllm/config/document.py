@@ -1,4 +1,4 @@
-"""python -m diffllm.config.document: every choice and key of the config as docs/configuration.md."""
+"""python -m diffllm.config.document: every choice and key as docs/configuration.md."""
 
 import re
 
@@ -13,8 +13,8 @@ HEAD = """\
 Made by `make docs` from the comments in `conf/` and the docstrings of the config's dataclasses.
 
 A run is a choice in every group and values for keys: `python train.py model=small_125m
-attention=diff_v2 optim.lr=6e-4`. `python train.py --help` prints this page for the choices before it.
-Precedence, from weakest to strongest: the defaults below, the YAML of each choice, `experiment=`, the
+attention=diff_v2 optim.lr=6e-4`. `python train.py --help` prints the same for the choices beside it.
+What is stronger comes later: the defaults below, the YAML of each choice, `experiment=`, the
 command line.
 """
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")

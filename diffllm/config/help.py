@@ -132,7 +132,7 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[Section]:
     """Iterate over the sections of a composed config, each before those inside it."""
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
-    hints, words = get_type_hints(config), meanings(config)
+    hints, words = get_type_hints(config), meanings(config)  # type: ignore[arg-type]
     keys = []
     for field in fields(config):
         full = f"{name}.{field.name}" if name else field.name

@@ -55,6 +55,8 @@ class Manifest:
     heldout_unigram_entropy: float
     """Loss in nats a token of the best model that ignores context, on the held-out split."""
     splits: dict[str, Split]
+    cut: bool = False
+    """True if the corpus is a single document, whose end is held out."""
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,13 @@ BATCH_BYTES = 4_000_000
 TOKENIZER_FILE = "tokenizer.model"
 
 
-def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Manifest:
+def write_tokens(
+    corpus: Corpus, is_heldout: np.ndarray, directory: Path, cut: bool = False
+) -> Manifest:
     """Tokenise `corpus` with the tokenizer in `directory`; write shards and manifest beside it.
 
-    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus.
+    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus; `cut` says that
+    its two documents are parts of one.
     """
     tokenizer = Tokenizer.from_file(directory / TOKENIZER_FILE)
     documents = corpus.load()
@@ -56,6 +60,7 @@ def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Man
         skipped_undecodable=corpus.skipped_undecodable,
         heldout_unigram_entropy=_entropy(writers["heldout"].counts),
         splits={name: writer.finish() for name, writer in writers.items()},
+        cut=cut,
     )
     manifest.save(directory)
     return manifest
@@ -66,7 +71,7 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
 
     The choice hangs on a hash of a document's text alone, so order does not matter and
     duplicates stay on one side. Each side gets at least one document; raises DataError where there
-    are fewer than two distinct ones.
+    are fewer than two distinct ones, which `cut_in_two` makes of a single one.
     """
     hashes = np.fromiter(
         (
@@ -87,6 +92,42 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
     if heldout.all():
         heldout = hashes != hashes.max()
     return heldout
+
+
+def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
+    """Return a corpus of a single document as one of two: its text, and its end to hold out.
+
+    The end is `fraction` of the text, or a little more to begin with a line or a word. None for a
+    corpus of several documents.
+    """
+    texts = _texts(corpus.load())
+    text = next(texts, "")
+    if not text or next(texts, None) is not None:
+        return None
+    end = len(text.rstrip())
+    size = max(1, round(fraction * end))
+    latest, earliest = end - size, max(0, end - 2 * size)
+    cuts = (text.rfind(mark, earliest, latest) + 1 for mark in "\n ")
+    cut = next((cut for cut in cuts if cut), latest)
+    parts = [text[:cut], text[cut:]]
+    if any(not part or part.isspace() for part in parts):
+        return None
+    blank = corpus.skipped_empty + len(corpus.load()) - 1
+    return replace(corpus, load=lambda: _dataset_of(parts), skipped_empty=blank)
+
+
+def _dataset_of(texts: list[str]) -> "Dataset":
+    from datasets import Dataset, Features, Value
+
+    return Dataset.from_dict({"text": texts}, Features({"text": Value("large_string")}))
+
+
+def _texts(documents: "Dataset") -> Iterator[str]:
+    """Yield the texts that are more than whitespace, in order."""
+    for row in documents:
+        text = row["text"]
+        if text and not text.isspace():
+            yield text
 
 
 def _batches(documents: "Dataset") -> Iterator[list[str]]:

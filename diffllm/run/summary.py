@@ -30,7 +30,7 @@ def headline(
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
         *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
-        f"{splits['heldout'].tokens:,} held out; "
+        f"{splits['heldout'].tokens:,} held out{' (the end of its document)' * data.manifest.cut}; "
         f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
         "chosen for this device:",
         *(
