@@ -40,6 +40,7 @@ class OptimConfig:
     schedule: Schedule = Schedule.cosine
     """Course of the learning rate after its warmup."""
     warmup_steps: int = bounded(100, least=0)
+    """Steps in which the learning rate rises from 0 to `lr`."""
     decay_fraction: float = bounded(0.2, least=0, most=1)
     """Share of all steps that warmup-stable-decay (wsd) spends on its linear decay."""
     min_lr_ratio: float = bounded(0.1, least=0, most=1)

@@ -296,7 +296,7 @@ def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, mess
         (["eval.interval=0"], "eval.interval=0"),
         (["diagnostics.interval=-1"], "diagnostics.interval=-1"),
         (["checkpoint.keep_last=-1"], "checkpoint.keep_last=-1"),
-        (["optim.warmup_steps=301"], "optim.warmup_steps=301"),
+        (["steps=300", "optim.warmup_steps=301"], "optim.warmup_steps=301"),
         (["data=files"], "data.paths"),
         (["data=hub"], "data.dataset"),
         (["+model.foo=1"], "model.foo"),

@@ -265,7 +265,7 @@ def test_the_command_prints_a_table(capsys):
     assert tools.main(["count", "model=tiny", "attention=standard"]) == 0
     out = capsys.readouterr().out
     counts = count(config("tiny", "standard"))
-    assert "tiny, seq_len 256" in out
+    assert "tiny, seq_len 512" in out
     assert "standard\n" in out
     for key in ("total_params", "non_embedding_params", "kv_cache_bytes_per_token"):
         assert f"{counts[key]:,}\n" in out

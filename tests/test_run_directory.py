@@ -77,7 +77,7 @@ def test_a_home_directory_is_expanded(monkeypatch):
 def test_a_run_without_a_name_gets_one_that_says_what_it_is():
     path = choose_path(load_config(["model=tiny", "attention=gated"]))
     assert path.parent == Path("outputs")
-    assert path.name.startswith("quickstart-gated-2")
+    assert path.name.startswith("tiny-gated-2")
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "..", "a b", "/abs", "a\n", ""])

@@ -21,6 +21,7 @@ WORDS = [
     f"data.paths=[{FOLDER / 'text.jsonl'}]",
     f"data.cache_dir={FOLDER / 'cache'}",
     "data.vocab_size=2048",
+    "data.tokenizer_sample_bytes=8000000",
     "data.heldout_fraction=0.1",  # more than one sequence of 4,096 tokens
 ]
 """Overrides that name the corpus."""

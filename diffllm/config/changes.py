@@ -4,6 +4,21 @@ from typing import Any
 
 from diffllm.errors import listed
 
+# Keys that change nothing of what a run computes.
+OF_NO_EFFECT = (
+    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
+    "run.allow_changes", "wandb", "resume", "metrics", "profile",
+    "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
+    "train.max_consecutive_skips",
+    "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
+    "model.loss_chunk", "model.attention.values",
+    "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.sample_prompt",
+    *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
+)  # fmt: skip
+# Keys that may differ between two starts of one run: what follows from the last four, the steps and
+# the corpus, is compared itself.
+FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer")
+
 Changes = dict[str, tuple[Any, Any]]
 """The values of changed keys by dotted key: (before, now)."""
 

@@ -13,11 +13,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.bounds import sections
-from diffllm.config.changes import is_allowed
+from diffllm.config.changes import OF_NO_EFFECT, is_allowed
 from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
@@ -32,7 +33,8 @@ from diffllm.config.overrides import (
     one_line,
     suggest,
 )
-from diffllm.config.schema import TrainConfig
+from diffllm.config.schema import MOST_STEPS, TrainConfig
+from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_values, leaves
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
@@ -59,7 +61,12 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
     Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]. A wrong key,
     choice or value raises ConfigError: one line that says what is allowed.
     """
-    cfg = typed(compose_config(overrides or []))
+    composed = compose_config(overrides or [])
+    if composed.max_tokens is not None or composed.epochs is not None:
+        composed.steps = MOST_STEPS
+        cfg = typed(composed)  # what is wrong is said before a corpus is prepared
+        composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
+    cfg = typed(composed)
     target = cfg.model.match_params_to
     if target is not None:
         check_variant("model.match_params_to=", target)
@@ -98,20 +105,21 @@ def compose_config(overrides: list[str]) -> DictConfig:
 def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
     """Compose a config, untyped, and return it with the overrides as Hydra takes them.
 
-    There, single values of lists are in brackets, and the source of text that keys imply is said.
-    Raises ConfigError.
+    There, single values of lists are in brackets, and the source of text and the experiment that
+    they imply are said. Raises ConfigError.
     """
     with hydra():
         try:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
-            overrides = as_lists(parsed)
+            overrides = [*quickstart(parsed), *as_lists(parsed)]
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             if source := implied_source(cfg, parsed):
                 overrides = [*source, *overrides]
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
             check_booleans(cfg, parsed)
+            choose_length(cfg, parsed)
         except COMPOSING as error:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:
@@ -122,6 +130,13 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
         cfg.run.choices = {group: choices[group] for group in GROUPS}
         del cfg["hydra"]
     return cfg, overrides
+
+
+def quickstart(overrides: list[Override]) -> list[str]:
+    """Choose the quickstart for a command that says nothing of what is computed."""
+    keys = [override.get_key_element() for override in overrides]
+    idle = all(is_allowed(key, list(OF_NO_EFFECT)) for key in keys)
+    return ["experiment=quickstart"] if idle else []
 
 
 def typed(composed: DictConfig) -> TrainConfig:

@@ -10,23 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.config.changes import Changes, is_allowed
+from diffllm.config.changes import FREE, Changes, is_allowed
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.schema import TrainConfig
 from diffllm.errors import CheckpointError, ConfigError
 
-# What may change between two starts of one run without changing what it computes.
-FREE = (
-    "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
-    "run.allow_changes", "wandb", "resume",
-    "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
-    "train.max_consecutive_skips",
-    "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
-    "model.loss_chunk", "model.attention.values",
-    "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.paths", "data.tokenizer",
-    "data.sample_prompt",
-    *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
-)  # fmt: skip
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 

@@ -19,6 +19,8 @@ from diffllm.model import ModelConfig
 from diffllm.optim import OptimConfig
 from diffllm.spikes import ProtectionConfig
 
+MOST_STEPS = 10**12
+
 
 class Precision(Enum):
     """Compute precision; master weights, reductions and the loss are always float32."""
@@ -67,7 +69,12 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
-    steps: int = bounded(1000, least=1, most=10**12)
+    steps: int = bounded(1000, least=1, most=MOST_STEPS)
+    """Optimizer steps; in place of them:"""
+    max_tokens: float | None = bounded(None, above=0)
+    """Tokens to train on at most; `steps` follows."""
+    epochs: float | None = bounded(None, above=0)
+    """Passes over the training split at most; `steps` follows, once the corpus is prepared."""
     seq_len: int = bounded(512, least=1, most=2**27)
     """Tokens of a sequence."""
     global_batch_size: int = bounded(8, least=1, most=2**24)

@@ -4,12 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffllm.data.loader import TrainLoader, heldout_batches
+    from diffllm.data.loader import TrainLoader, heldout_batches, sequences_in
     from diffllm.data.preparation import TokenData, prepare
     from diffllm.data.shards import TokenStream
     from diffllm.data.tokenizer import Tokenizer
 
-__all__ = ["TokenData", "TokenStream", "Tokenizer", "TrainLoader", "heldout_batches", "prepare"]
+__all__ = [
+    "TokenData",
+    "TokenStream",
+    "Tokenizer",
+    "TrainLoader",
+    "heldout_batches",
+    "prepare",
+    "sequences_in",
+]
 
 _HOMES = {
     "TokenData": "preparation",
@@ -18,6 +26,7 @@ _HOMES = {
     "TrainLoader": "loader",
     "heldout_batches": "loader",
     "prepare": "preparation",
+    "sequences_in": "loader",
 }
 
 

@@ -31,7 +31,7 @@ class DataConfig:
     """A sentencepiece .model file; null trains one on the corpus."""
     vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
     """Number of pieces of a tokenizer that is trained here."""
-    tokenizer_sample_bytes: int = bounded(8_000_000, least=1)
+    tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
     """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
     heldout_fraction: float = bounded(0.02, above=0, below=1)
     """Share of documents that are never trained on, chosen by a hash of their text."""

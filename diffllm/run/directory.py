@@ -118,7 +118,9 @@ def choose_path(cfg: TrainConfig) -> Path:
     name = cfg.run.name
     if name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = f"{cfg.run.choices['experiment']}-{cfg.run.choices['attention']}-{stamp}"
+        experiment, model = cfg.run.choices["experiment"], cfg.run.choices["model"]
+        kind = model if experiment == "none" else experiment
+        name = f"{kind}-{cfg.run.choices['attention']}-{stamp}"
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"run.name={name!r} must be letters, digits and _ . , + - and not begin with a dot"

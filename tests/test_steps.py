@@ -1,0 +1,119 @@
+"""How long a run is, and what follows from it: steps, tokens, epochs, warm-up, intervals."""
+
+from pathlib import Path
+
+import pytest
+
+from diffllm import load_config
+from diffllm.config.compose import config_directory
+from diffllm.data import prepare, sequences_in
+from diffllm.errors import ConfigError
+
+MODELS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
+IDLE = ["run.name=x", "run.dir=there", "wandb.mode=disabled", "parallel=hsdp", "eval.interval=7",
+        "resume=never", "micro_batch_size=1", "data.num_workers=0"]  # fmt: skip
+SAYING = ["seed=1", "attention=standard", "model=mini", "optim.lr=0.1", "steps=280",
+          "max_tokens=1e6", "data.tokenizer=a.model", "precision=fp32", "seq_len=256"]  # fmt: skip
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {n} of a text, {n * n} words long" for n in range(3000)))
+    return [
+        "data=files", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "data.sample_by=line",
+        "data.vocab_size=300", "model=tiny", "seq_len=32", "global_batch_size=4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", IDLE)
+def test_a_command_that_says_nothing_of_what_is_computed_is_the_quickstart(word: str):
+    cfg = load_config([word])
+    assert cfg.run.choices["experiment"] == "quickstart"
+    assert (cfg.steps, cfg.seq_len) == (280, 256)
+
+
+@pytest.mark.parametrize("word", SAYING)
+def test_any_other_command_has_none_of_its_settings(word: str):
+    cfg = load_config([word])
+    assert cfg.run.choices["experiment"] == "none"
+    assert cfg.seq_len == (256 if word == "seq_len=256" else 512)
+
+
+def test_an_experiment_that_is_asked_for_is_taken():
+    cfg = load_config(["experiment=quickstart", "attention=standard"])
+    assert (cfg.steps, cfg.seq_len, cfg.optim.warmup_steps) == (280, 256, 28)
+    assert load_config(["experiment=none"]).seq_len == 512
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_brings_what_suits_it(name: str):
+    own = load_config([f"model={name}", "steps=100000"])
+    text = (config_directory() / "model" / f"{name}.yaml").read_text()
+    for key in ("lr:", "warmup_steps:", "eval:", "checkpoint:"):
+        assert key in text
+    small = name in ("tiny", "micro", "mini", "moe_tiny", "moe_mini")
+    assert (own.optim.lr == 2e-3) == small
+    assert (own.data.tokenizer_sample_bytes == 8_000_000) == small
+    assert 200 <= own.optim.warmup_steps <= 2000
+    given = load_config([f"model={name}", "optim.lr=1e-5", "optim.warmup_steps=3"])
+    assert (given.optim.lr, given.optim.warmup_steps) == (1e-5, 3)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 15, 100, 5000])
+@pytest.mark.parametrize("model", ["tiny", "dense_7b"])
+def test_warm_up_and_intervals_follow_the_steps(model: str, steps: int):
+    cfg = load_config([f"model={model}", f"steps={steps}"])
+    assert 1 <= cfg.optim.warmup_steps <= max(1, steps / 5)
+    assert 1 <= cfg.eval.interval <= max(1, steps / 3)
+
+
+def test_a_model_of_ones_own_without_them_follows_too():
+    cfg = load_config(["model=tiny", "experiment=large_lr", "steps=20"])
+    assert (cfg.optim.warmup_steps, cfg.checkpoint.interval, cfg.eval.interval) == (20, 20, 10)
+
+
+def test_tokens_in_place_of_steps():
+    cfg = load_config(["model=tiny", "max_tokens=1e6", "seq_len=100", "global_batch_size=7"])
+    assert cfg.steps == 1428  # 999,600 tokens
+    assert cfg.optim.warmup_steps == 143
+    assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 10
+
+
+def test_epochs_in_place_of_steps(corpus: list[str]):
+    cfg = load_config([*corpus, "epochs=2.5"])
+    sequences = sequences_in(prepare(cfg.data).split("train"), 32)
+    assert 2.5 * sequences - 4 < 4 * cfg.steps <= 2.5 * sequences
+    assert cfg.optim.warmup_steps == max(1, round(cfg.steps / 10))
+
+
+def test_a_warm_up_that_is_given_may_be_longer_than_the_default_steps():
+    cfg = load_config(["model=tiny", "max_tokens=1e9", "optim.warmup_steps=5000"])
+    assert cfg.optim.warmup_steps == 5000 < cfg.steps
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["steps=10", "epochs=1"], "epochs, steps: give one of steps, max_tokens, epochs"),
+        (["max_tokens=1e6", "epochs=1"], "give one of"),
+        (["model=tiny", "max_tokens=100"], "max_tokens=100 is less than one step of global_batch"),
+        (["max_tokens=0"], "max_tokens=0.0 must be positive"),
+        (["max_tokens=nan"], "max_tokens"),
+        (["max_tokens=inf"], "max_tokens"),
+        (["max_tokens=1e30"], "steps="),
+        (["max_tokens=many"], "max_tokens=many"),
+        (["epochs=-1"], "epochs=-1.0 must be positive"),
+        (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),  # before any preparation
+        (["steps=10", "optim.warmup_steps=11"], "optim.warmup_steps=11 exceeds steps=10"),
+    ],
+)
+def test_a_length_that_no_run_can_have_is_one_line(words: list[str], said: str):
+    with pytest.raises(ConfigError, match=said) as error:
+        load_config([*words, "data.cache_dir=/nowhere"])
+    assert "\n" not in str(error.value)
+
+
+def test_less_than_a_step_of_an_epoch_is_refused(corpus: list[str]):
+    with pytest.raises(ConfigError, match=r"epochs=1e-06 is less than one step"):
+        load_config([*corpus, "epochs=1e-6"])
