@@ -25,7 +25,8 @@ FLOORS = (
     ("recorder", "state"),
     ("trainer",),
     ("plan", "run"),
-    ("sweep", "tools"),
+    ("sweep",),
+    ("tools",),
 )
 """The rooms of the package, from the ground up: each imports only from floors below its own."""
 DIAGRAM = ROOT.parent / "docs" / "architecture.md"
@@ -138,7 +139,8 @@ def test_what_can_stand_without_a_model_does(part):
 
 def rooms() -> dict[str, set[str]]:
     """Map each module or package directly in diffllm/ to those of the others that it imports."""
-    files = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+    doors = (ROOT / "__init__.py", ROOT / "__main__.py")
+    files = [path for path in ROOT.rglob("*.py") if path not in doors]
     names = {module_name(path).split(".")[1] for path in files}
     found: dict[str, set[str]] = {name: set() for name in names}
     for path in files:
@@ -160,7 +162,7 @@ def test_no_import_runs_upwards():
 
 
 def test_few_modules_lie_directly_in_the_package():
-    assert len(list(ROOT.glob("*.py"))) <= 16
+    assert len(list(ROOT.glob("*.py"))) <= 17
 
 
 def reachable(imports: dict[str, set[str]], name: str) -> set[str]:

@@ -13,8 +13,8 @@ HEAD = """\
 Made by `make docs` from the comments in `conf/` and the docstrings of the config's dataclasses.
 
 A run is a choice in every group and values for keys: `python train.py model=small_125m
-attention=diff_v2 optim.lr=6e-4`. `python train.py --help` prints the same for the choices beside it.
-What is stronger comes later: the defaults below, the YAML of each choice, `experiment=`, the
+attention=diff_v2 optim.lr=6e-4`. `python train.py --help` prints the same for given
+choices. What comes later is stronger: the defaults below, the YAML of each choice, `experiment=`, the
 command line.
 """
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
@@ -28,7 +28,7 @@ def document() -> str:
         rows = "\n".join(f"| `{group}={name}` | {cell(words)} |" for name, words in options.items())
         parts.append(f"| `{group}=` | |\n|---|---|\n{rows}\n")
     parts += ["## Shapes of the models\n", shapes(), "## Keys\n"]
-    sections = list(sections_of(compose_config([])))
+    sections = list(sections_of(compose_config(["experiment=none"])))
     for section in sections:
         if section.name == "model.attention":
             parts += attention_sections()
@@ -40,15 +40,16 @@ def document() -> str:
 
 def shapes() -> str:
     """A table of the models' sizes."""
-    keys = [*SIZES, *MORE_SIZES]
+    keys = [*SIZES, *MORE_SIZES, "optim.lr"]
     lines = [f"| `model=` | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
     for name in choices()["model"]:
-        model = compose_config([f"model={name}"]).model
-        sizes = [OmegaConf.select(model, key) for key in keys]
+        cfg = compose_config([f"model={name}"])
+        sizes = [OmegaConf.select(cfg.model, key) or 0 for key in (*SIZES, *MORE_SIZES)]
         shown = [
-            f"{size:,}" if size and (key in SIZES or model.moe.n_experts) else ""
-            for key, size in zip(keys, sizes, strict=True)
+            f"{size:,}" if key in SIZES or cfg.model.moe.n_experts else ""
+            for key, size in zip(keys, sizes, strict=False)
         ]
+        shown.append(f"{cfg.optim.lr:g}")
         lines.append(f"| `{name}` | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 

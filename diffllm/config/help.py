@@ -31,7 +31,7 @@ FLAGS = {
     "--help": "this list, with the defaults that the choices before it make",
 }
 USAGE = """\
-usage: python train.py [choice or key]...      one process, or under torchrun
+usage: python train.py [choice or key]...      one process, or under torchrun; also: diffllm train
        python train.py -m [choice or key]...   a sweep
 """
 
@@ -72,7 +72,7 @@ class Section(NamedTuple):
 
 def help_text(overrides: list[str]) -> str:
     """Return the text of --help: usage, choices, then a line for every key; raises ConfigError."""
-    cfg = compose_config(overrides)
+    cfg = compose_config(overrides or ["experiment=none"])
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     parts = [USAGE + "\n" + rows(FLAGS.items(), width)]
     parts.append("Choices, as in attention=standard; each is a YAML file in conf/")

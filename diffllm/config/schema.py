@@ -69,12 +69,13 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
+    """Seed of the initial values, of the order of samples and of the sample at the end."""
     steps: int = bounded(1000, least=1, most=MOST_STEPS)
-    """Optimizer steps; in place of them:"""
+    """Optimizer steps, unless max_tokens or epochs say how many."""
     max_tokens: float | None = bounded(None, above=0)
-    """Tokens to train on at most; `steps` follows."""
+    """Tokens to train on at most; steps follows."""
     epochs: float | None = bounded(None, above=0)
-    """Passes over the training split at most; `steps` follows, once the corpus is prepared."""
+    """Passes over the training split at most; steps follows, once the corpus is prepared."""
     seq_len: int = bounded(512, least=1, most=2**27)
     """Tokens of a sequence."""
     global_batch_size: int = bounded(8, least=1, most=2**24)
@@ -90,8 +91,8 @@ class TrainConfig:
     log_interval: int = bounded(10, least=1)
     """Steps between lines of metrics; the first and the last step always have one."""
     resume: str = "auto"
-    """Where to start: auto, never or the path of a checkpoint. auto: at the newest complete
-    checkpoint of the run directory; never: anew, in a directory that holds no run."""
+    """Where to start: auto, never or the path of a checkpoint. With auto at the newest complete
+    checkpoint of the run directory; with never anew, in a directory that holds no run."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""

@@ -44,8 +44,8 @@ class ModelConfig:
     norm_eps: float = bounded(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
     init_std: float = bounded(0.02, above=0)
-    """Standard deviation of matrices, truncated at 3 of them. wo and w2 divide it by sqrt(2
-    n_layers)."""
+    """Standard deviation of matrices, truncated at 3 of them. That of wo and w2 is
+    divided by sqrt(2 n_layers)."""
     init_seed: int = "${seed}"  # type: ignore[assignment]
     """Seed of the initial values, each of which depends on it and the parameter's name."""
     z_loss: float = bounded(0.0, least=0)

@@ -43,7 +43,7 @@ def plan_sweep(
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check every job, take the sweep's directory, find out which runs are finished.
 
-    Returns the directory, and the fields of each Job but its script, in order. Raises ConfigError
+    Returns the directory, and the fields of each Job, in order. Raises ConfigError
     for a job that cannot run, and a directory that holds other runs under this name.
     """
     configs: dict[str, TrainConfig] = {}

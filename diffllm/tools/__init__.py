@@ -6,6 +6,7 @@ import sys
 from diffllm.errors import UserError
 
 COMMANDS = {
+    "train": "train a decoder, or with -m a sweep of them; the same as python train.py",
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
     "plan": "memory, communication and time of a run on a cluster, without the cluster",

@@ -48,9 +48,9 @@ class MoEConfig:
     balance_loss: float = bounded(0.0, least=0)
     """Weight of the load-balancing loss of a layer; the losses of layers are summed."""
     balance_over: Balance = Balance.global_batch
-    """Tokens that the load-balancing loss takes the experts' shares over. sequence: DeepSeek-V3's,
-    equations 17 to 20. global_batch: the whole batch (Qiu et al., arXiv 2501.11873), of the
-    optimizer step before."""
+    """Tokens over which the load-balancing loss takes the experts' shares. With sequence as in
+    DeepSeek-V3, equations 17 to 20; with global_batch those of the whole batch (Qiu et al., arXiv
+    2501.11873), of the optimizer step before."""
     router_z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(router logits)^2) of a layer (ST-MoE, arXiv 2202.08906)."""
 
