@@ -24,7 +24,7 @@ class Found(NamedTuple):
     sweeps: list[Path]
     """Searched directories that hold a sweep.json; each once."""
     title: str
-    """The names of the named directories; of several runs, of what holds them."""
+    """What was named, in short."""
     home: Path | None
     """The named directory, or the closest one that holds all that were named; None where that one
     is in no way theirs."""
@@ -47,7 +47,7 @@ def find_runs(named: list[Path]) -> Found:
     places = each_once(searched)
     sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
     tops = outermost(directories)
-    return Found(list(filter(is_run, places)), sweeps, title_of(tops), home_of(tops))
+    return Found(list(filter(is_run, places)), sweeps, title_of(named, tops), home_of(tops))
 
 
 def each_once(paths: list[Path]) -> list[Path]:
@@ -63,11 +63,23 @@ def outermost(directories: list[Path]) -> list[Path]:
     return [path for path in paths if not any(parent in paths for parent in path.parents)]
 
 
-def title_of(tops: list[Path]) -> str:
-    """ "compare-a, compare-b"; runs are called by what holds them, unless there is one."""
-    if len(tops) > 1:
-        tops = outermost([top.parent if is_run(top) else top for top in tops])
-    return listed([top.name for top in tops], NAMES)
+def title_of(named: list[Path], tops: list[Path]) -> str:
+    """What was asked for: "compare", "compare/*-seed0", "outputs: first, second".
+
+    Args:
+        named: as the user wrote them.
+        tops: the directories that they lead to, none inside another.
+    """
+    if len(named) == 1 and not named[0].is_dir():
+        return str(named[0])
+    asked = [path for path in named if path.is_dir() and Path(os.path.abspath(path)) in tops]
+    patterns = [str(path) for path in dict.fromkeys(named) if not path.is_dir()]
+    names = list(dict.fromkeys(os.path.basename(os.path.abspath(path)) for path in asked))
+    parents = {path.parent for path in asked}
+    inside = os.path.basename(os.path.abspath(parents.pop())) if len(parents) == 1 else ""
+    shown = listed([*names, *patterns], NAMES)
+    beside = {path.parent for path in asked} <= {Path(".")}
+    return shown if patterns or len(names) < 2 or beside or not inside else f"{inside}: {shown}"
 
 
 def listed(names: list[str], most: int) -> str:

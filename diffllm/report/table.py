@@ -33,6 +33,8 @@ COLUMNS = {
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
+    "group": "letter of the rows that it can be compared with; empty where all rows can be",
+    "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
     **{metric.quantity: metric.column_meaning for metric in MEASURED},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
