@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tiers import families, slow_but
 
 import diffllm
-from diffllm.config.compose import compose_config
+from diffllm.config.compose import compose_config, variants
 from diffllm.config.document import document
 from diffllm.config.help import choices, first_sentence, help_text, meanings, rows, sections_of
 
@@ -16,12 +17,17 @@ LONGEST = 90
 """Characters of a line that says what a key or a choice is."""
 
 
-@pytest.mark.parametrize("group", ["model", "attention", "data", "optim", "parallel", "experiment"])
-def test_every_key_is_described_in_a_line_whatever_is_chosen(group):
+@pytest.mark.parametrize(
+    "word",
+    slow_but(
+        [f"attention={name}" for name in families(variants())],
+        [f"{group}={name}" for group, options in choices().items() for name in options],
+    ),
+)
+def test_every_key_is_described_in_a_line_whatever_is_chosen(word):
     lines = {
         key.name: first_sentence(key.meaning)
-        for name in choices()[group]
-        for section in sections_of(compose_config([f"{group}={name}"]))
+        for section in sections_of(compose_config([word]))
         for key in section.keys
     }
     assert {"optim.lr", "model.attention.backend", "seed"} <= lines.keys()

@@ -14,8 +14,8 @@ Made by `make docs` from the comments in `conf/` and the docstrings of the confi
 
 A run is a choice in every group and values for keys: `python train.py model=small_125m
 attention=diff_v2 optim.lr=6e-4`. `python train.py --help` prints the same for given
-choices. What comes later is stronger: the defaults below, the YAML of each choice, `experiment=`, the
-command line.
+choices. Of defaults, the YAML of each choice, `experiment=` and the command line, what comes later
+is stronger.
 """
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 MORE_SIZES = ("moe.n_experts", "moe.top_k", "moe.expert_dim")
