@@ -23,6 +23,7 @@ from diffllm.metrics.display import Display
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.mfu import mfu, peak_flops
 from diffllm.metrics.table import metric_of
+from diffllm.metrics.tensorboard import EventFiles
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
@@ -49,10 +50,24 @@ class StepOutput(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The metrics file and wandb run that rank 0 writes to."""
+    """The metrics file, wandb run and event files that rank 0 writes to."""
 
     file: MetricsFile
     wandb: WandbRun
+    events: EventFiles | None = None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write one step's values, `step` and `tokens` among them, to all."""
+        self.file.write(line)
+        self.wandb.log(line)
+        if self.events:
+            self.events.log(line)
+
+    def close(self) -> None:
+        """Close the files; wandb ends with a summary, or an exit code, of its own."""
+        self.file.close()
+        if self.events:
+            self.events.close()
 
 
 class Recorder:
@@ -132,6 +147,8 @@ class Recorder:
         """Write what was noted or diagnosed at a step that is not logged otherwise."""
         self.flush(step)
         if self.line:
+            if "eval/loss" in self.line and "train/lr" not in self.line:
+                self.display.print(f"step {step}: held-out loss {self.line['eval/loss']:.3f}")
             self.write(step, self.line)
             self.line = {}
 
@@ -173,8 +190,7 @@ class Recorder:
             for name in values:
                 metric_of(name)  # raises for a name that has no row
             line = {"step": step, "tokens": step * self.tokens_per_step, **values}
-            self.outputs.file.write(line)
-            self.outputs.wandb.log(line)
+            self.outputs.write(line)
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:

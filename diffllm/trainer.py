@@ -19,6 +19,7 @@ from diffllm.distributed.gradients import average_experts, average_replicated, c
 from diffllm.distributed.stop import Agreement, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.evaluate import heldout_loss
+from diffllm.metrics.profiling import StepProfiler
 from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
 from diffllm.optim import (
@@ -137,6 +138,7 @@ def train(
     data: TokenData,
     recorder: Recorder,
     checkpointer: Checkpointer,
+    profiler: StepProfiler,
     stop: StopRequest,
     watch: Watch,
 ) -> signal.Signals | None:
@@ -156,7 +158,9 @@ def train(
     while state.step < cfg.steps and not (stopping or stuck):
         step = state.step + 1
         watch.reached(f"step {step}")
+        profiler.before(step)
         out = train_step(t, batches, state.step, due(cfg, step))
+        profiler.after(step)
         recorder.add(step, out)
         state.step, last = step, step == cfg.steps
         stopping, timed = agreement.step(save=checkpointer.due())
@@ -181,6 +185,7 @@ def train(
             state.data, state.seconds = loader.state_dict(), time.perf_counter() - began
             with recorder.paused():
                 save(t, state, checkpointer, final)
+    profiler.close()
     watch.reached(f"the end, after step {state.step}")
     loader.close()
     agreement.close()

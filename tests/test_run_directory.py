@@ -120,6 +120,19 @@ def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override
     assert snapshot(begun) == before
 
 
+def test_the_experiment_that_a_refused_run_was_made_with_is_named(tmp_path, tokenizer):
+    first = RunDirectory(tmp_path / "run", load_config(["experiment=quickstart"]))
+    first.begin(tokenizer)
+    first.lock.release()
+    (first.path / "metrics.jsonl").touch()
+    quickstart = RunDirectory(first.path, load_config(["wandb.mode=offline"]))
+    quickstart.check()
+    quickstart.lock.release()
+    again = RunDirectory(first.path, load_config(["attention=standard"]))
+    with pytest.raises(ConfigError, match=r"\), made with experiment=quickstart; choose another"):
+        again.check()
+
+
 def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_path, tokenizer):
     first = RunDirectory(tmp_path / "run", tiny("attention=standard"))
     first.begin(tokenizer)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diffllm import load_config
-from diffllm.run.summary import summary_text
+from diffllm.run.summary import epochs_text, summary_text, wandb_text
 
 
 @pytest.mark.parametrize(("steps", "mean_of"), [(15, "all steps"), (21, "the last 20 steps")])
@@ -17,3 +17,30 @@ def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
     text = summary_text(cfg, counts | losses | numbers, Path("run"), "a sample", "off")
     assert f"train loss    4.250 nats a token, mean of {mean_of}\n" in text
     assert "held-out loss 4.500, 1.50 under the unigram entropy 6.000\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["wandb.mode=disabled"], "off"),
+        (["wandb.mode=offline"], "offline; `wandb sync run/wandb/offline-run-*` uploads it"),
+        (
+            ["wandb.mode=online", "wandb.entity=me"],
+            "online, project me/diffllm, a copy in run/wandb",
+        ),
+    ],
+)
+def test_the_head_says_where_wandb_writes(words, text):
+    assert wandb_text(load_config(words), Path("run")) == text
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"), [(5, "0.4 epochs"), (25, "2 epochs"), (250, "20 epochs")]
+)
+def test_the_head_says_how_often_the_corpus_is_read(steps, text):
+    class Data:
+        def split(self, name: str) -> range:
+            return range({"train": 100 * 32 + 1}[name])
+
+    cfg = load_config(["model=tiny", f"steps={steps}", "global_batch_size=8", "seq_len=32"])
+    assert epochs_text(cfg, Data()) == text

@@ -14,6 +14,8 @@ from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
 from diffllm.evaluate import EvalConfig
+from diffllm.metrics.profiling import ProfileConfig
+from diffllm.metrics.tensorboard import MetricsConfig
 from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.optim import OptimConfig
@@ -66,7 +68,9 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     train: ProtectionConfig = field(default_factory=ProtectionConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
     """Seed of the initial values, of the order of samples and of the sample at the end."""
@@ -113,6 +117,7 @@ class TrainConfig:
         self.parallel.validate(self.model.moe.n_experts)
         self.checkpoint.validate()
         self.wandb.validate()
+        self.profile.validate(self.steps)
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""

@@ -19,7 +19,7 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, described, is_allowed
-from diffllm.config.saved import differences
+from diffllm.config.saved import differences, load_run_config
 from diffllm.errors import ConfigError
 from diffllm.files import hold, write_atomic
 
@@ -51,9 +51,13 @@ class RunDirectory:
         changes = differences(self.path, self.cfg)
         allowed = self.cfg.run.allow_changes
         if refused := [key for key in changes if not is_allowed(key, allowed)]:
+            experiment = load_run_config(self.path).run.choices["experiment"]
+            other = experiment != self.cfg.run.choices["experiment"]
+            made = f", made with experiment={experiment}" if other else ""
             raise ConfigError(
-                f"{self.path} is a run with another config ({described(changes)}); choose another "
-                f"run.name, or go on with run.allow_changes=[{','.join([*allowed, *refused])}]"
+                f"{self.path} is a run with another config ({described(changes)}){made}; choose "
+                "another run.name, or go on with "
+                f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
 

@@ -19,12 +19,15 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.errors import AgreedByAll, UserError
 from diffllm.metrics.file import MetricsFile
+from diffllm.metrics.profiling import StepProfiler
+from diffllm.metrics.tensorboard import EventFiles, check_installed
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
 from diffllm.run.checks import check_named, learning_rate_jump
 from diffllm.run.directory import choose_path, request_requeue
+from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
 from diffllm.spikes import SkippedTooOften
@@ -41,6 +44,7 @@ def run(cfg: TrainConfig) -> None:
     _, world_size, _ = environment()
     cfg.check_world(world_size)
     check_named(cfg)
+    check_installed(cfg.metrics)
     world = join(cfg.distributed)  # no handler of ours could run while this waits
     stop = StopRequest()
     try:
@@ -75,11 +79,14 @@ def train_and_report(session: Session) -> None:
     recorder = Recorder(t, state.spikes, session.display, outputs)
     checkpointer = Checkpointer(session.path / "checkpoints", cfg.checkpoint, state.step)
     try:
-        stopped = train(t, state, data, recorder, checkpointer, session.stop, watch)
+        profiler = StepProfiler(
+            cfg.profile, session.path / "profile", dist.get_rank(), session.display.print
+        )
+        stopped = train(t, state, data, recorder, checkpointer, profiler, session.stop, watch)
     except UserError as error:
         checkpointer.settle(SETTLE_S)
         if outputs:
-            outputs.file.close()
+            outputs.close()
             outputs.wandb.finish(exit_code=1)
             if cfg.run.report and isinstance(error, SkippedTooOften):
                 session.display.print(f"report: {report_on(session.path)}")
@@ -94,7 +101,7 @@ def train_and_report(session: Session) -> None:
     text = sample(t, data)
     summary = summarise(cfg, state, data, recorder)
     if session.directory and outputs:
-        outputs.file.close()
+        outputs.close()
         session.directory.finish({**summary, "sample": text})
         report = report_on(session.path) if cfg.run.report else "off (run.report)"
         session.display.print(summary_text(cfg, summary, session.path, text, report))
@@ -110,13 +117,16 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
         session.display.print(f"changed: {described(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             session.display.print(f"warning: {jump}")
-    directory.describe(facts)
+    directory.describe({**facts, **provenance()})
     config = {**yaml_dict(cfg), **facts}
     wandb = WandbRun(
         cfg.wandb, session.path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id
     )
     state.wandb_id = wandb.id
-    return Outputs(MetricsFile(session.path / "metrics.jsonl", state.step), wandb)
+    events = None
+    if cfg.metrics.tensorboard:
+        events = EventFiles(session.path / "tensorboard", state.step)
+    return Outputs(MetricsFile(session.path / "metrics.jsonl", state.step), wandb, events)
 
 
 def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | None) -> None:
@@ -129,7 +139,7 @@ def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | Non
         f"the same command with run.dir={path} continues"
     )
     if outputs:
-        outputs.file.close()
+        outputs.close()
         outputs.wandb.finish({})
 
 

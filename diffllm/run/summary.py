@@ -11,8 +11,9 @@ import torch.distributed as dist
 from diffllm.build import Training
 from diffllm.choices import for_json
 from diffllm.config import TrainConfig
-from diffllm.data import TokenData
+from diffllm.data import TokenData, sequences_in
 from diffllm.metrics.display import duration
+from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.dtypes import dtype_name
 from diffllm.recorder import Recorder
 from diffllm.state import LoopState
@@ -30,8 +31,10 @@ def headline(
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
         *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
-        f"{splits['heldout'].tokens:,} held out{' (the end of its document)' * data.manifest.cut}; "
-        f"{cfg.steps} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens",
+        f"{splits['heldout'].tokens:,} held out{', the end of the text' * data.manifest.cut}; "
+        f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
+        f"{epochs_text(cfg, data)}",
+        f"wandb: {wandb_text(cfg, path)}",
         "chosen for this device:",
         *(
             f"  {name.replace('_', ' '):<16}{choice['value']} ({choice['reason']})"
@@ -39,6 +42,23 @@ def headline(
         ),
     ]
     return "\n".join(lines)
+
+
+def epochs_text(cfg: TrainConfig, data: TokenData) -> str:
+    """Express the length of a run in passes over the training split."""
+    epochs = cfg.steps * cfg.global_batch_size / sequences_in(data.split("train"), cfg.seq_len)
+    return f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"
+
+
+def wandb_text(cfg: TrainConfig, path: Path) -> str:
+    """Say where wandb records a run, and how to upload what was recorded offline."""
+    mode, place = resolve_mode(cfg.wandb), path / "wandb"
+    if mode == "disabled":
+        return "off"
+    if mode == "offline":
+        return f"offline; `wandb sync {place}/offline-run-*` uploads it"
+    project = "/".join(filter(None, (cfg.wandb.entity, cfg.wandb.project)))
+    return f"online, project {project}, a copy in {place}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:

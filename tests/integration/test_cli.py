@@ -86,7 +86,7 @@ def test_a_run_without_a_name_gets_a_fresh_one(
     assert not CONTROL.search(result.out + result.err)
     assert result.err == "", "the corpus was prepared before, and nothing else belongs here"
     (run,) = (tmp_path / "outputs").iterdir()
-    assert re.fullmatch(r"quickstart-gated-\d{8}-\d{6}", run.name)
+    assert re.fullmatch(r"tiny-gated-\d{8}-\d{6}", run.name)
     assert_complete(run)
     assert f"outputs/{run.name}" in result.out.splitlines()[0]
     for name, choice in json.loads((run / "run.json").read_text())["choices"].items():

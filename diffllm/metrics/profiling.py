@@ -1,0 +1,85 @@
+"""Traces of a few steps by torch.profiler, for Perfetto or chrome://tracing."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from diffllm.errors import ConfigError
+from diffllm.metrics.display import to_stderr
+
+
+@dataclass
+class ProfileConfig:
+    """Which steps are profiled."""
+
+    steps: list[int] = field(default_factory=list)
+    """First and last step to trace, as in [10,12], on every rank; empty: none."""
+
+    def validate(self, steps: int) -> None:
+        """Raise ConfigError for anything but two steps of the run, in order."""
+        ordered = [1, *self.steps, steps]
+        if self.steps and (len(self.steps) != 2 or ordered != sorted(ordered)):
+            raise ConfigError(
+                f"profile.steps={self.steps} must be [first,last] with 1 <= first <= last <= "
+                f"steps={steps}"
+            )
+
+
+class StepProfiler:
+    """Profiles the steps that the config names; the one before them is the profiler's warm-up.
+
+    Args:
+        directory: where each rank's trace goes, as rank<r>-steps-<first>-<last>.json.gz.
+        say: tells a person where the trace is.
+    """
+
+    def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it reports its starts on stderr
+        self.say = say
+        self.first, self.last = cfg.steps or (0, -1)
+        self.file = directory / f"rank{rank}-steps-{self.first}-{self.last}.json.gz"
+        self.running: profile | None = None
+
+    def before(self, step: int) -> None:
+        """Begin before step `step`, counted from 1, if it is the first to be seen or the one
+        before it; a run that continues inside the range traces what is left of it."""
+        if self.running or not self.first - 1 <= step <= self.last:
+            return
+        warmup = int(step < self.first)
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self.running = profile(
+            activities=activities,
+            schedule=schedule(
+                wait=0, warmup=warmup, active=self.last - step + 1 - warmup, repeat=1
+            ),
+            on_trace_ready=self._write,
+            acc_events=True,  # else it warns of clearing them
+        )
+        self.running.start()
+
+    def after(self, step: int) -> None:
+        """End a step; the trace is written after the last."""
+        if self.running:
+            self.running.step()
+            if step == self.last:
+                self.close()
+
+    def close(self) -> None:
+        """End, and write what was traced so far."""
+        if self.running:
+            running, self.running = self.running, None
+            running.stop()
+
+    def _write(self, traced: profile) -> None:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            traced.export_chrome_trace(str(self.file))
+        except (OSError, RuntimeError) as error:
+            to_stderr(f"warning: {self.file} was not written: {error}")
+        else:
+            self.say(f"profile: {self.file}, for ui.perfetto.dev")

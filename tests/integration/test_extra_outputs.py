@@ -1,0 +1,91 @@
+"""Event files of TensorBoard, traces of the profiler, and the origin in run.json, of real runs."""
+
+import gzip
+import json
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from runs import overrides_of, prepared_corpus
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from diffllm.config import load_config
+from diffllm.errors import ConfigError
+from diffllm.metrics.tensorboard import EventFiles
+from diffllm.run.start import run
+
+WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(path: Path) -> dict[str, dict[int, float]]:
+    """Values in metrics.jsonl by name and step."""
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
+        for name, value in line.items():
+            if name != "step":
+                found[name][line["step"]] = value
+    return found
+
+
+def shown(path: Path) -> dict[str, dict[int, float]]:
+    """Values that TensorBoard shows, by name and step."""
+    events = EventAccumulator(str(path / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
+
+
+def test_event_files_hold_what_metrics_jsonl_does_and_traces_the_steps_asked_for(tmp_path, capfd):
+    path = tmp_path / "run"
+    words = [*overrides_of(prepared_corpus(tmp_path), path), *WORDS, "data.num_workers=0"]
+    words += ["metrics.tensorboard=true", "profile.steps=[2,3]"]
+    run(load_config(words))
+    said = capfd.readouterr()
+    trace = path / "profile" / "rank0-steps-2-3.json.gz"
+    assert f"profile: {trace}" in said.out
+    assert "rofiler" not in said.err
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
+    facts = json.loads((path / "run.json").read_text())
+    assert facts["command"].endswith(sys.orig_argv[-1]) or "..." in facts["command"]
+    assert set(facts["git"]) == {"commit", "dirty"}
+    assert facts["environment"]["python"].startswith("3.")
+
+    shutil.rmtree(path / "checkpoints" / "step-00000006")  # as after a kill at its last step
+    (path / "summary.json").unlink()
+    run(load_config(words))
+    expected = written(path)
+    assert shown(path).keys() == expected.keys()
+    for name, values in shown(path).items():
+        assert values == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
+
+
+def test_event_files_that_cannot_be_written_end_no_run(tmp_path, capfd):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    events = EventFiles(blocked / "tensorboard", 0)
+    events.log({"step": 1, "train/loss": 2.0})
+    events.close()
+    assert capfd.readouterr().err.startswith("warning: no more TensorBoard event files")
+
+
+def test_asked_for_without_the_package_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    cfg = load_config([*overrides_of(tmp_path, tmp_path / "run"), "metrics.tensorboard=true"])
+    with pytest.raises(ConfigError, match=r'pip install "diffllm\[tensorboard\]"'):
+        run(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("steps", ["[3]", "[0,2]", "[3,2]", "[2,11]", "[1,2,3]"])
+def test_steps_that_cannot_be_profiled_are_one_line(steps: str):
+    with pytest.raises(ConfigError, match="1 <= first <= last <= steps=10"):
+        load_config(["model=tiny", "steps=10", f"profile.steps={steps}"])

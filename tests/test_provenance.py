@@ -1,0 +1,85 @@
+"""The origin of a run in run.json: command, commit, environment; no secrets."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffllm.run import provenance
+from diffllm.run.provenance import command, git_state, is_public
+
+
+def git(directory: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    done = subprocess.run(
+        ["git", "-C", directory, *who, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path):
+    git(tmp_path, "init")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "code.py").write_text("a = 1\n")
+    assert git_state(package) is None  # nothing of it is tracked
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert git_state(package) == {"commit": commit, "dirty": False}
+    (package / "other.py").write_text("b = 1\n")
+    assert git_state(package) == {"commit": commit, "dirty": False}
+    (package / "code.py").write_text("a = 2\n")
+    assert git_state(package) == {"commit": commit, "dirty": True}
+
+
+def test_an_installed_package_in_a_repositorys_environment_is_not_the_repositorys(tmp_path):
+    git(tmp_path, "init")
+    (tmp_path / ".gitignore").write_text("venv\n")
+    installed = tmp_path / "venv" / "package"
+    installed.mkdir(parents=True)
+    (installed / "code.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    assert git_state(installed) is None
+
+
+def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert git_state(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["python", "train.py", "data.paths=[a b.txt]"], "python train.py 'data.paths=[a b.txt]'"),
+        (["python", "x.py", "--api-key", "hidden", "seed=1"], "python x.py --api-key ... seed=1"),
+        (["python", "x.py", "--hf_token=hidden"], "python x.py --hf_token=..."),
+        (["python", "x.py", "WANDB_API_KEY=hidden"], "python x.py WANDB_API_KEY=..."),
+        (
+            ["python", "train.py", "data.tokenizer=a.model"],
+            "python train.py data.tokenizer=a.model",
+        ),
+    ],
+)
+def test_the_command_is_as_typed_without_what_is_secret(argv: list[str], shown: str):
+    assert command(argv) == shown
+
+
+def test_variables_that_matter_are_kept_and_no_others(monkeypatch):
+    kept = (
+        "NCCL_DEBUG",
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "SLURM_JOB_ID",
+        "HF_HUB_OFFLINE",
+    )
+    left = ("HF_TOKEN", "WANDB_API_KEY", "HOME", "DIFFLLM_API_KEY", "TORCH_SECRET", "HTTP_PROXY")
+    assert [name for name in (*kept, *left) if is_public(name)] == list(kept)
+    for name in (*kept, *left):
+        monkeypatch.setenv(name, f"value of {name}")
+    found = json.loads(json.dumps(provenance.provenance()))
+    assert found["environment"]["variables"].items() >= {n: f"value of {n}" for n in kept}.items()
+    assert not any(f"value of {name}" in json.dumps(found) for name in left)
+    assert found["environment"]["packages"]["torch"].startswith("2.")
