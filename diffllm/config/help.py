@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
 from diffllm.config.compose import compose_config, hydra
+from diffllm.config.descriptions import yaml_comment
 from diffllm.config.overrides import FILLED_IN, GROUPS
 
-SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z0-9`])")
+SENTENCE = re.compile(r"(?<=\.)\s+")
 OF_STEPS = re.compile(r"\$\{of_steps:([\d.]+),\s*(\d+)\}")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+),\s*'?([^'}]*)'?\}")
 FLAGS = {
@@ -106,26 +106,15 @@ def rows(pairs: Any, width: int, column: int = 34) -> str:
 def choices() -> dict[str, dict[str, str]]:
     """Map each config group to its choices, each with the first sentence of its YAML's comment."""
     with hydra() as loader:
-        paths = [item.path for item in loader.get_search_path().get_path()]
-        places = [Path(path.removeprefix("file://")) for path in paths]
         options = {group: loader.get_group_options(group) for group in GROUPS}
     return {
         group: {
-            name: comment_of([place / group / f"{name}.yaml" for place in places])
+            name: first_sentence(yaml_comment(group, name)).rstrip(".:")
             for name in names
             if not name.endswith("_schema")
         }
         for group, names in options.items()
     }
-
-
-def comment_of(files: list[Path]) -> str:
-    """Return the first sentence of the comment that begins the first of these files there is."""
-    for file in filter(Path.is_file, files):
-        head = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
-        lines = [line[2:] for line in head if not line.startswith(("# @", "#  "))]  # commands
-        return first_sentence(" ".join(lines)).rstrip(".:")
-    return ""
 
 
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[Section]:

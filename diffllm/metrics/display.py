@@ -49,15 +49,16 @@ class Display:
         """
         if not self.enabled:
             return
-        status = (
-            f"loss {values['train/loss']:.3f}  grad {values['train/grad_norm']:.2f}  "
-            f"lr {values['train/lr']:.1e}  {values['perf/tokens_per_s']:,.0f} tok/s"
+        loss, speed = values["train/loss"], values["perf/tokens_per_s"]
+        line = (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.3f}  "
+            f"grad {values['train/grad_norm']:.2f}  lr {values['train/lr']:.1e}  {speed:,.0f} tok/s"
         )
         if "eval/loss" in values:
-            status += f"  held-out {values['eval/loss']:.3f}"
-        line = f"step {step:>{len(str(self.steps))}}/{self.steps}  {status}"
+            line += f"  held-out {values['eval/loss']:.3f}"
         if self.live:
-            self.live.update(self.task, completed=step, status=status)
+            newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
+            self.live.update(self.task, completed=step, status=newest)
             if step >= min(self.staying, self.steps) or "eval/loss" in values:
                 self.console.print(line, markup=False)
                 self.staying = step + max(1, min(step // 4, self.steps // 20))

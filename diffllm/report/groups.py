@@ -172,6 +172,14 @@ def in_short(group: Group, width: int) -> str:
     return " ".join(parts[:shown]) + (f" and {n} more" if (n := len(parts) - shown) else "")
 
 
+def keys_apart(groups: list[Group], incomparable: list[str]) -> list[str]:
+    """The keys that keep groups apart, `model` for those that its choice decides."""
+    keys = set(incomparable)
+    if groups and "model" in groups[0].values:
+        keys = {key for key in keys if not key.startswith("model.")} | {"model"}
+    return sorted(keys, key=telling)
+
+
 def differences(groups: list[Group], incomparable: list[str]) -> dict[str, dict[str, list[str]]]:
     """Keys that no loss can be compared across: each value, as text, and the labels of its rows."""
     found: dict[str, dict[str, list[str]]] = {key: {} for key in incomparable}

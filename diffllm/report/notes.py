@@ -122,7 +122,17 @@ def settings(rows: list[Row]) -> dict[str, str]:
                 parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
         if parts:
             lines[heading] = ", ".join(parts)
-    return {**lines, "FFN width": ffn_width(rows)}
+    lines["FFN width"] = ffn_width(rows)
+    commits = dict.fromkeys(filter(None, map(commit_text, runs)))
+    return lines | ({"Code": " or ".join(commits)} if commits else {})
+
+
+def commit_text(run: Run) -> str:
+    """The git commit that a run was made with; nothing where its run.json does not say."""
+    git = run.facts.get("git")
+    if not isinstance(git, dict) or not git.get("commit"):
+        return ""
+    return f"commit {git['commit']:.12}{', with uncommitted changes' if git.get('dirty') else ''}"
 
 
 def ffn_width(rows: list[Row]) -> str:

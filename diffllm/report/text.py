@@ -5,7 +5,7 @@ from textwrap import wrap
 
 from diffllm.report.comparison import Comparison
 from diffllm.report.find import listed
-from diffllm.report.groups import in_short, telling
+from diffllm.report.groups import in_short, keys_apart
 from diffllm.report.numbers import MISSING, compact, finite, fixed
 from diffllm.report.rows import Estimate, Row
 
@@ -45,6 +45,32 @@ def gap_sentence(row: Row) -> str:
     said = f"{row.label} {with_interval(row.gap, signed=True)} against {row.baseline.label}"
     size = size_against(row, row.baseline)
     return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), size]))
+
+
+def finding(row: Row, bases: list[Row]) -> str:
+    """The first sentence about a row: its gap, else its loss.
+
+    Args:
+        bases: the rows that gaps are measured from.
+    """
+    if row.gap is not None:
+        return gap_sentence(row)
+    if row.loss is None or finite(row.loss.mean) is None:
+        state = "not finished" if not row.finished else "no held-out loss that is finite"
+        return f"{row.label}: {state}"
+    parts = [f"{row.label} {with_interval(row.loss)}"]
+    if any(row is base for base in bases):
+        parts.append("the baseline")
+    elif len(row.runs) == 1 and (entropy := finite(unigram_entropy(row))) is not None:
+        side = "under" if row.loss.mean <= entropy else "over"
+        apart = fixed(abs(entropy - row.loss.mean), 2)
+        parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
+    return ", ".join([*parts, counted(row.loss.seeds, "seed")])
+
+
+def unigram_entropy(row: Row) -> float | None:
+    """Nats a token that a model of token frequencies alone would need on the held-out text."""
+    return row.runs[0].facts.get("heldout_unigram_entropy")
 
 
 def shows_no_difference(gap: Estimate | None) -> bool:
@@ -106,12 +132,10 @@ def groups_text(comparison: Comparison) -> list[str]:
 
 def apart_text(comparison: Comparison, most: int = 5) -> str:
     """Which keys keep rows from being compared."""
-    groups, keys = comparison.groups, set(comparison.differences)
-    if "model" in groups[0].values:
-        keys = {key for key in keys if not key.startswith("model.")} | {"model"}
+    keys = keys_apart(comparison.groups, list(comparison.differences))
     return (
-        f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
-        f"{listed(sorted(keys, key=telling), most)}"
+        f"{len(comparison.groups)} groups of rows that cannot be compared with each other; they "
+        f"differ in {listed(keys, most)}"
     )
 
 
