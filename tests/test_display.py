@@ -1,6 +1,7 @@
 """What a run shows: on a terminal, when piped, and in its log."""
 
 import io
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_past_losses_stay_on_a_terminal():
     assert steps[:4] == [1, 10, 20, 30]
     assert steps[-1] == STEPS
     assert 20 <= len(steps) <= 50
-    gaps = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
     assert max(gaps) <= STEPS // 20 + 10
 
 
