@@ -330,7 +330,7 @@ def test_a_misspelt_key_is_answered_with_the_right_one():
         ("lr=1e-3", "unknown key lr; did you mean optim.lr?"),
         ("+lr=1e-3", "unknown key lr; did you mean optim.lr?"),
         ("n_layers=3", "unknown key n_layers; did you mean model.n_layers?"),
-        ("optim.steps=3", "unknown key optim.steps; did you mean steps?"),
+        ("train.log_interval=3", "unknown key train.log_interval; did you mean log_interval?"),
         ("warmup=3", "unknown key warmup; did you mean optim.warmup_steps?"),
         (
             "batch_size=3",

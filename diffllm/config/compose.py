@@ -169,6 +169,7 @@ def check_fields(cfg: TrainConfig) -> None:
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
         for unknown in vars(node).keys() - known:
-            names = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
-            close = nearest(f"{prefix}{unknown}", [key for key, _, _ in leaves(cfg)])
-            raise ConfigError(f"unknown key {prefix}{unknown}{suggest(unknown, close or names)}")
+            key = f"{prefix}{unknown}"
+            beside = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
+            close = nearest(key, [*beside, *(name for name, _, _ in leaves(cfg))])
+            raise ConfigError(f"unknown key {key}{suggest(key, close or beside)}")

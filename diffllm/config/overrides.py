@@ -93,15 +93,18 @@ def suggest(name: str, known: list[str]) -> str:
 
 def nearest(key: str, known: list[str]) -> list[str]:
     """Return the keys that end as this one does, or contain it, or look like it; none otherwise."""
+    section, _, own = key.rpartition(".")
     last = {name: name.rpartition(".")[2] for name in known}
-    own = key.rpartition(".")[2]
     if same := [name for name in known if last[name] == own]:
         return same
     longer = [name for name in known if own in last[name].split("_", 1)]
-    if longer and key == own:
+    if longer and not section:
         return longer
-    if close := difflib.get_close_matches(key, known, n=1):
-        return close
+    beside = {last[name]: name for name in known if name.rpartition(".")[0] == section}
+    if close := difflib.get_close_matches(own, beside, n=1):
+        return [beside[close[0]]]
+    if section:
+        return difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     close = difflib.get_close_matches(own, last.values(), n=1)
     return [name for name in known if last[name] in close]
 
@@ -113,7 +116,8 @@ def as_lists(overrides: list[Override]) -> list[str]:
         word, value = str(override.input_line), override.value()
         key, _, text = word.partition("=")
         single = isinstance(value, str | int | float) and not isinstance(value, bool)
-        listed = override.key_or_group in LISTS and single and not text.startswith("${")
+        single &= not text.startswith("${") or text.startswith("${oc.env:")
+        listed = override.key_or_group in LISTS and single
         return f"{key}=[{text}]" if listed else word
 
     return [as_list(override) for override in overrides]

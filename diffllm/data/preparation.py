@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from diffllm.data.config import DataConfig
 from diffllm.data.corpus import open_corpus
 from diffllm.data.file_index import combined_hash
@@ -94,14 +92,11 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
         started = time.monotonic()
         print_line(f"preparing tokens: {corpus.description}, in {cache_dir}")
         parts = cut_in_two(corpus, cfg.heldout_fraction)
-        if parts:
-            is_heldout = np.array([False, True])
-        else:
-            is_heldout = choose_heldout(corpus.load(), cfg.heldout_fraction)
+        texts, is_heldout = parts or (corpus, choose_heldout(corpus.load(), cfg.heldout_fraction))
         if cfg.tokenizer is None:
             build_once(tokenizer_path.parent, build_tokenizer)
         shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
-        manifest = write_tokens(parts or corpus, is_heldout, directory, cut=parts is not None)
+        manifest = write_tokens(texts, is_heldout, directory, cut=parts is not None)
         train, heldout = manifest.splits["train"], manifest.splits["heldout"]
         print_line(
             f"prepared {train.tokens:,} training and {heldout.tokens:,} held-out tokens"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 BATCH_BYTES = 4_000_000
+PIECE = 1_000_000
 TOKENIZER_FILE = "tokenizer.model"
 
 
@@ -27,14 +28,15 @@ def write_tokens(
 ) -> Manifest:
     """Tokenise `corpus` with the tokenizer in `directory`; write shards and manifest beside it.
 
-    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus; `cut` says that
-    its two documents are parts of one.
+    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus; with `cut` it is
+    that of `cut_in_two`, whose documents are pieces of one.
     """
     tokenizer = Tokenizer.from_file(directory / TOKENIZER_FILE)
     documents = corpus.load()
     writers = {
         name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
     }
+    ends = np.append(is_heldout[1:] != is_heldout[:-1], True) if cut else np.ones_like(is_heldout)
     done = 0
     with track("tokenising", len(is_heldout)) as advance:
         for texts in _batches(documents):
@@ -43,8 +45,9 @@ def write_tokens(
             for name, writer in writers.items():
                 mine = np.flatnonzero(chosen == (name == "heldout"))
                 writer.add(
-                    [[*encoded[i], tokenizer.eos_id] for i in mine],
+                    [[*encoded[i], *[tokenizer.eos_id] * bool(ends[done + i])] for i in mine],
                     sum(len(texts[i].encode()) for i in mine),
+                    int(ends[done + mine].sum()),
                 )
             done += len(texts)
             advance(len(texts))
@@ -94,11 +97,12 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
     return heldout
 
 
-def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Return a corpus of a single document as one of two: its text, and its end to hold out.
+def cut_in_two(corpus: Corpus, fraction: float) -> tuple[Corpus, np.ndarray] | None:
+    """Cut a corpus of a single document into pieces, and say which of them are its end, held out.
 
-    The end is `fraction` of the text, or a little more to begin with a line or a word. None for a
-    corpus of several documents.
+    The end is `fraction` of the text, or a little more to begin with a line or a word. Pieces are
+    short enough for the tokenizer, whose memory grows with its text. None for a corpus of several
+    documents.
     """
     texts = _texts(corpus.load())
     text = next(texts, "")
@@ -109,11 +113,32 @@ def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
     latest, earliest = end - size, max(0, end - 2 * size)
     cuts = (text.rfind(mark, earliest, latest) + 1 for mark in "\n ")
     cut = next((cut for cut in cuts if cut), latest)
-    parts = [text[:cut], text[cut:]]
-    if any(not part or part.isspace() for part in parts):
+    if text[:cut].isspace() or not cut:
         return None
+    train, heldout = pieces_of(text[:cut]), pieces_of(text[cut:])
     blank = corpus.skipped_empty + len(corpus.load()) - 1
-    return replace(corpus, load=lambda: _dataset_of(parts), skipped_empty=blank)
+    parts = replace(corpus, load=lambda: _dataset_of(train + heldout), skipped_empty=blank)
+    return parts, np.repeat([False, True], [len(train), len(heldout)])
+
+
+def pieces_of(text: str) -> list[str]:
+    """Cut a text into pieces of at most PIECE characters, after line breaks where there are some.
+
+    Whitespace alone, which would be taken for an empty document, goes with the piece beside it.
+    """
+    pieces: list[str] = []
+    start = 0
+    while start < len(text):
+        stop = start + PIECE
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        piece = text[start:stop]
+        if pieces and (piece.isspace() or pieces[-1].isspace()):
+            pieces[-1] += piece
+        else:
+            pieces.append(piece)
+        start = stop
+    return pieces
 
 
 def _dataset_of(texts: list[str]) -> "Dataset":

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from sample_texts import sample_documents
 
-from diffllm.data import TokenData, prepare
+from diffllm.data import TokenData, prepare, tokenise
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.corpus import open_corpus
-from diffllm.data.tokenise import cut_in_two
+from diffllm.data.tokenise import cut_in_two, pieces_of
 from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
@@ -180,7 +180,24 @@ def test_a_document_is_cut_at_a_line_or_a_word_where_one_begins(
     corpus = open_corpus(make_config(path, sample_by=SampleBy.document), tmp_path / "cache")
     cut = cut_in_two(corpus, fraction)
     assert cut is not None
-    assert cut.load()["text"] == [text[: -len(end)], end]
+    assert cut[0].load()["text"] == [text[: -len(end)], end]
+    assert cut[1].tolist() == [False, True]
+
+
+def test_a_long_document_is_tokenised_in_pieces_and_stays_one(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenise, "PIECE", 100)
+    text = "\n" * 150 + "\n".join(sample_documents(100)) + " " * 250 + "a" * 250 + "\n" * 120
+    (tmp_path / "corpus.txt").write_text(text)
+    cfg = make_config(tmp_path / "corpus.txt", sample_by=SampleBy.document, heldout_fraction=0.3)
+    assert len(pieces_of(text)) > 20
+    data = prepare(cfg)
+    assert {name: split.documents for name, split in data.manifest.splits.items()} == {
+        "train": 1,
+        "heldout": 1,
+    }
+    assert "".join(documents_of(data, "train") + documents_of(data, "heldout")) == text
 
 
 def test_what_changes_tokens_changes_the_directory(

@@ -455,7 +455,7 @@ def make_corpus(folder: Path, name: str, content: bytes) -> Path:
         ("broken.jsonl", b'{"text": "a"\n{"text": \n', []),
         ("broken.parquet", b"PAR1 this is none", []),
         ("broken.jsonl.gz", b"not gzip at all", []),
-        ("twice.txt", b"one\n\none\n", ["fewer than two", "sample_by"]),
+        ("twice.txt", b"one\none\n", ["fewer than two", "sample_by"]),
     ],
 )
 def test_corpus_that_cannot_be_used(
@@ -463,7 +463,7 @@ def test_corpus_that_cannot_be_used(
 ) -> None:
     path = make_corpus(workspace.path, name, content)
     where = [] if name == "twice.txt" else [name]
-    workspace.rejects_data([f"data.paths={path}", "data.sample_by=paragraph"], *where, *named)
+    workspace.rejects_data([f"data.paths={path}", "data.sample_by=line"], *where, *named)
 
 
 def test_corpus_that_is_not_there(workspace: Workspace) -> None:
