@@ -27,6 +27,7 @@ OF_STEPS = re.compile(r"\$\{of_steps:([\d.]+),\s*(\d+)\}")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+),\s*'?([^'}]*)'?\}")
 FLAGS = {
     "-m, --multirun": "a sweep: a run for every combination of values, as in seed=0,1,2",
+    "--config-dir DIR": "YAMLs of yours beside ours, for plugins=[my_variant] attention=my_variant",
     "--cfg job": "print the config that these overrides make, and end; --resolve fills in ${...}",
     "--help": "this list, with the defaults that the choices before it make",
 }

@@ -3,6 +3,7 @@
 import bisect
 import difflib
 import re
+from pathlib import Path
 from typing import Any
 
 from hydra import compose
@@ -17,7 +18,7 @@ from diffllm.data.config import READ_BY
 from diffllm.errors import ConfigError
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
-FILLED_IN = ("run.choices", "run.matched")
+FILLED_IN = ("run.choices", "run.schemas", "run.matched")
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
 """The keys that hold lists of text, for which a command line may give a single one."""
 COMPOSING = (
@@ -168,13 +169,27 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{where}: {text}" if where else text
     key = culprit.partition("=")[0].lstrip("+~")
     unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
+    file = yaml_of(key, culprit.partition("=")[2])
     if unknown and unknown[1] == key == "experiment":
-        file = f"conf/experiment/{culprit.partition('=')[2]}.yaml"
         return f"{culprit}: the first line of {file} has to be '# @package _global_'"
+    if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
+        return (
+            f"{culprit}: {file} asks for {schema[2]}_schema, and nothing has registered "
+            f"{schema[1]}={schema[2]}; plugins=[module] imports the Python module that does"
+        )
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
         return f"unknown key {key}{suggest(key, nearest(key, names) or sisters(key, names))}"
     return f"{culprit}: {text}"
+
+
+def yaml_of(group: str, choice: str) -> str:
+    """Return the file of a choice, ours as it lies below conf/."""
+    for source in GlobalHydra.instance().config_loader().get_sources():
+        file = Path(source.path, group, f"{choice}.yaml")
+        if source.provider != "main" and file.is_file():
+            return str(file)
+    return f"conf/{group}/{choice}.yaml"
 
 
 def sisters(key: str, names: list[str]) -> list[str]:

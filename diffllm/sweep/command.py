@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from diffllm.distributed.world import DistributedConfig, World, join
@@ -12,7 +13,7 @@ from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.sweep.report import announce, report, write_comparison
 
 
-def sweep(words: list[str]) -> int:
+def sweep(words: list[str], config_dirs: list[Path]) -> int:
     """Run every combination that is not finished yet, and say how each ended.
 
     All configs are checked before the first run starts. A run that fails does not stop the others.
@@ -21,6 +22,7 @@ def sweep(words: list[str]) -> int:
 
     Args:
         words: the overrides of the command line.
+        config_dirs: the directories of its --config-dir, absolute.
 
     Returns:
         0 if every run is finished, 128 + n if signal n stopped the sweep, else 1.
@@ -44,7 +46,8 @@ def sweep(words: list[str]) -> int:
         cluster = ClusterLauncher.of(launcher, world.size, str(name[0].input_line))
         directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
         chosen.append((directory, cluster))
-        return runs
+        flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
+        return [{**run, "words": [*flags, *run["words"]]} for run in runs]
 
     jobs = [Job(**run) for run in world.decide("sweep", choose)]
     to_run = [job for job in jobs if not job.finished]

@@ -12,8 +12,8 @@ from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.model.probes import entropy, negative_share
-from diffllm.tools.arguments import parse
-from diffllm.tools.generate import load_model
+from diffllm.run.model import load_model
+from diffllm.tools.arguments import parse, plugins_field
 
 MOST_TOKENS = 256
 """Beyond this neither labels nor cells could be told apart."""
@@ -32,6 +32,7 @@ class Arguments:
     out: str = field(
         default="", metadata={"help": "figure, .png, .pdf or .svg; empty: in the run directory"}
     )
+    plugins: str = plugins_field()
 
 
 def main(argv: list[str]) -> None:
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> None:
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
     out = figure_path(args, run, layer)
-    model = load_model(run, args.step)
+    model, _ = load_model(run, args.step)
     shown = layer_maps(model, torch.tensor([tokens]), layer)
     if not all(m.isfinite().all() for m in shown.maps.values()):
         raise CheckpointError(f"layer {layer} of {run} gives weights that are not finite numbers")

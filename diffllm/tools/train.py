@@ -16,7 +16,8 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import composed, config_directory  # noqa: E402
+from diffllm.config.compose import bring, composed, config_directory  # noqa: E402
+from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
@@ -29,7 +30,7 @@ def arguments(argv: list[str]) -> tuple[Namespace, bool]:
     """The command line, and whether it only asks for something to be shown; raises ConfigError."""
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # -m may stand behind overrides
     shown = [
         name for name in ("help", "hydra_help", "info", "cfg", "shell_completion")
         if getattr(args, name)
@@ -56,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     """Train, sweep or show; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        config_dirs, argv = take_directories(argv)
         args, shows = arguments(argv)
+        bring(args.overrides, config_dirs)
         if args.help:
             from diffllm.config.help import help_text
 
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.multirun:
             from diffllm.sweep.command import sweep
 
-            return sweep(args.overrides)
+            return sweep(args.overrides, config_dirs)
         else:
             from diffllm.run.start import run
 
