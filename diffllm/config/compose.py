@@ -1,10 +1,10 @@
 """From overrides to a typed config: Hydra composes, and the dataclasses type it.
 
-Nothing past `train.py` sees a DictConfig.
+Nothing past `tools/train.py` sees a DictConfig.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,18 +23,23 @@ from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
+    as_lists,
     check_booleans,
     check_overrides,
     check_secrets,
     explain,
+    implied_source,
+    nearest,
     one_line,
     suggest,
 )
+from diffllm.config.plugins import add_named_directory, directories, load, named
 from diffllm.config.schema import MOST_STEPS, TrainConfig
 from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_values, leaves
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
+from diffllm.registry import SCHEMAS, schema_name
 
 
 def config_directory() -> Path:
@@ -52,18 +57,37 @@ def hydra() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def load_config(overrides: list[str] | None = None) -> TrainConfig:
+def load_config(
+    overrides: list[str] | None = None, config_dir: str | Path | None = None
+) -> TrainConfig:
     """Compose, type and validate a configuration; solve its width if it is to match.
 
-    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]. A wrong key,
-    choice or value raises ConfigError: one line that says what is allowed.
+    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]; the plugins
+    among them, "plugins=[my_variant]", are imported. A wrong key, choice or value raises
+    ConfigError: one line that says what is allowed.
+
+    Args:
+        config_dir: a directory with YAMLs beside ours, as `--config-dir`; it and the plugins stay
+            known in this process.
     """
-    composed = compose_config(overrides or [])
+    words = overrides or []
+    bring(words, [Path(config_dir).expanduser().resolve()] if config_dir is not None else [])
+    return without_imports(words)
+
+
+def without_imports(words: list[str]) -> TrainConfig:
+    """Load a configuration as `load_config` does, with the plugins that are imported already."""
+    composed = compose_config(words)
     if composed.max_tokens is not None or composed.epochs is not None:
         composed.steps = MOST_STEPS
         cfg = typed(composed)  # what is wrong is said before a corpus is prepared
         composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
     cfg = typed(composed)
+    if cfg.plugins != named(words):
+        raise ConfigError(
+            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
+            "are imported, so name them there"
+        )
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
             check_variant(f"model.match_{by}_to=", target)
@@ -73,9 +97,17 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
     return cfg
 
 
+def bring(words: list[str], named_directories: Iterable[Path] = ()) -> None:
+    """Make known what a user names: directories of YAMLs, and plugins; raises ConfigError."""
+    for directory in named_directories:
+        add_named_directory(directory, config_directory())
+    load(named(words), config_directory())
+
+
 def variants() -> list[str]:
     """List the names that `attention=` takes."""
-    return sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+    places = (config_directory(), *directories())
+    return sorted(path.stem for place in places for path in place.glob("attention/*.yaml"))
 
 
 def check_variant(what: str, name: str) -> None:
@@ -86,8 +118,13 @@ def check_variant(what: str, name: str) -> None:
         raise ConfigError(f"{what}{name} does not exist; {hint}choose from {', '.join(variants())}")
 
 
-def variant_config(name: str) -> AttentionConfig:
-    """Return the config of a variant, as its YAML alone makes it."""
+def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
+    """Return the config of a variant, as its YAML alone makes it.
+
+    Where it is not there, as with a variant from elsewhere, the class registered as `schema`.
+    """
+    if schema and name not in variants():
+        return SCHEMAS["attention", schema]()
     with hydra():
         attention = OmegaConf.to_object(compose(f"attention/{name}").model.attention)
     assert isinstance(attention, AttentionConfig)
@@ -96,13 +133,25 @@ def variant_config(name: str) -> AttentionConfig:
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose a config, untyped; raises ConfigError."""
+    return composed(overrides)[0]
+
+
+def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """Compose a config, untyped, and return it with the overrides as Hydra takes them.
+
+    There, single values of lists are in brackets, and the source of text and the experiment that
+    they imply are said. Raises ConfigError.
+    """
     with hydra():
         try:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
-            words = [*quickstart(parsed), *overrides]
-            cfg = compose("train", overrides=words, return_hydra_config=True)
+            overrides = [*quickstart(parsed), *as_lists(parsed)]
+            cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            if source := implied_source(cfg, parsed):
+                overrides = [*source, *overrides]
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
             check_booleans(cfg, parsed)
             choose_length(cfg, parsed)
         except COMPOSING as error:
@@ -114,7 +163,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     with open_dict(cfg):
         cfg.run.choices = {group: choices[group] for group in GROUPS}
         del cfg["hydra"]
-    return cfg
+    return cfg, overrides
 
 
 def quickstart(overrides: list[Override]) -> list[str]:
@@ -134,11 +183,24 @@ def typed(composed: DictConfig) -> TrainConfig:
     except TypeError as error:  # of a list whose interpolation is none
         raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
+    cfg.run.schemas = schemas_of(cfg)
+    check(cfg)
+    return cfg
+
+
+def check(cfg: TrainConfig) -> None:
+    """Raise ConfigError for values that cannot run, whoever has set them."""
     check_fields(cfg)
     check_values(cfg)
     check_allowed(cfg)
     cfg.validate()
-    return cfg
+
+
+def schemas_of(cfg: TrainConfig) -> dict[str, str]:
+    """Name the registered classes of a config by group; a class of no name is left out."""
+    classes = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
+    names = {group: schema_name(group, cls) for group, cls in classes.items()}
+    return {group: name for group, name in names.items() if name}
 
 
 def check_allowed(cfg: TrainConfig) -> None:
@@ -153,6 +215,8 @@ def check_fields(cfg: TrainConfig) -> None:
     """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
-        for name in vars(node).keys() - known:
-            names = known if prefix else list({*known, *GROUPS})
-            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
+        for unknown in vars(node).keys() - known:
+            key = f"{prefix}{unknown}"
+            beside = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
+            close = nearest(key, [*beside, *(name for name, _, _ in leaves(cfg))])
+            raise ConfigError(f"unknown key {key}{suggest(key, close or beside)}")

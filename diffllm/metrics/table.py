@@ -5,8 +5,10 @@ report's figures and columns, and docs/metrics.md are made from these rows. A ne
 is computed, and its row.
 """
 
+from dataclasses import replace
 from functools import cache
 
+from diffllm.errors import ConfigError
 from diffllm.metrics.metric import Column, Curve, Heatmap, Layers, Metric, Section
 
 LOSS = Section("Loss", "Learning", "Losses in nats a token, over training tokens.{incomparable}")
@@ -52,9 +54,9 @@ EXPERTS = Section(
     "Load is the tokens of the global batch that an expert got over the uniform number: 1 when "
     "balanced.",
 )
-SECTIONS = (
+SECTIONS = [
     LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, EXPERTS,
-)  # fmt: skip
+]  # fmt: skip
 """In the order of the dashboard, the report and docs/metrics.md."""
 
 DEFINITIONS = {
@@ -73,12 +75,13 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     meaning = f"{number} of steps {since} with a {value} {rule}"
     column = None
     if what == "score":
-        column = Column(
-            "last", "max", "mean", f"{value.split()[0].capitalize()} spikes", short,
-            percent=True, second=f"{definition}/{series}_total",
-        )  # fmt: skip
+        column = Column("last", "max", "mean", unit=short, percent=True)
+        if definition == "spikes":
+            title = f"{value.split()[0].capitalize()} spikes"
+            second = f"spikes_olmo2/{series}_score"
+            column = replace(column, title=title, unit="of steps", second=second)
     elif what == "total":
-        column = Column("last", "max", "mean", unit="steps:")
+        column = Column("last", "max", "mean")
     name = f"{definition}/{series}_{what}"
     return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
 
@@ -88,7 +91,7 @@ UNIFORM = (
 )
 
 # fmt: off
-METRICS: tuple[Metric, ...] = (
+METRICS: list[Metric] = [
     Metric(
         "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
         summary="min",
@@ -101,7 +104,8 @@ METRICS: tuple[Metric, ...] = (
                      "{incomparable}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
-    Metric("train/lr", LOSS, "Learning rate of the logged step"),
+    Metric("train/lr", LOSS, "Learning rate of the logged step",
+           plots=(Curve("Learning rate"),)),
 
     *(spikes(definition, series, what)
       for what in ("score", "total", "rolling_score", "rolling_total")
@@ -135,7 +139,7 @@ METRICS: tuple[Metric, ...] = (
         "grad_norm/*", NORMS, "L2 norm of the gradient over a group of parameters: `embedding`, "
         "`attention`, `lambda`, `ffn`, `router`, `norm`, `output`", "L2 norm", summary="max",
         plots=(Curve("Gradient norm, {group}", "L2 norm over the parameters of the group {group}.",
-                     log=True),),
+                     log=True, folded=True),),
     ),
 
     Metric(
@@ -150,8 +154,7 @@ METRICS: tuple[Metric, ...] = (
         "hidden_kurtosis/*", OUTLIERS,
         "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal law",
         "kurtosis", combine="mean", summary="max",
-        plots=(Layers("Kurtosis, by layer", log=True),
-               Curve("Kurtosis, highest layer", log=True)),
+        plots=(Layers("Kurtosis, by layer", mark=3), Curve("Kurtosis, highest layer", mark=3)),
         column=Column("last", "max", "mean", "Kurtosis", "over channels"),
     ),
 
@@ -283,8 +286,24 @@ METRICS: tuple[Metric, ...] = (
            "nats a token"),
     Metric("train/router_z_loss", EXPERTS, "z-loss of the routers in the logged step, weighted",
            "nats a token"),
-)
+]
 # fmt: on
+
+
+def add_metric(metric: Metric) -> Metric:
+    """Add a row, from a plugin; its section follows ours unless it is one of them.
+
+    Raises ConfigError for a name that another row stands for. The same row may be added again.
+    """
+    if metric in METRICS:
+        return metric
+    for other in METRICS:
+        if other.covers(metric.name) or metric.covers(other.name):
+            raise ConfigError(f"the metric {metric.name} is there already, as {other.name}")
+    METRICS.append(metric)
+    if metric.section not in SECTIONS:
+        SECTIONS.append(metric.section)
+    return metric
 
 
 @cache
@@ -294,4 +313,4 @@ def metric_of(name: str) -> Metric:
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric
-    raise KeyError(f"{name} has no row in diffllm/metrics/table.py")
+    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add_metric gives it one")

@@ -6,12 +6,12 @@ from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
-from diffllm.config.compose import variant_config
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.data import TokenData, Tokenizer
 from diffllm.data.file_index import combined_hash
 from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
+from diffllm.registry import SCHEMAS
 
 # Keys that may differ between machines.
 OF_THE_MACHINE = (
@@ -62,19 +62,20 @@ def check_fit(cfg: TrainConfig, data: TokenData) -> None:
     """Raise DataError if the corpus is too short for one sequence."""
     for name, split in data.manifest.splits.items():
         if split.tokens < cfg.seq_len + 1:
+            more = ", a larger data.heldout_fraction" * (name == "heldout")
             raise DataError(
                 f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
-                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text or a smaller seq_len"
+                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text{more} or a smaller seq_len"
             )
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError unless `model.attention` is of the class that its variant's YAML names.
+    """Raise ConfigError unless `model.attention` is of the class that the config was made with.
 
-    Reports, checkpoints and `generate` go by the variant's name.
+    Reports, checkpoints and `generate` go by names.
     """
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
-    expected = type(variant_config(name))
+    expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
             f"model.attention is of class {attention.__name__}, but the config was composed with "

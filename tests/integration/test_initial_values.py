@@ -8,8 +8,10 @@ import pytest
 from forked_runs import finish
 from runs import metric_lines, prepared_corpus
 
-WORDS = ("steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4", "log_interval=1", "precision=fp32",
-         "diagnostics.interval=1", "data.num_workers=0")  # fmt: skip
+WORDS = (
+    "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",
+    "log_interval=1", "precision=fp32", "diagnostics.interval=1", "data.num_workers=0",
+)  # fmt: skip
 MATCHED = ("attention=diff_v2", "model.init_match=write")
 
 
