@@ -36,6 +36,7 @@ from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
+from diffllm.report.text import gap_sentence
 
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
@@ -200,7 +201,11 @@ class Figures:
             "no difference."
         )
         name, drawing = self.next_name(), draw_gaps(gaps, styles)
-        return [Card(name, title, caption, to_svg(drawing, name, self.styles, always="1"), ())]
+        said = [
+            replace(style, label=gap_sentence(row))
+            for row, style in zip(self.rows, self.styles, strict=True)
+        ]
+        return [Card(name, title, caption, to_svg(drawing, name, said, always="1"), ())]
 
     def gap(self) -> list[Card]:
         """Held-out loss against the baseline's."""
