@@ -1,23 +1,30 @@
 """diffllm: pretraining decoders to see what an attention variant does, everything else equal."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffllm.config import load_config
     from diffllm.model import build_model
+    from diffllm.run.model import load_model
+    from diffllm.run.python import train
 
 __version__ = "0.1.0"
-__all__ = ["build_model", "load_config"]
+__all__ = ["build_model", "load_config", "load_model", "train"]
+
+_HOMES = {
+    "build_model": "diffllm.model",
+    "load_config": "diffllm.config",
+    "load_model": "diffllm.run.model",
+    "train": "diffllm.run.python",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Hydra only when one of the two entry points is used."""
-    if name == "load_config":
-        from diffllm.config import load_config
+    """Import torch and Hydra only when something that needs them is used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'diffllm' has no attribute {name!r}")
+    from diffllm.distributed.launcher import set_variables
 
-        return load_config
-    if name == "build_model":
-        from diffllm.model import build_model
-
-        return build_model
-    raise AttributeError(f"module 'diffllm' has no attribute {name!r}")
+    set_variables()  # before torch, if nobody else has imported it
+    return getattr(import_module(_HOMES[name]), name)

@@ -45,5 +45,9 @@ class CheckpointError(UserError):
     """A run directory or checkpoint that cannot be used."""
 
 
+class PluginError(UserError):
+    """A run made with a plugin that has not been imported here."""
+
+
 class LaunchError(UserError):
     """Processes that were not started as a launcher starts them, or that do not meet."""

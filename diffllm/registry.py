@@ -1,20 +1,73 @@
-"""Registration of config dataclasses in Hydra's ConfigStore."""
+"""Registration by name: config dataclasses of a group, and sources of text.
+
+Ours and those of plugins are registered alike.
+"""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 
+from diffllm.errors import ConfigError
+
 T = TypeVar("T", bound=type)
+Source = TypeVar("Source", bound=Callable[..., Any])
+
+SCHEMAS: dict[tuple[str, str], type] = {}
+"""Config dataclasses by group and name."""
+SOURCES: dict[str, Callable[..., Any]] = {}
+"""Functions that open a corpus, by the name that `data.source` takes."""
 
 
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:
-    """Register the decorated dataclass as ``<group>/<name>_schema`` for YAML defaults lists."""
+    """Register the decorated dataclass as ``<group>/<name>_schema`` for YAML defaults lists.
+
+    Raises ConfigError for a name that another class has.
+    """
 
     def register(cls: T) -> T:
+        check_free(f"the {group} {name}", SCHEMAS.get((group, name)), cls)
+        SCHEMAS[group, name] = cls
         ConfigStore.instance().store(
             group=group, name=f"{name}_schema", node=cls, package=package or group
         )
         return cls
 
     return register
+
+
+def source(name: str) -> Callable[[Source], Source]:
+    """Register the decorated function as the source of text ``data.source=<name>``.
+
+    It takes the DataConfig and the cache's directory, and returns a `diffllm.data.corpus.Corpus`.
+    Raises ConfigError for a name that another function has.
+    """
+
+    def register(function: Source) -> Source:
+        check_free(f"the data source {name}", SOURCES.get(name), function)
+        SOURCES[name] = function
+        return function
+
+    return register
+
+
+def schema_name(group: str, cls: type) -> str | None:
+    """Return the name that a class is registered under in a group, None if it is not."""
+    return next((name for (g, name), c in SCHEMAS.items() if g == group and c is cls), None)
+
+
+def check_free(what: str, there: Any, new: Any) -> None:
+    """Raise ConfigError if a name is taken by what comes from somewhere else in the code.
+
+    The same place may register again, as a notebook's cell does that is run anew.
+    """
+    if there is not None and place(there) != place(new):
+        raise ConfigError(
+            f"{what} is registered twice, by {'.'.join(place(there))} and "
+            f"{'.'.join(place(new))}; give one another name"
+        )
+
+
+def place(thing: Any) -> tuple[str, str]:
+    """Return the module and the name of a class or function."""
+    return thing.__module__, thing.__qualname__

@@ -24,7 +24,7 @@ from diffllm.analysis.token_labels import LONGEST, visible
 from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
 from diffllm.data.train_tokenizer import train_tokenizer
-from diffllm.tools.generate import load_model
+from diffllm.run.model import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:(torch.distributed is|Detected an existing)")
 
@@ -322,7 +322,7 @@ def test_the_table_has_the_numbers_of_the_maps(make_run, command):
     run = make_run()
     _, out, _ = command(f"run={run}", "prompt=return x[3]", "layer=0")
     ids = Tokenizer.from_file(run / "tokenizer.model").encode("return x[3]")
-    layer = layer_maps(load_model(run), torch.tensor([ids]), 0)
+    layer = layer_maps(load_model(run)[0], torch.tensor([ids]), 0)
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     lam, weights = layer.by_query["lambda"][0], layer.maps["difference"][0]
     entropy = torch.special.entr(layer.maps["map 1"][0]).sum(-1).mean(-1)
@@ -433,7 +433,7 @@ def test_more_tokens_than_a_figure_holds_are_refused(make_run, command):
 
 def test_weights_that_are_not_finite_are_refused(make_run, command):
     run = make_run()
-    model = load_model(run)
+    model, _ = load_model(run)
     with torch.no_grad():
         model.layers[1].attention.wq.weight.fill_(float("nan"))
     save_weights(run, model)

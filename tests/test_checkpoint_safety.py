@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,11 @@ from diffllm.build import build
 from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
 from diffllm.checkpoint.reader import check_index
-from diffllm.errors import CheckpointError
+from diffllm.errors import CheckpointError, UserError
 from diffllm.run.continuation import resume_checkpoint
 from diffllm.run.directory import RunDirectory
+from diffllm.sweep.names import parse
+from diffllm.sweep.plan import plan_sweep
 from diffllm.tools import main
 
 ROOT = Path(diffllm.__file__).parent
@@ -407,6 +410,84 @@ def test_count_takes_no_object_to_call(tmp_path, capfd):
         assert main(["count", "model=tiny", word, f"+_args_=[{marker}]"]) == 2
         assert "_target_" in capfd.readouterr().err or not marker.exists()
     assert not marker.exists()
+
+
+# Plugins: a run directory may name them, and nothing that it names is imported
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch) -> Path:
+    """A marker that a module, which is installed and offered as a plugin, makes when imported."""
+    site, marker = tmp_path / "site", tmp_path / "imported"
+    facts = site / "evil_plugin-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (site / "evil_plugin.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: evil-plugin\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[diffllm.plugins]\nstandard = evil_plugin\n")
+    monkeypatch.syspath_prepend(str(site))
+    yield marker
+    sys.modules.pop("evil_plugin", None)
+
+
+NAMED = {
+    "plugins alone": [],
+    "a variant": [("    attention: standard\n", "    attention: evil_plugin\n")],
+    "a source": [("  source: stdlib\n", "  source: evil_plugin\n")],
+    "an entry point": [
+        ("plugins:\n- evil_plugin\n", "plugins:\n- standard\n"),
+        ("    attention: standard\n", "    attention: evil_plugin\n"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_plugin_that_a_run_names_is_not_imported(run, evil, name, capfd):
+    file = run / "config.yaml"
+    text = file.read_text()
+    for old, new in [("plugins: []\n", "plugins:\n- evil_plugin\n"), *NAMED[name]]:
+        assert old in text, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    out = f"out={run.parent / 'out'}"
+    for words in (
+        ["generate", f"run={run}", "prompt=a", "max_new_tokens=1"],
+        ["consolidate", f"run={run}", out],
+        ["attention-map", f"run={run}", "prompt=a"],
+        ["report", str(run), out],
+        ["checkpoints", f"run={run}"],
+    ):
+        capfd.readouterr()
+        code, said = main(words), capfd.readouterr().err
+        if not NAMED[name] or words[0] == "checkpoints":
+            assert "registered" not in said, words
+            continue
+        assert code == 2, words
+        assert "which nothing here has registered; plugins=[" in said
+        assert said.count("\n") == 1
+    with contextlib.suppress(UserError):
+        resumed(run)
+    with contextlib.suppress(UserError):
+        RunDirectory(run, load_config(CONFIG)).check()
+    assert not evil.exists()
+
+
+def test_a_plugin_is_imported_where_the_command_line_names_it(run, evil):
+    """The other side: what is forged above would be imported if it were asked for."""
+    assert main(["generate", f"run={run}", "prompt=a", "plugins=[evil_plugin]"]) in (0, 2)
+    assert evil.exists()
+
+
+def test_a_sweep_directory_names_no_plugin(run, evil, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "outputs" / "mine"
+    shutil.copytree(run, there / "seed0")
+    runs = {"seed0": ["plugins=[evil_plugin]"], "seed1": ["++plugins=[evil_plugin]"]}
+    shutil.copytree(run, there / "seed1")
+    (there / "sweep.json").write_text(json.dumps({"keys": ["seed"], "runs": runs, "jobs": {}}))
+    directory, _ = plan_sweep(parse([*CONFIG, "run.sweep=mine", "seed=2,3"])[0], 1)
+    directory.lock.release()
+    assert set(directory.record["runs"]) > {"seed0", "seed1"}
+    assert not evil.exists()
 
 
 # The source

@@ -122,7 +122,7 @@ def test_changing_the_variant_changes_nothing_else():
     for variant in variants():
         other = load_config(["model=tiny", f"attention={variant}"])
         other.model.attention = base.model.attention
-        other.run.choices = base.run.choices
+        other.run.choices, other.run.schemas = base.run.choices, base.run.schemas
         assert other == base
 
 

@@ -112,7 +112,7 @@ def test_a_bad_job_leaves_nothing_behind(workplace: Path) -> None:
 
 
 def job(path: Path, number: int = 1) -> Job:
-    return Job("train.py", number, 2, path.name, str(path), 10, [], False)
+    return Job(number, 2, path.name, str(path), 10, [], False)
 
 
 def test_the_report_is_a_table_with_reasons(

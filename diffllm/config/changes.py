@@ -13,6 +13,7 @@ OF_NO_EFFECT = (
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
     "model.loss_chunk", "model.attention.values",
     "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.sample_prompt",
+    "plugins",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 # Keys that may differ between two starts of one run: what follows from the last four, the steps and

@@ -1,10 +1,10 @@
 """From overrides to a typed config: Hydra composes, and the dataclasses type it.
 
-Nothing past `train.py` sees a DictConfig.
+Nothing past `tools/train.py` sees a DictConfig.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -30,11 +30,13 @@ from diffllm.config.overrides import (
     one_line,
     suggest,
 )
+from diffllm.config.plugins import add_named_directory, directories, load, named
 from diffllm.config.schema import MOST_STEPS, TrainConfig
 from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_values, leaves
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
+from diffllm.registry import SCHEMAS, schema_name
 
 
 def config_directory() -> Path:
@@ -52,18 +54,37 @@ def hydra() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def load_config(overrides: list[str] | None = None) -> TrainConfig:
+def load_config(
+    overrides: list[str] | None = None, config_dir: str | Path | None = None
+) -> TrainConfig:
     """Compose, type and validate a configuration; solve its width if it is to match.
 
-    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]. A wrong key,
-    choice or value raises ConfigError: one line that says what is allowed.
+    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]; the plugins
+    among them, "plugins=[my_variant]", are imported. A wrong key, choice or value raises
+    ConfigError: one line that says what is allowed.
+
+    Args:
+        config_dir: a directory with YAMLs beside ours, as `--config-dir`; it and the plugins stay
+            known in this process.
     """
-    composed = compose_config(overrides or [])
+    words = overrides or []
+    bring(words, [Path(config_dir).expanduser().resolve()] if config_dir is not None else [])
+    return without_imports(words)
+
+
+def without_imports(words: list[str]) -> TrainConfig:
+    """Load a configuration as `load_config` does, with the plugins that are imported already."""
+    composed = compose_config(words)
     if composed.max_tokens is not None or composed.epochs is not None:
         composed.steps = MOST_STEPS
         cfg = typed(composed)  # what is wrong is said before a corpus is prepared
         composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
     cfg = typed(composed)
+    if cfg.plugins != named(words):
+        raise ConfigError(
+            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
+            "are imported, so name them there"
+        )
     target = cfg.model.match_params_to
     if target is not None:
         check_variant("model.match_params_to=", target)
@@ -73,9 +94,17 @@ def load_config(overrides: list[str] | None = None) -> TrainConfig:
     return cfg
 
 
+def bring(words: list[str], named_directories: Iterable[Path] = ()) -> None:
+    """Make known what a user names: directories of YAMLs, and plugins; raises ConfigError."""
+    for directory in named_directories:
+        add_named_directory(directory, config_directory())
+    load(named(words), config_directory())
+
+
 def variants() -> list[str]:
     """List the names that `attention=` takes."""
-    return sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
+    places = (config_directory(), *directories())
+    return sorted(path.stem for place in places for path in place.glob("attention/*.yaml"))
 
 
 def check_variant(what: str, name: str) -> None:
@@ -86,8 +115,13 @@ def check_variant(what: str, name: str) -> None:
         raise ConfigError(f"{what}{name} does not exist; {hint}choose from {', '.join(variants())}")
 
 
-def variant_config(name: str) -> AttentionConfig:
-    """Return the config of a variant, as its YAML alone makes it."""
+def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
+    """Return the config of a variant, as its YAML alone makes it.
+
+    Where it is not there, as with a variant from elsewhere, the class registered as `schema`.
+    """
+    if schema and name not in variants():
+        return SCHEMAS["attention", schema]()
     with hydra():
         attention = OmegaConf.to_object(compose(f"attention/{name}").model.attention)
     assert isinstance(attention, AttentionConfig)
@@ -134,11 +168,24 @@ def typed(composed: DictConfig) -> TrainConfig:
     except TypeError as error:  # of a list whose interpolation is none
         raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
+    cfg.run.schemas = schemas_of(cfg)
+    check(cfg)
+    return cfg
+
+
+def check(cfg: TrainConfig) -> None:
+    """Raise ConfigError for values that cannot run, whoever has set them."""
     check_fields(cfg)
     check_values(cfg)
     check_allowed(cfg)
     cfg.validate()
-    return cfg
+
+
+def schemas_of(cfg: TrainConfig) -> dict[str, str]:
+    """Name the registered classes of a config by group; a class of no name is left out."""
+    classes = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
+    names = {group: schema_name(group, cls) for group, cls in classes.items()}
+    return {group: name for group, name in names.items() if name}
 
 
 def check_allowed(cfg: TrainConfig) -> None:

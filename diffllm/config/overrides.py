@@ -3,6 +3,7 @@
 import bisect
 import difflib
 import re
+from pathlib import Path
 from typing import Any
 
 from hydra import compose
@@ -16,7 +17,7 @@ from yaml import YAMLError
 from diffllm.errors import ConfigError
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
-FILLED_IN = ("run.choices", "run.matched")
+FILLED_IN = ("run.choices", "run.schemas", "run.matched")
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError,
@@ -114,14 +115,28 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{where}: {text}" if where else text
     key = culprit.partition("=")[0].lstrip("+~")
     unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
+    file = yaml_of(key, culprit.partition("=")[2])
     if unknown and unknown[1] == key == "experiment":
-        file = f"conf/experiment/{culprit.partition('=')[2]}.yaml"
         return f"{culprit}: the first line of {file} has to be '# @package _global_'"
+    if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
+        return (
+            f"{culprit}: {file} asks for {schema[2]}_schema, and nothing has registered "
+            f"{schema[1]}={schema[2]}; plugins=[module] imports the Python module that does"
+        )
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
         close = difflib.get_close_matches(key, names, n=1)
         return f"unknown key {key}{suggest(key, close or sisters(key, names))}"
     return f"{culprit}: {text}"
+
+
+def yaml_of(group: str, choice: str) -> str:
+    """Return the file of a choice, ours as it lies below conf/."""
+    for source in GlobalHydra.instance().config_loader().get_sources():
+        file = Path(source.path, group, f"{choice}.yaml")
+        if source.provider != "main" and file.is_file():
+            return str(file)
+    return f"conf/{group}/{choice}.yaml"
 
 
 def sisters(key: str, names: list[str]) -> list[str]:

@@ -12,8 +12,11 @@ from yaml import YAMLError
 
 from diffllm.config.changes import FREE, Changes, is_allowed
 from diffllm.config.compose import compose_config, typed
+from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.data.config import DataConfig
+from diffllm.errors import CheckpointError, ConfigError, PluginError
+from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
@@ -37,12 +40,13 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
 
 def load_run_config(path: Path) -> TrainConfig:
     """Load the typed config of a run directory from its config.yaml; raises CheckpointError if
-    there is none, or it is not a config of ours."""
+    there is none, or it is not a config of ours, PluginError if it needs a plugin."""
     file = path / "config.yaml"
     try:
         saved = OmegaConf.load(file)
         check_plain(saved)
-        return typed(OmegaConf.merge(defaults_of(saved.run.choices.attention), saved))  # type: ignore[arg-type]
+        check_registered(path, saved)
+        return typed(OmegaConf.merge(base_of(saved), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
@@ -61,10 +65,48 @@ def check_plain(saved: Any) -> None:
             raise ValueError(f"{key} is an interpolation, not a value")
 
 
+def check_registered(path: Path, saved: Any) -> None:
+    """Raise PluginError for a class or source of text that nothing here has registered.
+
+    Its module is only imported if a user names it; the config of a run may come from anywhere.
+    """
+    missing = [
+        f"{group}={name}"
+        for group, name in saved.run.get("schemas", {}).items()
+        if (group, name) not in SCHEMAS
+    ]
+    if saved.data.source not in SOURCES:
+        missing.append(f"data.source={saved.data.source}")
+    if missing:
+        names = [str(name) for name in saved.get("plugins", [])]
+        known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
+        raise PluginError(
+            f"{path} has {' and '.join(missing)}, which nothing here has registered; "
+            f"plugins=[{known or 'module'}] imports what does, if you trust it"
+        )
+
+
+def base_of(saved: Any) -> DictConfig:
+    """Return the defaults below a saved config: its registered classes, and no YAML of its own."""
+    schemas = saved.run.get("schemas", {})
+    if "attention" not in schemas:  # a run of before they were noted, whose variants all are ours
+        return defaults_of(saved.run.choices.attention)
+    classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
+    return defaults_of(None, classes["attention"], classes.get("data", DataConfig))
+
+
 @cache
-def defaults_of(variant: str) -> DictConfig:
-    """Compose the config of a variant, for reading; a report loads many runs of few variants."""
-    return compose_config([f"attention={variant}"])
+def defaults_of(
+    variant: str | None, attention: type | None = None, data: type = DataConfig
+) -> DictConfig:
+    """Compose defaults for reading, of a YAML or of classes; a report reads many runs of few."""
+    base = compose_config([f"attention={variant}"] if variant else ["experiment=none"])
+    if attention:
+        base.model.attention = OmegaConf.structured(attention)
+    if data is not DataConfig:
+        base.data = OmegaConf.structured(data)
+    OmegaConf.set_struct(base.run.schemas, False)
+    return base
 
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:

@@ -51,6 +51,9 @@ class RunConfig:
     """Keys whose values name the runs of a sweep; set by `train.py -m`."""
     choices: dict[str, str] = field(default_factory=dict)
     """The YAML chosen in each group; filled in when the config is composed."""
+    schemas: dict[str, str] = field(default_factory=dict)
+    """The registered names of the classes of `model.attention` and, where it has one of its own, of
+    `data`; filled in when the config is loaded, and what a run directory is read by."""
     matched: Matched | None = None
     """The widths that model.match_params_to solved; filled in when the config is loaded."""
 
@@ -70,6 +73,9 @@ class TrainConfig:
     train: ProtectionConfig = field(default_factory=ProtectionConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    plugins: list[str] = field(default_factory=list)
+    """Python modules, or entry points of packages, that register more variants, data sources and
+    metrics; imported when they stand on the command line."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import diffllm.data.corpus  # noqa: F401  registers our sources of text
+
 if TYPE_CHECKING:
     from diffllm.data.loader import TrainLoader, heldout_batches, sequences_in
     from diffllm.data.preparation import TokenData, prepare

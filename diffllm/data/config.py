@@ -5,6 +5,7 @@ from enum import Enum
 
 from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
+from diffllm.registry import SOURCES
 
 
 class SampleBy(Enum):
@@ -16,7 +17,8 @@ class SampleBy(Enum):
 
 
 READ_BY = {"paths": "files", "dataset": "hub", "name": "hub", "revision": "hub"}
-"""The fields that one source alone reads, each with that source."""
+"""The fields that one source alone of ours reads, each with that source."""
+OURS = ("stdlib", "files", "hub")
 
 
 @dataclass
@@ -55,10 +57,10 @@ class DataConfig:
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""
         check_bounds("data.", self)
-        if self.source not in ("stdlib", "files", "hub"):
-            raise ConfigError(f"data.source={self.source!r} is not one of stdlib, files, hub")
+        if self.source not in SOURCES:
+            raise ConfigError(f"data.source={self.source!r} is not one of {', '.join(SOURCES)}")
         for name, source in READ_BY.items():
-            if getattr(self, name) and self.source != source:
+            if getattr(self, name) and self.source in OURS and self.source != source:
                 raise ConfigError(
                     f"data.{name}={getattr(self, name)} needs data={source}, not {self.source}"
                 )

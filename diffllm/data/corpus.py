@@ -20,6 +20,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.file_index import FileFacts, combined_hash, file_facts
 from diffllm.errors import DataError
 from diffllm.files import replace_file
+from diffllm.registry import SOURCES, source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,10 +50,10 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
     DataError is raised for a source that is missing, empty, of an unknown format or not UTF-8.
     """
-    open_source = {"stdlib": _stdlib, "files": _files, "hub": _hub}[cfg.source]
-    return open_source(cfg, cache_dir)
+    return SOURCES[cfg.source](cfg, cache_dir)
 
 
+@source("stdlib")
 def _stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
     paths = python_files(Path(sysconfig.get_path("stdlib")))
     facts = file_facts(paths, cache_dir)
@@ -83,6 +84,7 @@ def python_files(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
+@source("files")
 def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     paths = list(dict.fromkeys(path for pattern in cfg.paths for path in _expand(pattern)))
     formats = [_format(path) for path in paths]
@@ -159,6 +161,7 @@ def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
     return _text_column(_load_files(form, [path], cache_dir, **options), column, str(path))
 
 
+@source("hub")
 def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     assert cfg.dataset is not None
     directory = Path(cfg.dataset).expanduser().absolute()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -24,18 +25,21 @@ class StopRequest:
 
     Until `training` is set there is nothing to save, and the first signal raises StoppedEarly: the
     second comes while this rank tells the others. From then on signals are noted. A second SIGINT
-    always interrupts at once.
+    always interrupts at once. Made in another thread than the main one, it handles none.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.training = False
         self.come = False
+        self.previous: dict[int, Any] = {}
         # A handler waits for the main thread to be back from a collective, these bytes do not.
         # Never closed: a thread may still read.
         self.bytes, end = os.pipe()
         os.set_blocking(self.bytes, False)
         os.set_blocking(end, False)
+        if threading.current_thread() is not threading.main_thread():
+            return  # which alone gets signals
         self.previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
@@ -54,7 +58,8 @@ class StopRequest:
 
     def close(self) -> None:
         """Restore the handlers that were there before."""
-        signal.set_wakeup_fd(self.previous_end)
+        if self.previous:
+            signal.set_wakeup_fd(self.previous_end)
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 

@@ -8,6 +8,7 @@ is computed, and its row.
 from dataclasses import replace
 from functools import cache
 
+from diffllm.errors import ConfigError
 from diffllm.metrics.metric import Column, Curve, Heatmap, Layers, Metric, Section
 
 LOSS = Section("Loss", "Learning", "Losses in nats a token, over training tokens.{incomparable}")
@@ -53,9 +54,9 @@ EXPERTS = Section(
     "Load is the tokens of the global batch that an expert got over the uniform number: 1 when "
     "balanced.",
 )
-SECTIONS = (
+SECTIONS = [
     LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, EXPERTS,
-)  # fmt: skip
+]  # fmt: skip
 """In the order of the dashboard, the report and docs/metrics.md."""
 
 DEFINITIONS = {
@@ -90,7 +91,7 @@ UNIFORM = (
 )
 
 # fmt: off
-METRICS: tuple[Metric, ...] = (
+METRICS: list[Metric] = [
     Metric(
         "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
         summary="min",
@@ -285,8 +286,24 @@ METRICS: tuple[Metric, ...] = (
            "nats a token"),
     Metric("train/router_z_loss", EXPERTS, "z-loss of the routers in the logged step, weighted",
            "nats a token"),
-)
+]
 # fmt: on
+
+
+def add_metric(metric: Metric) -> Metric:
+    """Add a row, from a plugin; its section follows ours unless it is one of them.
+
+    Raises ConfigError for a name that another row stands for. The same row may be added again.
+    """
+    if metric in METRICS:
+        return metric
+    for other in METRICS:
+        if other.covers(metric.name) or metric.covers(other.name):
+            raise ConfigError(f"the metric {metric.name} is there already, as {other.name}")
+    METRICS.append(metric)
+    if metric.section not in SECTIONS:
+        SECTIONS.append(metric.section)
+    return metric
 
 
 @cache
@@ -296,4 +313,4 @@ def metric_of(name: str) -> Metric:
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric
-    raise KeyError(f"{name} has no row in diffllm/metrics/table.py")
+    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add_metric gives it one")

@@ -8,12 +8,14 @@ dimensions runs along. Blocks are drawn on the CPU, by as many threads as torch 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from diffllm.errors import ConfigError
 
 OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
@@ -40,14 +42,18 @@ class Initializer:
     """The names of the parameters to fill."""
     shard: Shard = whole
     """A function that finds the block that this process holds, for sharded models."""
+    filled: set[Tensor] = field(default_factory=set)
+    """The parameters that have been filled."""
 
     def constant_(self, param: Tensor, value: float) -> None:
         """Fill with one value."""
+        self.filled.add(param)
         with torch.no_grad():
             self.shard(param)[0].fill_(value)
 
     def normal_(self, param: Tensor, std: float, truncate: float | None = None) -> None:
         """Fill from N(0, std^2), optionally truncated at `truncate` standard deviations."""
+        self.filled.add(param)
         local, first, shape = self.shard(param)
         leading, row_size = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
         rows = max(1, BLOCK // row_size)
@@ -86,6 +92,15 @@ class Initializer:
             if param.ndim > 1:
                 is_output = not OUTPUTS.isdisjoint(name.split("."))
                 self.normal_(param, out_std if is_output else std, truncate=3)
+
+    def check_all_filled(self) -> None:
+        """Raise ConfigError for a parameter without a value; only a variant's own can be."""
+        for param, name in self.names.items():
+            if param not in self.filled:
+                raise ConfigError(
+                    f"{name} has no initial value: reset_parameters(init) of its attention has to "
+                    "fill it, by init.constant_ or init.normal_"
+                )
 
     def _seed(self, name: str, block: int) -> int:
         text = f"{self.seed}:{name}:{block}".encode()

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 
 import math
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,9 @@ class Block(nn.Module):
             show |= {"residual": x, "attn_write": attended, "ffn_write": fed}
         x = between + fed
         stats = block_stats(x, show)
+        if show is not None:
+            with torch.no_grad():
+                stats |= self.attention.statistics(show)
         if show is not None and probe is not None:
             stats |= probe_stats(self.attention, normed, show, probe)
         return x, stats, routed
@@ -219,6 +222,7 @@ class Transformer(nn.Module):
                 module.reset_parameters(init)
             elif isinstance(module, Router):
                 module.reset_buffers()
+        init.check_all_filled()
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
@@ -252,9 +256,20 @@ class Transformer(nn.Module):
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
 
 
-def build_model(cfg: ModelConfig) -> Transformer:
+class HasModel(Protocol):
+    """The config of a whole run, which is not this room's."""
+
+    model: ModelConfig
+
+
+def build_model(cfg: ModelConfig | HasModel) -> Transformer:
     """Build an initialised decoder in float32 on the current default device; raises ConfigError if
-    the attention backend cannot run there."""
+    the attention backend cannot run there.
+
+    Args:
+        cfg: of the model, or of the whole run.
+    """
+    cfg = cfg if isinstance(cfg, ModelConfig) else cfg.model
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)

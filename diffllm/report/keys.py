@@ -132,15 +132,15 @@ def overrides(run: Run) -> dict[str, Any]:
     """The fields of `model.attention` that are not as the variant's YAML has them."""
     return {
         key: run.config[key]
-        for key, value in variant_keys(run.variant).items()
+        for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
         if run.config[key] != value and not within(key, IGNORED)
     }
 
 
 @cache
-def variant_keys(variant: str) -> dict[str, Any]:
-    """The flat keys of a variant as its YAML alone makes them."""
-    attention = OmegaConf.structured(variant_config(variant))
+def variant_keys(variant: str, schema: str) -> dict[str, Any]:
+    """The flat keys of a variant as its YAML alone makes them, or without it its class."""
+    attention = OmegaConf.structured(variant_config(variant, schema))
     return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
 
 

@@ -15,8 +15,11 @@ from diffllm.report.runs import Run
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
 CONFIDENCE = 0.95
-MEASURED = [metric for metric in METRICS if metric.column]
-"""Metrics that have a column."""
+
+
+def measured() -> list[Metric]:
+    """List the metrics that have a column."""
+    return [metric for metric in METRICS if metric.column]
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "incomparable": incomparable or None,
         "group": row.group or None,
         "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
-        **{metric.quantity: over_seeds(row, metric) for metric in MEASURED},
+        **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
 
 

@@ -12,7 +12,7 @@ from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.report.comparison import Comparison
 from diffllm.report.numbers import MISSING, clock, compact, finite, fixed, percent, short
-from diffllm.report.rows import MEASURED, Estimate, Row
+from diffllm.report.rows import Estimate, Row, measured
 
 COLUMNS = {
     "variant": "choice of attention=; a column for every other swept key comes after it",
@@ -34,13 +34,18 @@ COLUMNS = {
     "JSON; empty where all rows are comparable",
     "group": "letter of the rows that it can be compared with; empty where all rows can be",
     "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
-    **{metric.quantity: metric.column_meaning for metric in MEASURED},
+    **{metric.quantity: metric.column_meaning for metric in measured()},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
 number is None, an empty cell."""
 
 CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
 """Columns of the page that need no place where all rows agree."""
+
+
+def meaning(column: str) -> str:
+    """Return the meaning of a column, a metric of a plugin's among them."""
+    return COLUMNS[column] if column in COLUMNS else metric_of(column).column_meaning
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -91,8 +96,8 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     made = []
 
     def column(title: str, unit: str, names: list[str], cell: Callable[[Row], Cell]) -> None:
-        hints = [f"{name}: {COLUMNS[name]}" for name in names if name]
-        hint = "; ".join(hints) if len(hints) > 1 else COLUMNS[names[0]]
+        hints = [f"{name}: {meaning(name)}" for name in names if name]
+        hint = "; ".join(hints) if len(hints) > 1 else meaning(names[0])
         made.append(TableColumn(title, unit, hint, [cell(row) for row in rows]))
 
     unit = interval_unit([row.loss for row in rows], "95% interval")
@@ -106,7 +111,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     column("Tokens", "", ["tokens"], lambda row: number_cell(row.values["tokens"], compact))
     column("Seeds", "", ["seeds"], seeds_cell)
     column("Time", "a run", ["seconds"], lambda row: number_cell(row.values["seconds"], clock))
-    for metric in MEASURED:
+    for metric in measured():
         if (shown := metric.column) and shown.title:
             names = [metric.quantity, shown.second]
             column(shown.title, shown.unit, names, partial(metric_cell, metric=metric))

@@ -6,12 +6,12 @@ from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
-from diffllm.config.compose import variant_config
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.data import TokenData, Tokenizer
 from diffllm.data.file_index import combined_hash
 from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
+from diffllm.registry import SCHEMAS
 
 # Keys that may differ between machines.
 OF_THE_MACHINE = (
@@ -69,12 +69,12 @@ def check_fit(cfg: TrainConfig, data: TokenData) -> None:
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError unless `model.attention` is of the class that its variant's YAML names.
+    """Raise ConfigError unless `model.attention` is of the class that the config was made with.
 
-    Reports, checkpoints and `generate` go by the variant's name.
+    Reports, checkpoints and `generate` go by names.
     """
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
-    expected = type(variant_config(name))
+    expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
             f"model.attention is of class {attention.__name__}, but the config was composed with "

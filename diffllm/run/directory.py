@@ -73,10 +73,15 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
+    def summary(self) -> dict[str, Any] | None:
+        """The content of summary.json, None until the run has reached a last step."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
     def finished(self) -> bool:
         """Whether the run has reached its last step."""
-        file = self.path / "summary.json"
-        return file.is_file() and json.loads(file.read_text())["steps"] >= self.cfg.steps
+        summary = self.summary()
+        return summary is not None and summary["steps"] >= self.cfg.steps
 
     def begin(self, tokenizer: Path, step: int = 0) -> None:
         """Begin the run, or go on after `step`: note changes, write config.yaml and the tokenizer,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from diffllm.checkpoint import check_parameters
 from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
+from diffllm.config.plugins import plugin_versions
 from diffllm.data import TokenData, prepare
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.stop import StopRequest
@@ -35,6 +36,8 @@ class Session:
     """The run directory; from `claim` on."""
     checkpoint: Path | None
     """The checkpoint that the run goes on from; from `claim` on."""
+    summary: dict[str, Any] | None
+    """The summary of a run that is finished already; from `claim` on."""
     saved_ranks: int
     """The number of ranks that wrote it."""
     device: torch.device
@@ -68,19 +71,20 @@ class Session:
             self.directory.forget_requeue()
             return {
                 "path": str(path),
-                "finished": self.past.finished,
+                "summary": self.directory.summary() if self.past.finished else None,
                 "checkpoint": self.past.checkpoint and str(self.past.checkpoint),
                 "ranks": self.past.saved["ranks"] if self.past.saved else 0,
             }
 
-        check_same(world, "code", code_version())
+        check_same(world, "code", {**code_version(), **plugin_versions(cfg.plugins)})
         check_same(world, "config", shared_config(cfg))
         claimed = world.decide("run", on_rank_0)
         self.path, self.saved_ranks = Path(claimed["path"]), claimed["ranks"]
         self.checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
-        if claimed["finished"]:
+        self.summary = claimed["summary"]
+        if self.summary:
             self.display.print(f"{self.path} is finished: {cfg.steps} steps")
-        return not claimed["finished"]
+        return not self.summary
 
     def prepare(self) -> None:
         """Prepare device and corpus, compare both with what the run goes on from, and begin it."""

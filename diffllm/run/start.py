@@ -2,7 +2,7 @@
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,16 @@ SETTLE_S = 60
 """Seconds that a run which ends with an error waits for the checkpoint that is being written."""
 
 
-def run(cfg: TrainConfig) -> None:
+class Outcome(NamedTuple):
+    """The end of a start: one of both."""
+
+    summary: dict[str, Any] | None = None
+    """The content of summary.json, the same on all ranks, if the run is finished."""
+    stopped: signal.Signals | None = None
+    """The signal that stopped it."""
+
+
+def run(cfg: TrainConfig) -> Outcome:
     """Prepare, build, train, report; in every process of a launch. Raises UserError if something
     outside the code is wrong; then nothing that was there is changed."""
     _, world_size, _ = environment()
@@ -49,10 +58,11 @@ def run(cfg: TrainConfig) -> None:
     stop = StopRequest()
     try:
         with Session(cfg, world, stop) as session:
-            if session.claim():
-                session.prepare()
-                session.meet()
-                train_and_report(session)
+            if not session.claim():
+                return Outcome(session.summary)
+            session.prepare()
+            session.meet()
+            return train_and_report(session)
     except StoppedEarly as early:
         (number,) = early.args
         if world.rank == 0:
@@ -60,11 +70,12 @@ def run(cfg: TrainConfig) -> None:
             if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else nobody would find it
                 choose_path(cfg).mkdir(parents=True, exist_ok=True)
                 request_requeue(choose_path(cfg), number, None)
+        return Outcome(stopped=number)
     finally:
         stop.close()
 
 
-def train_and_report(session: Session) -> None:
+def train_and_report(session: Session) -> Outcome:
     """Build the model, train it to the end or to a signal, and tell what came of it."""
     cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
     watch.reached("the building of the model")
@@ -97,15 +108,17 @@ def train_and_report(session: Session) -> None:
         session.display.stop()
     if stopped:
         say_stopped(session, stopped, outputs)
-        return
+        return Outcome(stopped=stopped)
     text = sample(t, data)
-    summary = summarise(cfg, state, data, recorder)
+    summary = session.world.decide("summary", lambda: summarise(cfg, state, data, recorder))
+    finished = {**summary, "sample": text}
     if session.directory and outputs:
         outputs.close()
-        session.directory.finish({**summary, "sample": text})
+        session.directory.finish(finished)
         report = report_on(session.path) if cfg.run.report else "off (run.report)"
         session.display.print(summary_text(cfg, summary, session.path, text, report))
         outputs.wandb.finish(summary)
+    return Outcome(finished)
 
 
 def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:

@@ -124,6 +124,9 @@ def summary_text(
         ("report", report),
         ("sample again", f'diffllm generate run={path} prompt="..."'),
     ]
+    if cfg.plugins:
+        name, again = rows.pop()
+        rows.append((name, f"{again} plugins=[{','.join(cfg.plugins)}]"))
     table = "\n".join(f"{name:<14}{what}" for name, what in rows)
     return f"\n{visible(text)}\n\n{table}"
 

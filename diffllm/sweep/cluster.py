@@ -5,7 +5,6 @@ launcher itself would give up on all runs at the first job that is killed, and s
 """
 
 import importlib.util
-import os
 import re
 import subprocess
 import time
@@ -18,7 +17,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import diffllm
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
@@ -138,10 +136,6 @@ class ClusterLauncher:
         import submitit
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
-        package = str(Path(diffllm.__file__).parents[1])  # for tasks that unpickle ours
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
         common = {*OmegaConf.structured(BaseQueueConf)}
         settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
         retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}

@@ -2,17 +2,18 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.sweep.cluster import ClusterLauncher
-from diffllm.sweep.job import Ending, Job, Stops
+from diffllm.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.sweep.report import announce, report, write_comparison
 
 
-def sweep(words: list[str], script: str) -> int:
+def sweep(words: list[str], config_dirs: list[Path]) -> int:
     """Run every combination that is not finished yet, and say how each ended.
 
     All configs are checked before the first run starts. A run that fails does not stop the others.
@@ -21,7 +22,7 @@ def sweep(words: list[str], script: str) -> int:
 
     Args:
         words: the overrides of the command line.
-        script: the train.py that each run is started with.
+        config_dirs: the directories of its --config-dir, absolute.
 
     Returns:
         0 if every run is finished, 128 + n if signal n stopped the sweep, else 1.
@@ -29,6 +30,7 @@ def sweep(words: list[str], script: str) -> int:
     Raises:
         ConfigError: a sweep that could not run; nothing has been started or changed.
     """
+    os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
     if world.size > 1:  # the runs meet through the store that this process met through
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -44,9 +46,10 @@ def sweep(words: list[str], script: str) -> int:
         cluster = ClusterLauncher.of(launcher, world.size, str(name[0].input_line))
         directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
         chosen.append((directory, cluster))
-        return runs
+        flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
+        return [{**run, "words": [*flags, *run["words"]]} for run in runs]
 
-    jobs = [Job(script, **run) for run in world.decide("sweep", choose)]
+    jobs = [Job(**run) for run in world.decide("sweep", choose)]
     to_run = [job for job in jobs if not job.finished]
     if not chosen:
         run_here(to_run, world)

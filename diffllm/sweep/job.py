@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,8 @@ class Ending(NamedTuple):
 
 @dataclass
 class Job:
-    """A run: the command that starts it, and what is known of its state."""
+    """A run: what `diffllm train` gets, and what is known of its state."""
 
-    script: str
     number: int
     """Position in the sweep, from 1 to `total`."""
     total: int
@@ -47,6 +47,7 @@ class Job:
     """The run directory."""
     steps: int
     words: list[str]
+    """The arguments of `diffllm train`."""
     finished: bool
     """True if the run was finished before this sweep."""
 
@@ -72,7 +73,8 @@ class JobProcess:
     def __init__(self, job: Job, rank: int = 0):
         self.job, self.rank, self.signalled = job, rank, False
         self.log = job.log.with_name(f"{job.log.stem}.rank{rank}.log") if rank else job.log
-        command = [sys.executable, job.script, *job.words]
+        # -P: a diffllm/ in the current directory is not this one; see `path_for_jobs`
+        command = [sys.executable, "-P", "-m", "diffllm", "train", *job.words]
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "a") as log:
@@ -146,6 +148,15 @@ class Stops:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def path_for_jobs() -> str:
+    """Return a PYTHONPATH with which other processes find the modules that this one finds."""
+    package = str(Path(__file__).resolve().parents[2])
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    own = [*([] if package in installed else [package]), *map(os.path.abspath, sys.path[:1])]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys(filter(None, [*own, *inherited])))
 
 
 def tie_to_parent() -> None:

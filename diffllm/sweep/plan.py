@@ -8,6 +8,7 @@ from hydra.core.override_parser.types import Override
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.changes import described, is_allowed
+from diffllm.config.compose import without_imports
 from diffllm.config.saved import differences
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import hold, write_atomic
@@ -43,7 +44,7 @@ def plan_sweep(
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
     """Check every job, take the sweep's directory, find out which runs are finished.
 
-    Returns the directory, and the fields of each Job but its script, in order. Raises ConfigError
+    Returns the directory, and the fields of each Job, in order. Raises ConfigError
     for a job that cannot run, and a directory that holds other runs under this name.
     """
     configs: dict[str, TrainConfig] = {}
@@ -101,7 +102,7 @@ def check_runs(
     keys = directory.record["keys"]
     fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in (keys or [])]
     there = {
-        name: load_config([*fixed, *swept])
+        name: without_imports([*fixed, *swept])  # the file is read, and names nothing that runs
         for name, swept in directory.record["runs"].items()
         if name not in configs and (directory.path / name / "config.yaml").is_file()
     }

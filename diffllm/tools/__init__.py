@@ -6,6 +6,7 @@ import sys
 from diffllm.errors import UserError
 
 COMMANDS = {
+    "train": "train a decoder, or with -m a sweep of them; the same as python train.py",
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
     "count": "parameters, FLOPs and KV cache of a model",
     "plan": "memory, communication and time of a run on a cluster, without the cluster",
@@ -18,12 +19,37 @@ COMMANDS = {
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 
+READ_RUNS = ("checkpoints", "consolidate", "generate", "report", "attention-map", "dashboard")
+"""Commands with the argument plugins=[...]."""
+COMPOSE = ("prepare", "count", "plan")
+"""Commands with overrides, plugins=[...] among them, and --config-dir."""
+
 
 def usage() -> str:
     """Return the list of subcommands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines])
+    brought = (
+        "plugins=[MODULE,...] imports variants, data sources and metrics of your own, in every\n"
+        "command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"
+    )
+    return "\n".join(
+        ["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines, "", brought]
+    )
+
+
+def bring(words: list[str], composes: bool) -> list[str]:
+    """Import the plugins that a command line names, before a tool that reads what they register.
+
+    Returns the words without directories of YAMLs, which a command that `composes` takes.
+    """
+    if not any(word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words):
+        return words  # and nothing heavy is imported
+    from diffllm.config import compose, plugins
+
+    directories, others = plugins.take_directories(words) if composes else ([], words)
+    compose.bring(others, directories)
+    return others
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,8 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args[0] not in COMMANDS:
             raise UserError(f"unknown command {args[0]!r}; choose from {', '.join(COMMANDS)}")
+        words = bring(args[1:], args[0] in COMPOSE) if args[0] in READ_RUNS + COMPOSE else args[1:]
         tool = importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}")
-        return tool.main(args[1:]) or 0
+        return tool.main(words) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,13 +2,19 @@
 
 import difflib
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from typing import Any, TypeVar, get_args
 
 from diffllm.errors import ConfigError
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
+
+
+def plugins_field() -> Any:
+    """Make the field `plugins`; `tools.main` has imported what it names before it is parsed."""
+    text = "[module,...] that register what a run was made with, or metrics"
+    return field(default="", metadata={"help": text})
 
 
 def parse(cls: type[T], argv: list[str], what: str) -> T:
@@ -37,13 +43,13 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             text.encode()
         except UnicodeEncodeError:  # bytes that the shell handed over undecoded
             raise ConfigError(f"{name}= is not valid UTF-8") from None
-        field, kind = known[name].name, known[name].type
+        key, kind = known[name].name, known[name].type
         if kind == list[str]:
-            values.setdefault(field, []).append(text)
+            values.setdefault(key, []).append(text)
             continue
         of: Any = next(iter(get_args(kind)), kind)  # float | None: float
         try:
-            values[field] = BOOLEANS[text] if of is bool else of(text)
+            values[key] = BOOLEANS[text] if of is bool else of(text)
         except KeyError:
             raise ConfigError(f"{name}={text!r} must be true or false") from None
         except ValueError:

@@ -14,8 +14,8 @@ from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.model.probes import entropy, negative_share
-from diffllm.tools.arguments import parse
-from diffllm.tools.generate import load_model
+from diffllm.run.model import load_model
+from diffllm.tools.arguments import parse, plugins_field
 
 MOST_TOKENS = 256
 """Beyond this neither labels nor cells could be told apart."""
@@ -40,6 +40,7 @@ class Arguments:
             "empty: in the run directory, under a name of its own for each prompt"
         },
     )
+    plugins: str = plugins_field()
 
 
 def main(argv: list[str]) -> None:
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
     places = [figure_path(args, run, layer) for layer in layers]
-    model = load_model(run, args.step)
+    model, _ = load_model(run, args.step)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
     for layer, shown in zip(layers, maps, strict=True):
         if not all(m.isfinite().all() for m in shown.maps.values()):

@@ -20,7 +20,7 @@ from diffllm.checkpoint.manifest import verify
 from diffllm.checkpoint.reader import read_state
 from diffllm.errors import CheckpointError
 from diffllm.metrics.display import duration
-from diffllm.tools.arguments import parse
+from diffllm.tools.arguments import parse, plugins_field
 from diffllm.tools.table import print_table, table
 
 
@@ -30,6 +30,7 @@ class Arguments:
 
     run: str = field(metadata={"help": "run directory"})
     verify: bool = field(default=True, metadata={"help": "read all files; false: sizes only"})
+    plugins: str = plugins_field()
 
 
 def main(argv: list[str]) -> int:

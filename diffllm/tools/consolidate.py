@@ -35,7 +35,7 @@ from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import sync
 from diffllm.model import Transformer
-from diffllm.tools.arguments import parse
+from diffllm.tools.arguments import parse, plugins_field
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BESIDE = ("config.yaml", "tokenizer.model")
@@ -55,6 +55,7 @@ class Arguments:
     dtype: str = field(default="float32", metadata={"help": "float32 or bf16"})
     max_shard_size: str = field(default="5GB", metadata={"help": "of a file, as in 500MB or 5GB"})
     overwrite: bool = field(default=False, metadata={"help": "replace files that are there"})
+    plugins: str = plugins_field()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -6,7 +6,7 @@ from pathlib import Path
 from diffllm.errors import ConfigError
 from diffllm.metrics.dashboard import as_json, workspace
 from diffllm.metrics.wandb_run import WandbConfig, resolve_mode
-from diffllm.tools.arguments import parse
+from diffllm.tools.arguments import parse, plugins_field
 
 WHAT = """\
 diffllm dashboard entity=... project=... [--offline]: a saved view of a wandb project, with loss,
@@ -24,6 +24,7 @@ class Arguments:
     project: str = field(metadata={"help": "wandb project"})
     name: str = field(default="Attention variants", metadata={"help": "of the view"})
     out: str = field(default="dashboard.json", metadata={"help": "file it goes to when offline"})
+    plugins: str = plugins_field()
 
     def __post_init__(self) -> None:
         for key in ("entity", "project", "name", "out"):

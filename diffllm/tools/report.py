@@ -7,7 +7,7 @@ from pathlib import Path
 from diffllm.report.comparison import read
 from diffllm.report.page import write
 from diffllm.report.text import table_text
-from diffllm.tools.arguments import parse
+from diffllm.tools.arguments import parse, plugins_field
 
 WHAT = """\
 diffllm report DIR... [key=value ...]: report.html and report.csv about runs
@@ -33,6 +33,7 @@ class Arguments:
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
     )
     out: str = field(default="", metadata={"help": "where the files go; else beside what is named"})
+    plugins: str = plugins_field()
 
 
 def main(argv: list[str]) -> None:

@@ -140,17 +140,18 @@ def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
 
 def train(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
     """How `python train.py words` ends, started in `cwd`."""
-    return _result(_train, words, cwd, environment)
+    return forked_call(_train, words, cwd, environment)
 
 
 def tool(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
     """How `diffllm words` ends, started in `cwd`."""
-    return _result(_tool, words, cwd, environment)
+    return forked_call(_tool, words, cwd, environment)
 
 
-def _result(
+def forked_call(
     main: Callable[[list[str]], int], words: list[str], cwd: Path, environment: Mapping[str, str]
 ) -> Result:
+    """How a call of `main` ends, a function of a module, as a command that is started in `cwd`."""
     with tempfile.TemporaryDirectory(prefix="said-") as folder:
         files = [f"{folder}/out", f"{folder}/err"]
         process = forked(_process, (main, (words,), dict(environment), str(cwd), files))
@@ -185,6 +186,8 @@ def _process(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # as an interpreter would
+    sys.path[:0] = [path for path in given if path and path not in sys.path]
     for descriptor, file in zip((1, 2), said, strict=True):
         opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)

@@ -24,7 +24,7 @@ from cli_helpers import (
 from forked_runs import ForkedRun, tool, train
 
 from diffllm import tools
-from diffllm.tools.generate import load_model
+from diffllm.run.model import load_model
 
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2"]
 SWEPT = ["diff_v1", "standard"]
@@ -218,7 +218,7 @@ def test_generate_prints_of_several_prompts_what_it_prints_of_each(
 
 
 def test_generate_reads_the_checkpoint_it_is_told_to(finished_run: Path) -> None:
-    newest, last, earlier = (load_model(finished_run, step).norm.weight for step in (0, 4, 2))
+    newest, last, earlier = (load_model(finished_run, step)[0].norm.weight for step in (None, 4, 2))
     assert torch.equal(newest, last)
     assert not torch.equal(newest, earlier)
 
@@ -238,6 +238,17 @@ def test_prepare_makes_what_a_run_finds(
     again = tool(["prepare", *words], tmp_path, environment)
     assert again == Result(0, first.out, "")
     assert not changes(before, snapshot(tmp_path))
+
+
+def test_train_is_a_command_too(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = ["--cfg", "job", "model=tiny", "--resolve", "seed=7"]
+    as_command, as_script = (
+        tool(["train", *words], tmp_path, environment),
+        train(words, tmp_path, environment),
+    )
+    assert as_command.code == 0, as_command.err
+    assert re.search(r"^seed: 7$", as_command.out, re.M)
+    assert as_command == as_script
 
 
 @pytest.mark.parametrize("name", ["prepare", "count", "generate"])

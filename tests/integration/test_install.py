@@ -1,12 +1,13 @@
 """The wheel, installed somewhere else."""
 
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from cli_helpers import REPO
+from cli_helpers import REPO, documents, write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +30,15 @@ print(cfg.model.dim, cfg.steps)
 """
 
 
-def run(words: list[str], cwd: Path) -> str:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=280)
+TINY = [
+    *("model=tiny", "model.vocab_size=512", "data=files", "steps=2", "optim.warmup_steps=0"),
+    *("seq_len=32", "global_batch_size=4", "eval.sequences=4", "wandb.mode=disabled"),
+]
+
+
+def run(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
+    env = {**os.environ, **(env or {})}
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -49,3 +57,19 @@ def test_a_wheel_brings_its_configuration(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CHECK}"
     out = run([sys.executable, "-P", "-c", code, str(target)], elsewhere)
     assert out.split() == ["128", "50"]
+
+    corpus = write_jsonl(elsewhere / "corpus.jsonl", documents(300))
+    env = {"PYTHONPATH": str(target), "DIFFLLM_CACHE": str(tmp_path / "cache")}
+    words = [*TINY, f"data.paths=[{corpus}]"]
+    module = [sys.executable, "-P", "-m", "diffllm"]
+    assert "held-out loss" in run([*module, "train", *words, "run.name=one"], elsewhere, env)
+    swept = run([*module, "train", "-m", "seed=0,1", *words, "run.sweep=two"], elsewhere, env)
+    assert swept.count("held-out loss") == 4  # of each run, and in the table
+    script = target / "bin" / "diffllm"
+    generated = run([sys.executable, "-P", str(script), "generate", "run=outputs/one", "prompt=a"],
+                    elsewhere, env)  # fmt: skip
+    assert generated.startswith("a")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ranks = run([sys.executable, "-P", *launcher, "-m", "diffllm", "train", *words,
+                 "run.name=ranks"], elsewhere, env)  # fmt: skip
+    assert "2 x CPU" in ranks

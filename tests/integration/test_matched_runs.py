@@ -9,7 +9,7 @@ import yaml
 from cli_helpers import Result, changes, snapshot
 from forked_runs import train
 
-from diffllm.tools.generate import load_model
+from diffllm.run.model import load_model
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Pat
     assert result.code == 0, result.err
     for variant in ("standard", "diff_v2"):
         run = cwd / "outputs" / "fair" / variant
-        model = load_model(run)
+        model, _ = load_model(run)
         params, width = sum(p.numel() for p in model.parameters()), model.cfg.ffn_dim
         percent = 100 * (params / V2_PARAMS - 1)
         assert abs(percent) <= 0.5
@@ -62,8 +62,8 @@ def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Pat
         assert saved["run"]["matched"] == expected
         summary = json.loads((run / "summary.json").read_text())
         assert summary["matched"] == {**expected, "difference_percent": pytest.approx(percent)}
-    assert load_model(cwd / "outputs" / "fair" / "diff_v2").cfg.ffn_dim == 512
-    assert load_model(cwd / "outputs" / "fair" / "standard").cfg.ffn_dim > 512
+    assert load_model(cwd / "outputs" / "fair" / "diff_v2")[0].cfg.ffn_dim == 512
+    assert load_model(cwd / "outputs" / "fair" / "standard")[0].cfg.ffn_dim > 512
 
 
 def test_the_same_sweep_again_finds_its_runs_finished(

@@ -9,7 +9,7 @@ from forked_runs import Gate, finish, start
 from runs import assert_same_weights, metric_lines, prepared_corpus
 
 from diffllm import tools
-from diffllm.tools.generate import load_model
+from diffllm.run.model import load_model
 
 STEPS, HALF = 20, 10
 MIXTURE = (
@@ -57,7 +57,7 @@ def test_a_run_writes_the_named_metrics_of_its_layers_of_experts(finished):
 
 
 def test_the_last_bias_is_in_the_checkpoint_and_in_the_metrics(finished):
-    state = load_model(finished).router_state()
+    state = load_model(finished)[0].router_state()
     last = metric_lines(finished)[-1]
     assert last["step"] == STEPS
     for layer in (1, 2):
@@ -87,7 +87,7 @@ def test_killed_and_started_again_is_bit_identical(corpus, finished, tmp_path, r
     assert f"continues after step {HALF}" in output
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, STEPS)
-    mine, other = (load_model(run).router_state() for run in (broken, straight))
+    mine, other = (load_model(run)[0].router_state() for run in (broken, straight))
     assert {name.rpartition(".")[2] for name in mine} == {"bias", "load"}
     for name, value in mine.items():
         assert torch.equal(value, other[name]), name
@@ -95,7 +95,7 @@ def test_killed_and_started_again_is_bit_identical(corpus, finished, tmp_path, r
 
 def test_a_checkpoint_without_its_routers_bias_is_another_model(finished):
     """The bias decides where tokens go: a tool that leaves it out would show another model."""
-    model, tokens = load_model(finished), torch.arange(120).view(2, 60)
+    model, tokens = load_model(finished)[0], torch.arange(120).view(2, 60)
     with torch.no_grad():
         logits = model(tokens)
         for layer in model.layers[1:]:

@@ -15,7 +15,6 @@ from runs import descendants, wait_for
 
 STEPS = 40
 LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
-SCRIPT = train_command([])[1]
 
 
 def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
@@ -36,7 +35,7 @@ def run_of(process: subprocess.Popen, name: str) -> int:
     for pid in descendants(process.pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if f"run.name={name}".encode() in words and SCRIPT.encode() in words:
+            if f"run.name={name}".encode() in words and b"diffllm" in words:
                 return pid
     raise AssertionError(f"no process of {name}")
 

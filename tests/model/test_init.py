@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffllm import build_model, load_config
+from diffllm.errors import ConfigError
 from diffllm.model import init
 from diffllm.model.init import BLOCK, Initializer
 
@@ -176,3 +177,13 @@ def test_a_gpu_as_default_device_gets_the_same_values():
     for name, value in there.state_dict().items():
         assert value.is_cuda, name
         assert torch.equal(value.cpu(), here.state_dict()[name]), name
+
+
+def test_a_parameter_that_nothing_fills_is_named():
+    one, other = torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))
+    init = Initializer(0, {one: "wq.weight", other: "layers.0.attention.scale"})
+    init.matrices_(0.02, 0.02)
+    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.scale has no initial value"):
+        init.check_all_filled()
+    init.constant_(other, 1.0)
+    init.check_all_filled()

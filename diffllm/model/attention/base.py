@@ -181,6 +181,14 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
         self.qk_norm = model.qk_norm
 
+    def statistics(self, show: Shown) -> dict[str, Tensor]:
+        """Return a variant's own statistics of this layer, float32 scalars by name; here none.
+
+        Each needs a row in the table of metrics: `diffllm.metrics.table.add_metric`. `show` has
+        what `context` has put there, under names of its own too.
+        """
+        return {}
+
     def forward(
         self,
         x: Tensor,

@@ -1,0 +1,8 @@
+"""`python -m diffllm COMMAND ...` is `diffllm COMMAND ...`."""
+
+import sys
+
+from diffllm.tools import main
+
+if __name__ == "__main__":
+    sys.exit(main())

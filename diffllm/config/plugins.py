@@ -1,0 +1,215 @@
+"""Plugins: modules and directories of YAMLs from outside the package.
+
+Only what is named in `plugins=[...]` on a command line, or in Python's overrides, is imported:
+neither a run directory nor a package that is merely installed names anything that then runs.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from diffllm.config.overrides import GROUPS
+from diffllm.errors import ConfigError
+
+ENTRY_POINTS = "diffllm.plugins"
+"""The group of entry points under which a package offers its plugins."""
+NAME = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+WORD = re.compile(r"\+{0,2}plugins=(.*)", re.S)
+FLAGS = ("--config-dir", "-cd")
+
+_DIRECTORIES: list[Path] = []
+
+
+class SearchPath(SearchPathPlugin):
+    """Has Hydra look for YAMLs in the directories that were added here, after our own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for directory in _DIRECTORIES:
+            search_path.append("plugins", f"file://{directory}")
+
+
+Plugins.instance().register(SearchPath)
+
+
+def directories() -> list[Path]:
+    """List the directories of YAMLs that are searched after our own."""
+    return list(_DIRECTORIES)
+
+
+def is_plugins(word: str) -> bool:
+    """Whether a word of the command line names plugins."""
+    return WORD.fullmatch(word) is not None
+
+
+def named(words: list[str]) -> list[str]:
+    """Return the plugins that overrides name; of several `plugins=`, the last counts.
+
+    Raises ConfigError for anything but a list of names: what is imported is read off the text.
+    """
+    names: list[str] = []
+    for match in filter(None, map(WORD.fullmatch, words)):
+        text = match[1].strip()
+        inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else "?"
+        names = [name.strip().strip("'\"") for name in inside.split(",")] if inside.strip() else []
+        if wrong := [name for name in names if not NAME.fullmatch(name)]:
+            raise ConfigError(
+                f"plugins={text} must be a list of modules or entry points: plugins=[my_variant]"
+                + f"; {wrong[0]!r} is neither" * (inside != "?")
+            )
+    return names
+
+
+def load(names: list[str], ours: Path) -> None:
+    """Import plugins, and search the `conf/` beside each; raises ConfigError.
+
+    Args:
+        names: of entry points in the group `diffllm.plugins`, or of modules.
+        ours: the directory of our own YAMLs.
+    """
+    for name in names:
+        module = imported(name)
+        for directory in places(module):
+            if (directory / "conf").is_dir():
+                add_directory(directory / "conf", ours)
+
+
+def imported(name: str) -> ModuleType:
+    """Import the plugin of this name; raises ConfigError for whatever goes wrong."""
+    target = module_of(name)
+    importlib.invalidate_caches()  # a notebook may have written the file a moment ago
+    try:
+        return importlib.import_module(target)
+    except ConfigError as error:
+        raise ConfigError(f"plugins=[{name}]: {error}") from error
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (target == missing or target.startswith(f"{missing}.")):
+            raise ConfigError(
+                f"plugins=[{name}]: there is no module {missing}, and no installed package offers "
+                f"a plugin of this name ({offered()}); PYTHONPATH=<its directory> lets Python "
+                "find it"
+            ) from None
+        raise ConfigError(f"plugins=[{name}] cannot be imported: {described(error)}") from error
+
+
+def module_of(name: str) -> str:
+    """Return the module of the entry point `name`, or the name itself; raises ConfigError if two
+    things have it."""
+    points: list[EntryPoint] = list(entry_points(group=ENTRY_POINTS, name=name))
+    modules = sorted({point.module for point in points})
+    if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
+        is_module = name in sys.modules or importlib.util.find_spec(name) is not None
+        modules += [name] * is_module
+    if len(modules) > 1:
+        raise ConfigError(
+            f"plugins=[{name}] could be any of {', '.join(modules)}; name the module in full"
+            if name not in modules
+            else f"plugins=[{name}] is a module and an entry point of {modules[0]}: "
+            f"plugins=[{modules[0]}] means that one"
+        )
+    return modules[0] if modules else name
+
+
+def offered() -> str:
+    """Name the entry points that there are; none of them is imported."""
+    names = sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+    return f"there are {', '.join(names)}" if names else "none offers any"
+
+
+def described(error: BaseException) -> str:
+    """Describe an exception of a plugin with the last place in its code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    at = f" ({where[-1].filename}, line {where[-1].lineno})" if where else ""
+    if isinstance(error, SyntaxError):
+        at = f" ({error.filename}, line {error.lineno})"
+        return f"SyntaxError: {error.msg}{at}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}{at}"
+
+
+def places(module: ModuleType) -> Iterator[Path]:
+    """Iterate over the directories that a module's file, or a package's files, lie in."""
+    if module.__file__:
+        yield Path(module.__file__).resolve().parent
+    else:
+        yield from map(Path, getattr(module, "__path__", []))
+
+
+def plugin_versions(names: list[str]) -> dict[str, str]:
+    """Hash the sources of imported plugins, which are to be the same on all ranks."""
+    versions = {}
+    for name in names:
+        module = sys.modules[module_of(name)]
+        digest = hashlib.sha256()
+        for root in map(Path, getattr(module, "__path__", [])):
+            for path in sorted(root.rglob("*.py")):
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        if module.__file__:
+            digest.update(Path(module.__file__).read_bytes())
+        versions[f"plugin {name}"] = digest.hexdigest()[:16]
+    return versions
+
+
+def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
+    """Split `--config-dir DIR` off a command line: absolute directories, and the other words.
+
+    Raises ConfigError for a flag without a directory.
+    """
+    found: list[Path] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag not in FLAGS:
+            others.append(word)
+            continue
+        value = value if equals else next(rest, "")
+        if not value:
+            raise ConfigError(f"{flag} needs a directory: {FLAGS[0]} DIR")
+        found.append(Path(value).expanduser().resolve())
+    return found, others
+
+
+def add_named_directory(directory: Path, ours: Path) -> None:
+    """Search a directory that a user has named for YAMLs; raises ConfigError if it has none."""
+    if not directory.is_dir():
+        raise ConfigError(f"--config-dir {directory}: there is no such directory")
+    if not yamls(directory):
+        raise ConfigError(
+            f"--config-dir {directory}: no YAML is in {', '.join(f'{g}/' for g in GROUPS)}, the "
+            "directories of the config groups"
+        )
+    add_directory(directory, ours)
+
+
+def add_directory(directory: Path, ours: Path) -> None:
+    """Search a directory for YAMLs too; raises ConfigError for a name that is there already."""
+    if directory in (ours.resolve(), *_DIRECTORIES):
+        return
+    for other in (ours, *_DIRECTORIES):
+        if both := sorted(yamls(directory) & yamls(other)):
+            raise ConfigError(
+                f"{directory / both[0]} has the name of {other / both[0]}; give it another"
+            )
+    _DIRECTORIES.append(directory)
+
+
+def yamls(directory: Path) -> set[Path]:
+    """Collect the YAMLs of the config groups below a directory, relative to it."""
+    return {
+        path.relative_to(directory)
+        for group in GROUPS
+        for path in directory.glob(f"{group}/*.yaml")
+    }

@@ -1,0 +1,41 @@
+"""A run from Python, `diffllm.train`."""
+
+import signal
+from typing import Any
+
+from diffllm.config import TrainConfig
+from diffllm.config.compose import check
+from diffllm.run.start import run
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal, `number`, has ended training; what was trained is saved.
+
+    As Ctrl-C does elsewhere, it ends a notebook's cell and a loop over configs.
+    """
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(f"stopped by {number.name}; the same config continues the run")
+        self.number = number
+
+
+def train(cfg: TrainConfig) -> dict[str, Any]:
+    """Run what `diffllm train` would run with this config, or continue it, in this process.
+
+    Under torchrun every rank calls it, and gets the same answer. In the main thread Ctrl-C, SIGTERM
+    and SIGUSR1 save first; in another one no signal is handled.
+
+    Returns:
+        The content of summary.json: "heldout_loss", "train_loss", "steps", "sample" and others;
+        of a run that was finished already, too.
+
+    Raises:
+        UserError: something outside the code is wrong, such as a config that cannot run.
+        Stopped: a signal came; a KeyboardInterrupt.
+    """
+    check(cfg)
+    outcome = run(cfg)
+    if outcome.summary is None:
+        assert outcome.stopped
+        raise Stopped(outcome.stopped)
+    return outcome.summary

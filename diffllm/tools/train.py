@@ -1,0 +1,90 @@
+"""diffllm train [overrides]: train a decoder, alone or under torchrun; -m for a sweep."""
+
+import sys
+import warnings
+from argparse import Namespace
+from typing import NoReturn
+
+from diffllm.distributed.launcher import end_with_torchrun, environment, set_variables
+
+end_with_torchrun()  # before the imports that take seconds
+set_variables()
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+
+import hydra  # noqa: E402
+from hydra._internal.utils import get_args_parser  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
+
+from diffllm.config import load_config  # noqa: E402
+from diffllm.config.compose import bring, compose_config, config_directory  # noqa: E402
+from diffllm.config.plugins import take_directories  # noqa: E402
+from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
+
+
+@hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
+def hydra_main(_: DictConfig) -> None:
+    """Serve Hydra's own flags (--help, --cfg); runs and sweeps do not come here."""
+
+
+def arguments(argv: list[str]) -> tuple[Namespace, bool]:
+    """The command line, and whether it only asks for something to be shown; raises ConfigError."""
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    args = parser.parse_intermixed_args(argv)  # -m may stand behind overrides
+    shown = [
+        name for name in ("help", "hydra_help", "info", "cfg", "shell_completion")
+        if getattr(args, name)
+    ]  # fmt: skip
+    other = ["config_name", "config_path", "config_dir", "experimental_rerun"]
+    other += ["multirun", *shown[1:]] if shown else []
+    other += ["package", "resolve"] if not args.cfg else []
+    for name in other:
+        if getattr(args, name):
+            beside = f" beside --{shown[0]}" if shown else ""
+            raise ConfigError(
+                f"--{name} has no meaning here{beside}; the configuration is conf/train.yaml and "
+                "key=value overrides"
+            )
+    return args, bool(shown)
+
+
+def refuse(message: str) -> NoReturn:
+    """In place of argparse's usage lines."""
+    raise ConfigError(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, sweep or show; return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        config_dirs, argv = take_directories(argv)
+        args, shows = arguments(argv)
+        bring(args.overrides, config_dirs)
+        if shows:
+            compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
+            sys.argv[1:] = [word for word in argv if word not in args.overrides] + args.overrides
+            hydra_main()
+        elif args.multirun:
+            from diffllm.sweep.command import sweep
+
+            return sweep(args.overrides, config_dirs)
+        else:
+            from diffllm.run.start import run
+
+            run(load_config(args.overrides))
+    except UserError as error:
+        rank = reported_rank()
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
+            print(f"error: rank {rank}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def reported_rank() -> int:
+    """This process's rank, or 0 where its variables make no sense."""
+    try:
+        return environment()[0]
+    except LaunchError:
+        return 0

@@ -1,0 +1,116 @@
+"""Plugins as a user has them: modules and YAMLs from outside the repository."""
+
+from pathlib import Path
+
+MODULE = '''
+"""A variant with a scale for every head, a corpus that counts, and a metric."""
+
+from dataclasses import dataclass
+
+import torch
+
+from diffllm.data.config import DataConfig
+from diffllm.data.corpus import Corpus
+from diffllm.data.file_index import combined_hash
+from diffllm.metrics.metric import Curve, Column, Layers, Metric, Section
+from diffllm.metrics.table import add_metric
+from diffllm.model.attention.base import Attention, AttentionConfig
+from diffllm.registry import schema, source
+
+SCALES = Section("Scales", "Scales", "The scale multiplies a head's output.")
+add_metric(
+    Metric(
+        "scale_mean/*", SCALES, "Mean scale over heads", "scale", combine="mean",
+        plots=(Layers("Mean scale, by layer"),),
+        column=Column("last", "max", "mean", "Scale"),
+    )
+)
+
+
+@schema(group="attention", name="scaled", package="model.attention")
+@dataclass
+class ScaledConfig(AttentionConfig):
+    initial: float = 1.0
+
+    def build(self, model, layer_idx):
+        return ScaledAttention(model, self)
+
+
+class ScaledAttention(Attention):
+    """context = scale * softmax(q k) v, a scale for every head."""
+
+    def __init__(self, model, cfg):
+        super().__init__(model)
+        self.head_scale = torch.nn.Parameter(torch.empty(self.n_heads))
+        self.initial = cfg.initial
+
+    def context(self, x, q, k, v, mask, show):
+        if show is not None:
+            show["scale"] = self.head_scale
+        return self.head_scale[:, None] * self.attend(q, k, v, mask)
+
+    def reset_parameters(self, init):
+        init.constant_(self.head_scale, self.initial)
+
+    def statistics(self, show):
+        return {"scale_mean": show["scale"].float().mean()}
+
+
+@schema(group="data", name="counting")
+@dataclass
+class CountingConfig(DataConfig):
+    source: str = "counting"
+    documents: int = 400
+
+
+@source("counting")
+def counting(cfg, cache_dir):
+    """Documents that count."""
+    texts = [
+        f"{i}: " + ", ".join(f"{i % 7} times {k} is {i % 7 * k}" for k in range(i % 13 + 4))
+        for i in range(cfg.documents)
+    ]
+
+    def load():
+        from datasets import Dataset
+
+        return Dataset.from_dict({"text": texts})
+
+    return Corpus("counting", combined_hash(["counting", cfg.documents]), load)
+'''
+YAMLS = {
+    "attention/scaled": "# @package model.attention\ndefaults:\n  - scaled_schema\n  - _self_\n",
+    "attention/scaled_twice": "# @package model.attention\ndefaults:\n  - scaled\n  - _self_\n"
+    "initial: 2\n",
+    "data/counting": "defaults:\n  - counting_schema\n  - _self_\nvocab_size: 280\n",
+    "experiment/count_up": "# @package _global_\ndefaults:\n  - override /attention: scaled\n"
+    "  - override /data: counting\n  - override /model: nano\n"
+    "steps: 6\nseq_len: 32\nglobal_batch_size: 4\nlog_interval: 2\n"
+    "optim: {warmup_steps: 1}\neval: {interval: 3, sequences: 4}\ncheckpoint: {interval: 2}\n"
+    "diagnostics: {interval: 2}\n",
+    "model/nano": "# @package _global_\nmodel:\n  dim: 64\n  n_layers: 2\n  n_heads: 4\n"
+    "  n_kv_heads: 2\n  head_dim: 16\n  ffn_dim: 128\n  vocab_size: 512\n",
+}
+
+
+def write_plugin(directory: Path, module: str = "scaled_attention", conf: str = "") -> Path:
+    """Write the module, and the YAMLs into its subdirectory `conf`; return the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{module}.py").write_text(MODULE)
+    for name, text in YAMLS.items():
+        file = directory / conf / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return directory
+
+
+def write_package(site: Path) -> Path:
+    """Write an installed package that offers the plugin as the entry point "counted"."""
+    write_plugin(site / "counted_package", conf="conf")
+    (site / "counted_package" / "__init__.py").write_text("")
+    facts = site / "counted_package-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: counted-package\nVersion: 1.0\n")
+    points = "[diffllm.plugins]\ncounted = counted_package.scaled_attention\n"
+    (facts / "entry_points.txt").write_text(points)
+    return site

@@ -1,0 +1,63 @@
+"""The pages for users, followed to the letter in an empty directory: files, commands, Python."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from cli_helpers import REPO, command, documents, write_jsonl
+
+pytestmark = pytest.mark.slow
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+FILE = re.compile(r"`(mine/[\w./]+)`[^\n]*\n\n\Z")
+SHIM = """#!{python}
+import sys
+sys.path[0] = {repo!r}
+from diffllm.tools import main
+sys.exit(main())
+"""
+CLUSTER = "submitit_slurm"
+
+
+def script_of(page: str, cwd: Path) -> str:
+    """Write a page's files, and return its commands and Python as one script."""
+    lines, python = ["set -e"], [sys.executable, "-P"]
+    for match in BLOCK.finditer(page):
+        language, text = match[1], match[2]
+        if name := FILE.search(page[: match.start()].rpartition("```")[2]):
+            file = cwd / name[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        elif language == "python":
+            (cwd / "session.py").touch()
+            with open(cwd / "session.py", "a") as file:
+                file.write(text)
+        elif not language and CLUSTER not in text:
+            lines.append(text)
+    if (cwd / "session.py").exists():
+        lines.append(f"PYTHONPATH={REPO}:$PYTHONPATH {shlex.join([*python, 'session.py'])}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", ["experiments", "variants", "plugins", "sweeps", "python"])
+def test_a_page_does_what_it_says(page, tmp_path, environment):
+    for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(REPO))}.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir()
+        file.write_text(text)
+        file.chmod(0o755)
+    cwd = tmp_path / "empty"
+    (cwd / "texts").mkdir(parents=True)
+    write_jsonl(cwd / "texts" / "a.jsonl", documents(300), column="content")
+    script = script_of((REPO / "docs" / f"{page}.md").read_text(), cwd)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent)])
+    env = {
+        **environment,
+        "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+        "WANDB_MODE": "disabled",
+    }
+    done = command(["bash", "-c", script], cwd, env, timeout=280)
+    assert done.code == 0, done.out[-3000:] + done.err

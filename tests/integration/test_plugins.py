@@ -1,0 +1,237 @@
+"""Variants, data, models and experiments from a directory outside the repository."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from cli_helpers import Result, command, metrics, train_command
+from forked_runs import ForkedRun, Gate, tool, train
+from outside import write_package, write_plugin
+from runs import assert_same_weights, metric_lines
+
+PLUGIN = "plugins=[scaled_attention]"
+QUIET = ["wandb.mode=disabled", "run.report=false", "data.num_workers=0"]
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory) -> Path:
+    return write_plugin(tmp_path_factory.mktemp("mine"))
+
+
+@pytest.fixture(scope="module")
+def place(mine, tmp_path_factory, environment) -> tuple[Path, dict[str, str]]:
+    """The directory that commands run in, and their environment."""
+    path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(mine)])
+    return tmp_path_factory.mktemp("elsewhere"), {**environment, "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def words(mine) -> list[str]:
+    return ["--config-dir", str(mine), PLUGIN, "experiment=count_up", *QUIET]
+
+
+@pytest.fixture(scope="module")
+def trained(place, words) -> Path:
+    cwd, env = place
+    done = train([*words, "run.dir=straight"], cwd, env)
+    assert done.code == 0, done.err
+    assert f'run=straight prompt="..." {PLUGIN}' in done.out
+    return cwd / "straight"
+
+
+def assert_ends(done: Result, *parts: str) -> None:
+    """Assert that a command ended in one line that has these parts, with exit code 2."""
+    assert done.code == 2, done
+    assert re.fullmatch(r"error: [^\n]+\n", done.err), done.err
+    for part in parts:
+        assert part in done.err, done.err
+
+
+def test_a_run_of_a_plugin_has_what_the_plugin_brings(trained):
+    config = (trained / "config.yaml").read_text()
+    for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
+        assert line in config
+    assert json.loads((trained / "summary.json").read_text())["variant"] == "scaled"
+    measured = [line for line in metrics(trained) if "scale_mean/layer_01" in line]
+    assert [line["step"] for line in measured] == [2, 4, 6]
+
+
+def test_a_killed_run_of_a_plugin_continues_bit_for_bit(trained, place, words, monkeypatch):
+    cwd, env = place
+    monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
+    monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
+    run = cwd / "broken"
+    gate = Gate(run, 4)
+    first = ForkedRun([*words, f"run.dir={run}"])
+    first.wait_for(gate.reached, "step 4")
+    first.wait_for((run / "checkpoints" / "step-00000002").exists, "checkpoint")
+    first.kill()
+    gate.open()
+    assert "continues after step 2" in ForkedRun([*words, f"run.dir={run}"]).finish()
+    assert metric_lines(run) == metric_lines(trained)
+    assert_same_weights(run, trained, 6)
+
+
+def test_every_command_that_reads_a_run_takes_the_plugin(trained, place):
+    cwd, env = place
+    outputs = {}
+    for command_words in (
+        ["generate", "run=straight", "prompt=Document", "max_new_tokens=4"],
+        ["attention-map", "run=straight", "prompt=Document 1", "out=map.png"],
+        ["consolidate", "run=straight", "out=whole"],
+        ["checkpoints", "run=straight"],
+        ["report", "straight", "out=page"],
+    ):
+        done = tool([*command_words, PLUGIN], cwd, env)
+        assert (done.code, done.err) == (0, ""), command_words
+        outputs[command_words[0]] = done.out
+    assert outputs["generate"].startswith("Document")
+    assert "scaled" in outputs["report"]
+    page = (cwd / "page" / "report.html").read_text()
+    assert "Mean scale, by layer" in page
+    header, row = (cwd / "page" / "report.csv").read_text().splitlines()
+    assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
+
+
+def test_without_the_plugin_every_command_names_it(trained, place, tmp_path):
+    _, env = place
+    for words in (
+        ["generate", f"run={trained}", "prompt=a"],
+        ["attention-map", f"run={trained}", "prompt=a"],
+        ["consolidate", f"run={trained}", "out=nowhere"],
+        ["report", str(trained), "out=nowhere"],
+    ):
+        done = tool(words, tmp_path, env)
+        assert_ends(done, str(trained), "attention=scaled", "data.source=counting", PLUGIN)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_a_yaml_alone_is_read_without_it(tmp_path, tiny, environment):
+    """An ablation of one of our variants: the run's config says of which."""
+    file = tmp_path / "mine" / "attention" / "normed.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package model.attention\ndefaults: [diff_v2, _self_]\nhead_norm: true\n")
+    words = [*tiny, "attention=normed", "steps=2", "run.dir=run"]
+    done = train([f"--config-dir={file.parents[1]}", *words], tmp_path, environment)
+    assert done.code == 0, done.err
+    assert "attention: normed" in (tmp_path / "run" / "config.yaml").read_text()
+    for words in (["generate", "run=run", "prompt=a", "max_new_tokens=1"], ["report", "run"]):
+        done = tool(words, tmp_path, environment)
+        assert (done.code, done.err) == (0, ""), words
+
+
+def test_commands_that_compose_take_plugin_and_directory(place, mine):
+    cwd, env = place
+    known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
+    counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)
+    assert json.loads(counted.out)["by_component"]["head_scale"] == 8
+    compared = tool(["count", "--compare", "standard,scaled,scaled_twice", *known], cwd, env)
+    assert compared.code == 0, compared.err
+    assert "scaled_twice" in compared.out
+    matched = ["attention=standard", "model.match_params_to=scaled", "model.vocab_size=4096"]
+    matched = tool(["count", "--json", *known, *matched], cwd, env)
+    assert json.loads(matched.out)["matched"]["target"] == "scaled"
+    prepared = tool(["prepare", "data=counting", *known], cwd, env)
+    assert "counting" in prepared.out, prepared
+    shown = train(["--cfg", "job", "attention=scaled", *known], cwd, env)
+    assert "initial: 1.0" in shown.out, shown
+
+
+@pytest.mark.slow
+def test_a_plugin_can_be_planned_for_a_cluster(place, mine):
+    cwd, env = place
+    known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
+    planned = tool(["plan", "attention=scaled", *known, "gpus=1"], cwd, env)
+    assert planned.out.startswith("scaled / nano"), planned
+
+
+def test_a_package_offers_its_plugin_by_an_entry_point(tmp_path, environment):
+    site = write_package(tmp_path / "site")
+    env = {**environment, "PYTHONPATH": str(site)}
+    done = tool(["count", "--json", "plugins=[counted]", "experiment=count_up"], tmp_path, env)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["by_component"]["head_scale"] == 8
+    unnamed = tool(["count", "experiment=count_up"], tmp_path, env)
+    assert_ends(unnamed, "experiment=count_up does not exist")
+    assert_ends(tool(["count", "plugins=[count]"], tmp_path, env), "there are counted")
+
+
+ERRORS = {
+    "a syntax error": ("def", "SyntaxError", "bad.py, line 1"),
+    "an error": ("x = 1\nx / 0", "ZeroDivisionError: division by zero", "bad.py, line 2"),
+    "an exit": ("import sys\nsys.exit('no')", "SystemExit: no"),
+    "a missing module": ("import not_there", "No module named 'not_there'"),
+    "a name of ours": (
+        "from diffllm.registry import schema\n@schema('attention', 'gated')\nclass A: ...",
+        "the attention gated is registered twice, by diffllm.model.attention.gated.GatedConfig and "
+        "bad.A",
+    ),
+    "a name of another": (
+        "import scaled_attention\nfrom diffllm.registry import source\n"
+        "@source('counting')\ndef f(): ...",
+        "the data source counting is registered twice, by scaled_attention.counting and bad.f",
+    ),
+    "a metric that is there": (
+        "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
+        "the metric train/loss is there already",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_plugin_that_cannot_be_imported_is_one_line(place, tmp_path, name):
+    _, env = place
+    source, *parts = ERRORS[name]
+    (tmp_path / "bad.py").write_text(source)
+    env = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"}
+    assert_ends(tool(["count", "plugins=[bad]"], tmp_path, env), "plugins=[bad]", *parts)
+
+
+def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path):
+    cwd, env = place
+    ours = tmp_path / "again" / "attention" / "gated.yaml"
+    ours.parent.mkdir(parents=True)
+    ours.write_text("")
+    (tmp_path / "global" / "experiment").mkdir(parents=True)
+    (tmp_path / "global" / "experiment" / "all.yaml").write_text(
+        "# @package _global_\nplugins: [scaled_attention]\n"
+    )
+    known = ["--config-dir", str(mine)]
+    for words, *parts in (
+        (["plugins=scaled"], "must be a list of modules or entry points: plugins=[my_variant]"),
+        (["plugins=[a b]"], "'a b' is neither"),
+        (["plugins=[not_there]"], "there is no module not_there", "PYTHONPATH"),
+        (["--config-dir"], "--config-dir needs a directory"),
+        (["--config-dir=nowhere"], "nowhere: there is no such directory"),
+        (["--config-dir", str(mine / "attention")], "no YAML is in model/, attention/"),
+        (["--config-dir", str(ours.parents[1])], f"{ours} has the name of", "conf/attention/gated"),
+        ([*known, "attention=scale"], "choose from diff_v1,", "scaled, scaled_twice"),
+        ([*known, "attention=scaled"], "attention/scaled.yaml asks for scaled_schema", "plugins=["),
+        ([*known, "data=counting"], "nothing has registered data=counting; plugins=[module]"),
+        (["data.source=counting"], "data.source='counting' is not one of stdlib, files, hub"),
+        (
+            ["--config-dir", str(tmp_path / "global"), "experiment=all"],
+            "plugins=[scaled_attention] stands in a YAML",
+        ),
+    ):
+        assert_ends(train(words, cwd, env), *parts)
+
+
+@pytest.mark.slow
+def test_a_sweep_finds_the_plugin_whatever_started_it(place, words, mine):
+    """The plugin's place is known from the sweep's own path alone, as with `python -m`."""
+    cwd, env = place
+    env = {key: value for key, value in env.items() if key != "PYTHONPATH"}
+    sweep = [*words, "-m", "attention=scaled,scaled_twice,standard", "steps=2"]
+    more = ["run.sweep=mine", "model.match_params_to=scaled", "model.vocab_size=4096"]
+    code = f"import sys; sys.path.insert(0, {str(mine)!r}); sys.argv[0] = 'x'; import runpy; "
+    code += f"runpy.run_path({train_command([])[1]!r}, run_name='__main__')"
+    env["PYTHONPATH"] = str(Path(train_command([])[1]).parent)
+    done = command([train_command([])[0], "-c", code, *sweep, *more], cwd, env)
+    assert done.code == 0, done
+    table = done.out[done.out.rindex("outputs/mine/scaled ") :]
+    assert len(re.findall(r"held-out loss \d", table)) == 3, table
+    again = command([train_command([])[0], "-c", code, *sweep, *more], cwd, env)
+    assert again.out.count("is finished") == 3, again

@@ -1,0 +1,160 @@
+"""Training from Python, in processes that import diffllm and nothing else of ours."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cli_helpers import command
+from forked_runs import forked_call, train
+from runs import assert_same_weights, reached
+
+import diffllm
+from diffllm.errors import ConfigError, PluginError
+
+SESSION = """
+import sys
+import diffllm
+
+summary = diffllm.train(diffllm.load_config(sys.argv[1:]))
+print("answer", sorted(summary.items()))
+"""
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, environment, tmp_path_factory) -> Path:
+    """The same run by the command."""
+    cwd = tmp_path_factory.mktemp("straight")
+    assert train([*tiny, "run.dir=run"], cwd, environment).code == 0
+    return cwd / "run"
+
+
+def session(words: list[str]) -> int:
+    """Several runs in one process, one of them in a thread, and what was trained."""
+    cfg = diffllm.load_config([*words, "run.dir=run"])
+    summary = diffllm.train(cfg)
+    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert diffllm.train(cfg) == summary  # it is finished
+
+    with pytest.raises(ConfigError, match="seed: 0 there, 1 here"):
+        diffllm.train(diffllm.load_config([*words, "run.dir=run", "seed=1"]))
+    cfg.seq_len = 16
+    with pytest.raises(ConfigError, match="must be seq_len=16"):
+        diffllm.train(cfg)
+
+    answers = []
+    other = diffllm.load_config([*words, "run.dir=other"])
+    thread = threading.Thread(target=lambda: answers.append(diffllm.train(other)))
+    thread.start()
+    thread.join()
+    assert answers[0]["heldout_loss"] == summary["heldout_loss"]
+
+    model, tokenizer = diffllm.load_model("run")
+    assert not model.training
+    assert tokenizer.decode(tokenizer.encode("def f")) == "def f"
+    logits = model(torch.tensor([tokenizer.encode("def f")]))
+    assert logits.shape[-1] == cfg.model.vocab_size == tokenizer.vocab_size
+    (earlier, _), (last, _) = (diffllm.load_model(Path("run"), step) for step in (2, 4))
+    assert torch.equal(last.norm.weight, model.norm.weight)
+    assert not torch.equal(earlier.norm.weight, model.norm.weight)
+    return 0
+
+
+def test_a_session_trains_as_the_command_does(tmp_path, tiny, environment, straight):
+    done = forked_call(session, tiny, tmp_path, environment)
+    assert done.code == 0, done
+    assert_same_weights(straight, tmp_path / "run", 4)
+    assert_same_weights(straight, tmp_path / "other", 4)
+
+
+def interrupted(words: list[str]) -> int:
+    """Ctrl-C at some step, then again at a later one."""
+    before = signal.getsignal(signal.SIGINT)
+    cfg = diffllm.load_config([*words, "steps=5000", "run.dir=run", "checkpoint.keep_last=5"])
+    for step in (2, 20):
+
+        def press(step: int = step) -> None:
+            while not reached(Path("run"), step):
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=press).start()
+        with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; the same config continues"):
+            diffllm.train(cfg)
+        assert signal.getsignal(signal.SIGINT) is before
+    return 0
+
+
+def test_ctrl_c_saves_and_is_a_keyboard_interrupt(tmp_path, tiny, environment):
+    done = forked_call(interrupted, tiny, tmp_path, environment)
+    assert done.code == 0, done
+    assert "outputs" not in os.listdir(tmp_path)
+    assert "run continues after step " in done.out
+    saved = {int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir()}
+    stops = [int(line.split()[5].strip(",")) for line in done.out.splitlines() if "stopped" in line]
+    assert len(stops) == 2
+    assert stops[1] in saved
+
+
+def test_a_model_is_built_from_either_config():
+    cfg = diffllm.load_config(["model=tiny", "attention=gated"])
+    whole, part = diffllm.build_model(cfg), diffllm.build_model(cfg.model)
+    for (name, one), (_, other) in zip(
+        whole.named_parameters(), part.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+def notebook(words: list[str]) -> int:
+    """A variant that a cell defines, and defines again."""
+    from dataclasses import dataclass
+
+    from diffllm.model.attention.standard import StandardConfig
+    from diffllm.registry import schema
+
+    Path("mine/attention").mkdir(parents=True)
+    Path("mine/attention/cell.yaml").write_text(
+        "# @package model.attention\ndefaults: [cell_schema, _self_]\n"
+    )
+    for cell in range(2):
+
+        @schema(group="attention", name="cell", package="model.attention")
+        @dataclass
+        class CellConfig(StandardConfig):
+            """A class of the same name."""
+
+        words = [*words, "attention=cell", "steps=1", f"run.dir=run{cell}"]
+        cfg = diffllm.load_config(words, config_dir="mine")
+        assert type(cfg.model.attention) is CellConfig
+        assert diffllm.train(cfg)["variant"] == "cell"
+        assert diffllm.load_model(f"run{cell}")
+    cfg = diffllm.load_config([*words, "attention=standard"])
+    cfg.model.attention = CellConfig()
+    with pytest.raises(ConfigError, match="composed with attention=standard, which is Standard"):
+        diffllm.train(cfg)
+    return 0
+
+
+def test_a_notebook_defines_its_own_variant(tmp_path, tiny, environment):
+    done = forked_call(notebook, tiny, tmp_path, environment)
+    assert done.code == 0, done
+    with pytest.raises(PluginError, match=r"attention=cell.*plugins=\[module\] imports"):
+        diffllm.load_model(tmp_path / "run0")
+
+
+@pytest.mark.slow
+def test_every_rank_of_torchrun_gets_the_answer(tmp_path, tiny, environment):
+    (tmp_path / "session.py").write_text(SESSION)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [sys.executable, *launcher, "session.py", *tiny, "run.dir=run"]
+    for _ in range(2):  # trained, then finished
+        done = command(words, tmp_path, environment)
+        assert done.code == 0, done
+        answers = [line for line in done.out.splitlines() if line.startswith("answer")]
+        assert len(answers) == 2
+        assert answers[0] == answers[1]
