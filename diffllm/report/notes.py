@@ -130,9 +130,10 @@ def settings(rows: list[Row]) -> dict[str, str]:
 def commit_text(run: Run) -> str:
     """The git commit that a run was made with; nothing where its run.json does not say."""
     git = run.facts.get("git")
-    if not isinstance(git, dict) or not git.get("commit"):
+    commit = git.get("commit") if isinstance(git, dict) else None
+    if not isinstance(commit, str):
         return ""
-    return f"commit {git['commit']:.12}{', with uncommitted changes' if git.get('dirty') else ''}"
+    return f"commit {commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
 
 
 def ffn_width(rows: list[Row]) -> str:
