@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -13,25 +14,26 @@ from diffllm.model.attention.base import AttentionConfig
 def variant_line(name: str, config: AttentionConfig) -> str:
     """The comment at the top of the variant's YAML, else the first sentence about its config's
     class; empty where there is neither."""
-    return yaml_comment(name) or first_sentence(type(config))
+    return yaml_comment("attention", name) or first_sentence(type(config))
 
 
-def yaml_comment(name: str) -> str:
-    """The lines that begin with # at the top of a variant's YAML, its package left out, as one."""
+@cache
+def yaml_comment(group: str, name: str) -> str:
+    """The lines that begin with # at the top of a choice's YAML, its package left out, as one."""
     for directory in config_directories():
-        file = directory / "attention" / f"{name}.yaml"
+        file = directory / group / f"{name}.yaml"
         if file.is_file():
             return comment(file.read_text())
     return ""
 
 
 def comment(text: str) -> str:
-    """The first lines of a YAML as far as they are comments, as one."""
+    """The first lines of a YAML as far as they are comments, as one; indented ones are commands."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
             break
-        if not line.startswith("# @package"):
+        if not line.startswith(("# @package", "#  ")):
             lines.append(line.lstrip("# "))
     return " ".join(lines)
 
