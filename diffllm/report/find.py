@@ -70,16 +70,18 @@ def title_of(named: list[Path], tops: list[Path]) -> str:
         named: as the user wrote them.
         tops: the directories that they lead to, none inside another.
     """
-    if len(named) == 1 and not named[0].is_dir():
-        return str(named[0])
-    asked = [path for path in named if path.is_dir() and Path(os.path.abspath(path)) in tops]
-    patterns = [str(path) for path in dict.fromkeys(named) if not path.is_dir()]
-    names = list(dict.fromkeys(os.path.basename(os.path.abspath(path)) for path in asked))
-    parents = {path.parent for path in asked}
-    inside = os.path.basename(os.path.abspath(parents.pop())) if len(parents) == 1 else ""
-    shown = listed([*names, *patterns], NAMES)
-    beside = {path.parent for path in asked} <= {Path(".")}
-    return shown if patterns or len(names) < 2 or beside or not inside else f"{inside}: {shown}"
+    asked = [p for p in named if not p.is_dir() or Path(os.path.abspath(p)) in tops]
+    names = [os.path.basename(os.path.abspath(p)) if p.is_dir() else str(p) for p in asked]
+    shown = listed(list(dict.fromkeys(names)), NAMES)
+    inside = {p.parent for p in asked if p.is_dir()}
+    if (
+        len(names) < 2
+        or len(inside) != 1
+        or inside == {Path(".")}
+        or not all(map(Path.is_dir, asked))
+    ):
+        return shown
+    return f"{os.path.basename(os.path.abspath(inside.pop()))}: {shown}"
 
 
 def listed(names: list[str], most: int) -> str:

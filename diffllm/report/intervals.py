@@ -27,12 +27,18 @@ OUTLYING = 4
 """Times the median reach of a gap and its interval that the scale of all goes to at most."""
 
 
-def draw_gaps(gaps: list[Estimate], styles: list[RowStyle], width: float = WIDTH) -> Figure:
+def draw_gaps(
+    gaps: list[Estimate],
+    styles: list[RowStyle],
+    width: float = WIDTH,
+    across: str = "nats a token",
+) -> Figure:
     """Gaps and their intervals from top to bottom; an arrow where one goes on beyond the scale.
 
     Args:
         gaps: one or more.
         styles: of their rows.
+        across: the name of the scale.
     """
     names = [s.label if len(s.label) <= LONGEST else s.label[: LONGEST - 1] + "…" for s in styles]
     left = max(map(len, names)) * CHARACTER + 14
@@ -63,7 +69,7 @@ def draw_gaps(gaps: list[Estimate], styles: list[RowStyle], width: float = WIDTH
     if high > 0:
         x = 1 - RIGHT / width
         figure.text(x, 1 - 4 / height, "worse →", ha="right", va="top", color=MUTED)
-    figure.text(1, 3 / height, "nats a token", ha="right", va="bottom", color=MUTED)
+    figure.text(1, 3 / height, across, ha="right", va="bottom", color=MUTED)
     return figure
 
 

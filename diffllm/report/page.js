@@ -49,11 +49,16 @@ function written(x) {
   return x.toLocaleString("en", { maximumSignificantDigits: 4 });
 }
 
+function tokens(x) {
+  const how = { notation: "compact", maximumSignificantDigits: 3 };
+  return `${x.toLocaleString("en", how).replace("K", "k")} tokens`;
+}
+
 function segments(path) {
   const found = [];
   let last = null;
   let first = null;
-  for (const [, kind, x, y] of path.getAttribute("d").matchAll(/([MLz])(?: (\S+) (\S+))?/g)) {
+  for (const [, kind, x, y] of (path.getAttribute("d") ?? "").matchAll(/([MLz])(?: (\S+) (\S+))?/g)) {
     const point = kind === "z" ? first : [Number(x), Number(y)];
     if (kind === "M") first = point;
     else found.push([last, point]);
@@ -90,7 +95,7 @@ function ofMap(svg, x, y) {
   const [across, up] = [share(x, svg.across.ends), 1 - share(y, svg.up.ends)];
   const layer = rows[Math.min(Math.floor(up * rows.length), rows.length - 1)];
   const value = layer[Math.floor(across * layer.length)];
-  const head = `layer ${rows.indexOf(layer)}, ${written(svg.across.value(x))} tokens`;
+  const head = `layer ${rows.indexOf(layer)}, ${tokens(svg.across.value(x))}`;
   return [line(null, true, head, value || "–")];
 }
 
@@ -116,8 +121,8 @@ function ofCurves(svg, x, y) {
     made.querySelector("span").append(" ", more);
     return made;
   });
-  const where = `${written(svg.across.value(x))} ${svg.dataset.across}`;
-  const head = svg.dataset.across === "layer" ? `layer ${Math.round(svg.across.value(x))}` : where;
+  const where = svg.across.value(x);
+  const head = svg.dataset.across === "layer" ? `layer ${Math.round(where)}` : tokens(where);
   return lines.length ? [line(null, false, head, ""), ...lines.slice(0, 14)] : [];
 }
 
@@ -125,10 +130,11 @@ function show(svg, x, y) {
   [svg.atX, svg.atY] = [x, y];
   const [left, right] = svg.across.ends;
   let at = Math.min(Math.max(x, left), right);
-  if (svg.dataset.across === "layer") {
-    const layers = [...svg.querySelectorAll(".row:not(.band,.stop) > path")]
+  if (!svg.dataset.grid) {
+    const drawn = [...svg.querySelectorAll(".row:not(.band,.lane,.stop) > path")]
+      .filter((path) => path.getClientRects().length)
       .flatMap((path) => (path.segments ??= segments(path)).flat().map(([px]) => px));
-    at = layers.reduce((best, px) => (Math.abs(px - at) < Math.abs(best - at) ? px : best), left);
+    at = drawn.reduce((best, px) => (Math.abs(px - x) < Math.abs(best - x) ? px : best), at - 1e6);
   }
   const lines = svg.dataset.grid ? ofMap(svg, at, y) : ofCurves(svg, at, y);
   values.hidden = lines.length === 0;

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,9 +73,11 @@ class Cell:
     order: float | None = None
     """Sorting goes by it; None comes last."""
     detail: str = ""
-    """In small print: the interval, the count behind a share."""
+    """In small print: the interval, the other end of a range."""
     tag: str = ""
     """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
+    second: float = 0.0
+    """The number in the small print, if it is one of a metric of its own."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
 def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
     """The columns that tell rows apart, and a sentence about those that are all zero and those
     that are the same in all of several rows."""
-    zero = [each for each in columns if all(cell.order == 0 for cell in each.cells)]
+    zero = [each for each in columns if all(c.order == c.second == 0 for c in each.cells)]
     same = [
         each
         for each in columns
@@ -128,7 +130,8 @@ def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
     ]
     said = []
     if zero:
-        said.append(f"All zero: {', '.join(each.title.lower() for each in zero)}.")
+        titles = [f"{each.title[0].lower()}{each.title[1:]}" for each in zero]
+        said.append(f"All zero: {', '.join(titles)}.")
     if same:
         parts = [f"{each.title} {each.unit}".strip() for each in same]
         values = [f"{part} {each.cells[0].text}" for part, each in zip(parts, same, strict=True)]
@@ -147,9 +150,10 @@ def metric_cell(row: Row, metric: Metric) -> Cell:
     assert metric.column
     how = percent if metric.column.percent else short
     second = row.values.get(metric.column.second)
-    column = metric_of(metric.column.second).column if finite(second) else None
-    detail = f"{column.unit} {short(second)}" if column else ""
-    return number_cell(row.values.get(metric.quantity), how, detail)
+    column = metric_of(metric.column.second).column if finite(second) is not None else None
+    detail = f"{column.unit} {(percent if column.percent else short)(second)}" if column else ""
+    cell = number_cell(row.values.get(metric.quantity), how, detail)
+    return replace(cell, second=finite(second) or 0.0)
 
 
 def number_cell(value: Any, how: Callable[[Any], str], detail: str = "") -> Cell:

@@ -58,14 +58,15 @@ def finding(row: Row, bases: list[Row]) -> str:
     if row.loss is None or finite(row.loss.mean) is None:
         state = "not finished" if not row.finished else "no held-out loss that is finite"
         return f"{row.label}: {state}"
-    parts = [f"{row.label} {with_interval(row.loss)}"]
+    parts = [f"{row.label} held-out loss {with_interval(row.loss)}"]
     if any(row is base for base in bases):
         parts.append("the baseline")
-    elif len(row.runs) == 1 and (entropy := finite(unigram_entropy(row))) is not None:
+    if not bases and (entropy := finite(unigram_entropy(row))) is not None:
         side = "under" if row.loss.mean <= entropy else "over"
         apart = fixed(abs(entropy - row.loss.mean), 2)
         parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
-    return ", ".join([*parts, counted(row.loss.seeds, "seed")])
+    many = [counted(row.loss.seeds, "seed")] if bases or len(row.runs) > 1 else []
+    return ", ".join([*parts, *many])
 
 
 def unigram_entropy(row: Row) -> float | None:
