@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -16,6 +17,7 @@ def variant_line(name: str, config: AttentionConfig) -> str:
     return yaml_comment("attention", name) or first_sentence(type(config))
 
 
+@cache
 def yaml_comment(group: str, name: str) -> str:
     """The lines that begin with # at the top of a choice's YAML, its package left out, as one."""
     for directory in config_directories():
