@@ -3,7 +3,7 @@
 # make test-slow    the other tests, a quarter of an hour of them; random cases are drawn anew
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
-# make docs    docs/metrics.md, from the table of metrics
+# make docs    docs/metrics.md and docs/configuration.md, from the code
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
 PYTHON ?= python3
@@ -57,6 +57,7 @@ gpu-data: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m diffllm.metrics.document > docs/metrics.md
+	$(BIN)/python -m diffllm.config.document > docs/configuration.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The README's table of plans, as Markdown: what models need of 8, 64 and 512 H200.
+"""The table of docs/plan.md, as Markdown: what models need of 8, 64 and 512 H200.
 
     python benchmarks/plan_table.py [overrides and keys of diffllm plan]
 

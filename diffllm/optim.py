@@ -23,16 +23,22 @@ class Schedule(Enum):
 
 @dataclass
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with decay on matrices only."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with weight decay on matrices only."""
 
     lr: float = bounded(1e-3, above=0)
+    """Peak learning rate."""
     beta1: float = bounded(0.9, least=0, below=1)
+    """Decay of AdamW's mean of gradients."""
     beta2: float = bounded(0.95, least=0, below=1)
+    """Decay of AdamW's mean of squared gradients."""
     eps: float = bounded(1e-8, above=0)
+    """Added to AdamW's denominator."""
     weight_decay: float = bounded(0.1, least=0)
+    """Share of a matrix, times the learning rate, that a step takes away."""
     clip_norm: float = bounded(1.0, least=0)
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Schedule = Schedule.cosine
+    """Course of the learning rate after its warmup."""
     warmup_steps: int = bounded(100, least=0)
     """Steps in which the learning rate rises from 0 to `lr`."""
     decay_fraction: float = bounded(0.2, least=0, most=1)

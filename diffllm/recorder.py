@@ -147,6 +147,8 @@ class Recorder:
         """Write what was noted or diagnosed at a step that is not logged otherwise."""
         self.flush(step)
         if self.line:
+            if "eval/loss" in self.line and "train/lr" not in self.line:
+                self.display.print(f"step {step}: held-out loss {self.line['eval/loss']:.3f}")
             self.write(step, self.line)
             self.line = {}
 

@@ -176,6 +176,7 @@ class ProtectionConfig:
     """The protection of parameters from bad updates."""
 
     skip_step: SkipStep = SkipStep.nonfinite
+    """Updates that are left out: none, those with nan or infinity, or spikes as well."""
     max_consecutive_skips: int = bounded(20, least=1)
     """Skipped updates in a row after which a run saves and stops, at the next logged step."""
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -308,7 +309,7 @@ def test_figure_and_table_of_a_run(make_run, command, variant):
     code, out, err = command(f"run={run}", "prompt=def f(x):\n", "layer=1")
     assert (code, err) == (0, "")
     *_, path_line = out.splitlines()
-    figure = run / "attention-map-layer01.png"
+    (figure,) = run.glob("attention-map-layer01-def-f-x-*.png")
     assert path_line == f"figure: {figure}"
     assert min(png_size(figure)) > 300
     assert out.startswith(f"{variant}, layer 1, {2 if variant == 'diff_v1' else 4} heads, mean ")
@@ -351,11 +352,36 @@ def test_one_head_a_checkpoint_by_its_step_and_another_place(make_run, command, 
     code, out, _ = command(f"run={run}", "prompt=x", "head=2", "step=7")
     assert code == 0
     assert "head 2" in out
-    assert png_size(run / "attention-map-layer01-head02.png")  # the last layer
+    (figure,) = run.glob("attention-map-layer01-head02-step7-x-*.png")  # the last layer
+    assert png_size(figure)
     places = [tmp_path / "a.pdf", tmp_path / "b.SVG"]
     for place, start in zip(places, (b"%PDF", b"<?xml"), strict=True):
         assert command(f"run={run}", "prompt=x", "head=0", f"out={place}")[0] == 0
         assert place.read_bytes().startswith(start)
+
+
+def test_every_layer_has_a_figure_and_every_prompt_its_own(make_run, command, tmp_path):
+    run = make_run()
+    for prompt in ("x y", "x(y", "("):
+        code, out, _ = command(f"run={run}", f"prompt={prompt}", "layer=all", "head=0")
+        assert code == 0
+        assert [line for line in out.splitlines() if line.startswith("diff_v2, layer")] == [
+            line
+            for line in out.splitlines()
+            if re.match(r"diff_v2, layer [01], head 0, mean", line)
+        ]
+        assert out.count("figure: ") == 2
+    figures = sorted(path.name for path in run.glob("*.png"))
+    assert len(figures) == 6
+    assert sum(name.startswith("attention-map-layer00-head00-x-y-") for name in figures) == 2
+    before = {path.name: path.read_bytes() for path in run.glob("*.png")}
+    assert command(f"run={run}", "prompt=x y", "head=0")[0] == 0
+    assert {path.name: path.read_bytes() for path in run.glob("*.png")} == before
+    place = tmp_path / "maps.svg"
+    assert command(f"run={run}", "prompt=x", "layer=all", "head=0", f"out={place}")[0] == 0
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
+        *("maps-layer00.svg", "maps-layer01.svg"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +393,8 @@ def test_one_head_a_checkpoint_by_its_step_and_another_place(make_run, command, 
         (["prompt=" + "(" * 40], ["prompt has 40 tokens", "32"]),
         (["prompt=x", "layer=2"], ["layer=2", "0 to 1"]),
         (["prompt=x", "layer=-2"], ["layer=-2", "0 to 1"]),
-        (["prompt=x", "layer=one"], ["layer='one'"]),
+        (["prompt=x", "layer=one"], ["layer=one", "0 to 1", "all"]),
+        (["prompt=x", "layer=all", "out=a.gif"], ["out=a.gif", ".png"]),
         (["prompt=x", "head=4"], ["head=4", "0 to 3"]),
         (["prompt=x", "head=-1"], ["head=-1", "0 to 3", "all"]),
         (["prompt=x", "head=first"], ["head=first", "all"]),

@@ -324,6 +324,61 @@ def test_a_misspelt_key_is_answered_with_the_right_one():
         load_config(["global_batchsize=1"])
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("lr=1e-3", "unknown key lr; did you mean optim.lr?"),
+        ("+lr=1e-3", "unknown key lr; did you mean optim.lr?"),
+        ("n_layers=3", "unknown key n_layers; did you mean model.n_layers?"),
+        ("train.log_interval=3", "unknown key train.log_interval; did you mean log_interval?"),
+        ("warmup=3", "unknown key warmup; did you mean optim.warmup_steps?"),
+        (
+            "batch_size=3",
+            "unknown key batch_size; did you mean one of global_batch_size, micro_batch_size?",
+        ),
+        (
+            "keep=3",
+            "unknown key keep; did you mean one of checkpoint.keep_last, checkpoint.keep_every?",
+        ),
+    ],
+)
+def test_a_key_without_its_section_is_answered_with_the_whole_one(word, answer):
+    with pytest.raises(ConfigError) as caught:
+        load_config([word])
+    assert str(caught.value) == answer
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "paths", "dataset"),
+    [
+        (["data.paths=mine/a.parquet"], "files", ["mine/a.parquet"], None),
+        (["data.paths='my data/*.parquet'"], "files", ["my data/*.parquet"], None),
+        (["data.paths=[a.txt,b.txt]"], "files", ["a.txt", "b.txt"], None),
+        (["data.dataset=me/corpus"], "hub", [], "me/corpus"),
+        (["data.dataset=me/corpus", "data.name=en"], "hub", [], "me/corpus"),
+        (["data=files", "data.paths=2024"], "files", ["2024"], None),
+    ],
+)
+def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, paths, dataset):
+    cfg = load_config(words)
+    assert cfg.data.source == cfg.run.choices["data"] == source
+    assert (cfg.data.paths, cfg.data.dataset) == (paths, dataset)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data=stdlib", "data.paths=a.txt"], "data.paths=['a.txt'] needs data=files, not stdlib"),
+        (["data.source=stdlib", "data.paths=a.txt"], "needs data=files, not stdlib"),
+        (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
+    ],
+)
+def test_a_source_that_is_given_is_not_replaced(words, named):
+    with pytest.raises(ConfigError) as caught:
+        load_config(words)
+    assert named in str(caught.value)
+
+
 def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
     with pytest.raises(ConfigError, match=r"unknown key model\.attention\.pairing") as caught:
         load_config(["attention=diff_v1", "model.attention.pairing=halves"])

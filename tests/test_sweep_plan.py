@@ -138,13 +138,14 @@ def test_a_report_that_fails_says_one_line(
     def fails(paths: list[Path]) -> None:
         raise RuntimeError(f"cannot\nread {paths[0]}")
 
+    monkeypatch.setattr("diffllm.report.comparison_text", lambda paths: "the table", raising=False)
     monkeypatch.setattr("diffllm.report.write_report", fails, raising=False)
     report_module.write_comparison(Path("s"))
-    assert capsys.readouterr().out == "no comparison of the runs: cannot read s\n"
+    assert capsys.readouterr().out == ("\nthe table\n\nno comparison of the runs: cannot read s\n")
     written = (Path("s/report.html"), Path("s/report.csv"))
     monkeypatch.setattr("diffllm.report.write_report", lambda paths: written, raising=False)
     report_module.write_comparison(Path("s"))
-    assert capsys.readouterr().out == "comparison s/report.html, s/report.csv\n"
+    assert capsys.readouterr().out == ("\nthe table\n\ncomparison s/report.html, s/report.csv\n")
 
 
 @pytest.mark.parametrize(
@@ -160,10 +161,8 @@ def test_a_report_that_fails_says_one_line(
         ("only words\n", "only words"),
     ],
 )
-def test_the_last_error_of_a_log(workplace: Path, said: str, expected: str) -> None:
-    log = workplace / "run.log"
-    log.write_text(f"error: of an earlier start\n{said}")
-    assert last_error(log, len("error: of an earlier start\n")) == expected
+def test_the_last_error_of_what_a_job_says(said: str, expected: str) -> None:
+    assert last_error(said) == expected
 
 
 # Clusters, without one

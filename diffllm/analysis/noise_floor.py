@@ -249,44 +249,57 @@ def noise_floor(cfg: Settings) -> NoiseFloor:
     )
 
 
+def noise_in_words(correlation: float) -> str:
+    """How the noise of the two maps goes together: "shared noise", "independent noise"."""
+    if correlation == 0:
+        return "independent noise"
+    return "shared noise" if correlation > 0 else "opposed noise"
+
+
 def draw_figure(result: NoiseFloor) -> Figure:
     """SNR over the number of keys, lambda and amplitude; no part of pyplot's state."""
     cfg, usable = result.settings, result.usable_amplitude
     given, keys = f"λ = {cfg.lambda_:g}", f"{cfg.keys:,} keys"
-    sigma, rho = f"σ = {cfg.amplitude:g}", f"ρ = {cfg.correlation:g}"
+    noise, amplitude = noise_in_words(cfg.correlation), f"amplitude {cfg.amplitude:g}"
     names = {
-        "standard": "standard",
+        "standard": "standard attention",
         "differential": given,
         "best": "best λ",
-        "uncorrelated": f"{given}, ρ = 0",
+        "uncorrelated": f"{given}, independent noise",
     }
     noises = {
-        "standard": "standard",
-        "differential": f"{rho}, best λ {result.best_lambda['differential']:.2f}",
-        "uncorrelated": f"ρ = 0, best λ {result.best_lambda['uncorrelated']:.2f}",
+        "standard": "standard attention",
+        "differential": f"{noise}, best λ {result.best_lambda['differential']:.2f}",
+        "uncorrelated": f"independent noise, best λ {result.best_lambda['uncorrelated']:.2f}",
     }
     usable_names = {name: f"{names[name]}, usable to {x:.2f}" for name, x in usable.items() if x}
-    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     by_keys, by_lambda, by_amplitude = figure.subplots(1, 3)
-    draw_panel(by_keys, f"a: {sigma}, {rho}", result.by_keys, names)
-    draw_panel(by_lambda, f"b: {keys}, {sigma}", result.by_lambda, noises)
-    draw_panel(by_amplitude, f"c: {keys}, {rho}", result.by_amplitude, names | usable_names)
+    draw_panel(by_keys, f"More keys\n{noise} of {amplitude}", result.by_keys, names)
+    draw_panel(
+        by_lambda, f"More of map 2 subtracted\n{keys}, {amplitude}", result.by_lambda, noises
+    )
+    labels = names | usable_names
+    draw_panel(by_amplitude, f"Stronger noise\n{keys}, {noise}", result.by_amplitude, labels)
     by_keys.set_xscale("log", base=2)
     by_keys.set_xticks(result.by_keys.at, [f"{n / 1024:g}" for n in result.by_keys.at])
     by_keys.set(xlabel="keys (× 1,024)", ylabel="signal-to-noise ratio")
     by_lambda.set(xlabel="λ", xlim=(0, 1), ylim=(0, None))
-    by_amplitude.set(xlabel="amplitude of the noise, σ (logits)", xlim=(0, None))
+    by_amplitude.set(xlabel="amplitude of the noise, in logits", xlim=(0, None))
     for name, best in result.best_lambda.items():
         by_lambda.plot(best, result.by_lambda.curves[name].snr.max(), "o", **STYLES[name])
     for name in usable_names:
         by_amplitude.plot(usable[name], cfg.threshold, "o", **STYLES[name])
     scale_logarithmically(by_keys, result.by_keys, cfg.threshold)
     scale_logarithmically(by_amplitude, result.by_amplitude, cfg.threshold)
-    figure.suptitle("Standard attention (λ = 0) and differential attention, map 1 − λ · map 2")
+    figure.suptitle(
+        "How one query's signal stands out of noise: standard attention, and map 1 − λ · map 2"
+    )
     figure.supxlabel(
-        f"One query; signal {cfg.signal:g} logits above noise of mean 0, which has correlation ρ "
-        f"between the maps. Mean of {cfg.draws} draws ± 2 standard errors. "
-        f"Dashed: threshold {cfg.threshold:g}.",
+        f"Signal {cfg.signal:g} logits above noise of mean 0, whose correlation between the two "
+        f"maps is {cfg.correlation:g}, and 0 where it is called independent.\n"
+        f"Mean of {cfg.draws} draws ± 2 standard errors. Dashed: a ratio of {cfg.threshold:g}, "
+        "from which a map is usable.",
         size="small",
     )
     return figure

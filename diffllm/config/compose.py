@@ -23,10 +23,13 @@ from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
+    as_lists,
     check_booleans,
     check_overrides,
     check_secrets,
     explain,
+    implied_source,
+    nearest,
     one_line,
     suggest,
 )
@@ -130,13 +133,25 @@ def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose a config, untyped; raises ConfigError."""
+    return composed(overrides)[0]
+
+
+def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """Compose a config, untyped, and return it with the overrides as Hydra takes them.
+
+    There, single values of lists are in brackets, and the source of text and the experiment that
+    they imply are said. Raises ConfigError.
+    """
     with hydra():
         try:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
-            words = [*quickstart(parsed), *overrides]
-            cfg = compose("train", overrides=words, return_hydra_config=True)
+            overrides = [*quickstart(parsed), *as_lists(parsed)]
+            cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            if source := implied_source(cfg, parsed):
+                overrides = [*source, *overrides]
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
             check_booleans(cfg, parsed)
             choose_length(cfg, parsed)
         except COMPOSING as error:
@@ -148,7 +163,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     with open_dict(cfg):
         cfg.run.choices = {group: choices[group] for group in GROUPS}
         del cfg["hydra"]
-    return cfg
+    return cfg, overrides
 
 
 def quickstart(overrides: list[Override]) -> list[str]:
@@ -214,6 +229,8 @@ def check_fields(cfg: TrainConfig) -> None:
     """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
-        for name in vars(node).keys() - known:
-            names = known if prefix else list({*known, *GROUPS})
-            raise ConfigError(f"unknown key {prefix}{name}{suggest(name, names)}")
+        for unknown in vars(node).keys() - known:
+            key = f"{prefix}{unknown}"
+            beside = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
+            close = nearest(key, [*beside, *(name for name, _, _ in leaves(cfg))])
+            raise ConfigError(f"unknown key {key}{suggest(key, close or beside)}")

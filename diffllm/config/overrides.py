@@ -14,10 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from diffllm.data.config import READ_BY
 from diffllm.errors import ConfigError
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
+LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
+"""The keys that hold lists of text, for which a command line may give a single one."""
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError,
@@ -82,9 +85,60 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def suggest(name: str, known: list[str]) -> str:
-    """Return ': did you mean x?', or the list of known names."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+    """Return '; did you mean x?', or the list of known names."""
+    close = nearest(name, known)
+    if not close:
+        return f"; known: {', '.join(sorted(known))}"
+    return f"; did you mean {'one of ' * (len(close) > 1)}{', '.join(close)}?"
+
+
+def nearest(key: str, known: list[str]) -> list[str]:
+    """Return the keys that end as this one does, or contain it, or look like it; none otherwise."""
+    section, _, own = key.rpartition(".")
+    last = {name: name.rpartition(".")[2] for name in known}
+    if same := [name for name in known if last[name] == own]:
+        return same
+    longer = [name for name in known if own in last[name].split("_", 1)]
+    if longer and not section:
+        return longer
+    beside = {last[name]: name for name in known if name.rpartition(".")[0] == section}
+    if close := difflib.get_close_matches(own, beside, n=1):
+        return [beside[close[0]]]
+    if section:
+        return difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    close = difflib.get_close_matches(own, last.values(), n=1)
+    return [name for name in known if last[name] in close]
+
+
+def as_lists(overrides: list[Override]) -> list[str]:
+    """Return overrides as words, with a single value in brackets where a key holds a list."""
+
+    def as_list(override: Override) -> str:
+        word, value = str(override.input_line), override.value()
+        key, _, text = word.partition("=")
+        single = isinstance(value, str | int | float) and not isinstance(value, bool)
+        single &= not text.startswith("${") or text.startswith("${oc.env:")
+        listed = override.key_or_group in LISTS and single
+        return f"{key}=[{text}]" if listed else word
+
+    return [as_list(override) for override in overrides]
+
+
+def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
+    """Return the `data=` that the keys of a corpus imply, as a word; none where it is given.
+
+    Raises ConfigError for keys of different sources.
+    """
+    keys = {override.key_or_group: override.value() for override in overrides}
+    if "data" in keys or "data.source" in keys:
+        return []
+    given = {name: source for name, source in READ_BY.items() if keys.get(f"data.{name}")}
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'data.{name} (data={source})' for name, source in given.items())}: "
+            "a run has one source of text"
+        )
+    return [f"data={source}" for source in set(given.values()) if cfg.data.source != source]
 
 
 def known_keys(node: Any, prefix: str = "") -> list[str]:
@@ -125,8 +179,7 @@ def explain(error: Exception, words: list[str]) -> str:
         )
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
-        close = difflib.get_close_matches(key, names, n=1)
-        return f"unknown key {key}{suggest(key, close or sisters(key, names))}"
+        return f"unknown key {key}{suggest(key, nearest(key, names) or sisters(key, names))}"
     return f"{culprit}: {text}"
 
 

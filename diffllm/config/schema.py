@@ -41,7 +41,7 @@ class RunConfig:
     dir: str | None = None
     """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys, or groups of them, that may differ from what is continued; also `corpus` and
+    """Keys, or sections, that may differ from those of the run that is continued. Also `corpus` and
     `tokenizer`, which are compared by content."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
@@ -74,30 +74,35 @@ class TrainConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     plugins: list[str] = field(default_factory=list)
-    """Python modules, or entry points of packages, that register more variants, data sources and
-    metrics; imported when they stand on the command line."""
+    """Python modules or entry points that register variants, data sources and metrics. They are
+    imported where they stand on the command line."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
+    """Seed of the initial values, of the order of samples and of the sample at the end."""
     steps: int = bounded(1000, least=1, most=MOST_STEPS)
-    """Optimizer steps; in place of them:"""
+    """Optimizer steps, unless max_tokens or epochs say how many."""
     max_tokens: float | None = bounded(None, above=0)
-    """Tokens to train on at most; `steps` follows."""
+    """Tokens to train on at most; steps follows."""
     epochs: float | None = bounded(None, above=0)
-    """Passes over the training split at most; `steps` follows, once the corpus is prepared."""
+    """Passes over the training split at most; steps follows, once the corpus is prepared."""
     seq_len: int = bounded(512, least=1, most=2**27)
+    """Tokens of a sequence."""
     global_batch_size: int = bounded(8, least=1, most=2**24)
     """Sequences of an optimizer step."""
     micro_batch_size: int | None = bounded(None, least=1, most=2**24)
     """Sequences of a rank and forward pass; null: all that a rank gets. Accumulation follows."""
     precision: Precision = Precision.auto
+    """Dtype of the computation; auto: bf16 on devices with units for it."""
     compile: bool | None = None
     """Whether torch.compile compiles blocks and loss; null: on GPUs only."""
     activation_checkpointing: bool = False
+    """Compute each block again in the backward pass, which saves its activations' memory."""
     log_interval: int = bounded(10, least=1)
+    """Steps between lines of metrics; the first and the last step always have one."""
     resume: str = "auto"
-    """Where to start. auto: at the newest complete checkpoint of the run directory; never: anew, in
-    a directory that holds no run; a path: at that checkpoint."""
+    """Where to start: auto, never or the path of a checkpoint. With auto at the newest complete
+    checkpoint of the run directory; with never anew, in a directory that holds no run."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""

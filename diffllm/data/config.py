@@ -23,10 +23,12 @@ OURS = ("stdlib", "files", "hub")
 
 @dataclass
 class DataConfig:
-    """The config of a corpus; `source` says which of the fields below it apply."""
+    """The corpus: where its text comes from, and how it becomes tokens."""
 
     source: str = "stdlib"
+    """Kind of the corpus; set by data=."""
     cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
+    """Directory of prepared corpora and tokenizers."""
     tokenizer: str | None = None
     """A sentencepiece .model file; null trains one on the corpus."""
     vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
@@ -40,14 +42,20 @@ class DataConfig:
     prefetch_factor: int = bounded(4, least=1, most=10_000)
     """Micro-batches each loader process prepares ahead."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (data=files): parquet, jsonl, json or txt; the last three also .gz or .zst."""
+    """Files or globs (data=files): parquet, jsonl, json or txt, or one such path. The last three
+    also .gz or .zst."""
     text_column: str = "text"
+    """Column that holds the text, in any format but txt."""
     sample_by: SampleBy = SampleBy.document
+    """Unit of a txt file that becomes one document."""
     dataset: str | None = None
-    """Hub dataset or local dataset directory (data=hub), with its `name`, `split`, `revision`."""
+    """Hub dataset owner/name, or a local dataset directory (data=hub)."""
     name: str | None = None
+    """Configuration of the hub dataset, where it has several."""
     split: str = "train"
+    """Split of the hub dataset; held-out documents are chosen from it, too."""
     revision: str | None = None
+    """Branch, tag or commit of the hub dataset; null: the newest at its first use."""
 
     mask_documents: bool = False
     """Keep attention inside a document, and start positions at 0 in each."""

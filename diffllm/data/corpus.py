@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 COMPRESSED = (".gz", ".zst")
+TEXT_TYPES = ("string", "large_string")
+USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content")
+"""Names that columns of text have in most datasets, in lower case."""
 CACHE_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
@@ -153,10 +156,10 @@ def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
         import pyarrow.parquet
 
         try:
-            names = pyarrow.parquet.read_schema(path).names
+            columns = pyarrow.parquet.read_schema(path)
         except Exception as error:
             raise DataError(f"{path}: {_reason(error)}") from error
-        _check_column(names, column, str(path))
+        _check_column({field.name: str(field.type) for field in columns}, column, str(path))
         options = {"columns": [column]}
     return _text_column(_load_files(form, [path], cache_dir, **options), column, str(path))
 
@@ -255,14 +258,22 @@ def _reason(error: BaseException) -> str:
 
 def _text_column(dataset: "Dataset", column: str, where: str) -> "Dataset":
     """Return `dataset` with the column `column` alone, named "text"."""
-    _check_column(dataset.column_names, column, where)
-    dtype = dataset.features[column].dtype
-    if dtype not in ("string", "large_string"):
-        raise DataError(f"{where}: column {column!r} holds {dtype}, not text")
+    types = {name: str(getattr(kind, "dtype", kind)) for name, kind in dataset.features.items()}
+    _check_column(types, column, where)
     text = dataset.select_columns([column])
     return text if column == "text" else text.rename_column(column, "text")
 
 
-def _check_column(names: list[str], column: str, where: str) -> None:
-    if column not in names:
-        raise DataError(f"{where}: no column {column!r}; it has {', '.join(names)}")
+def _check_column(types: dict[str, str], column: str, where: str) -> None:
+    """Raise DataError unless the column is there and holds text; `types` are by column."""
+    if types.get(column) in TEXT_TYPES:
+        return
+    texts = [name for name, kind in types.items() if kind in TEXT_TYPES]
+    usual = [name for name in texts if name.lower() in USUAL_COLUMNS]
+    plausible = usual if len(usual) == 1 else texts
+    hint = " or ".join(f"data.text_column={name}" for name in plausible)
+    if column in types:
+        problem = f"column {column!r} holds {types[column]}, not text"
+    else:
+        problem = f"no column {column!r}; it has {', '.join(types)}"
+    raise DataError(f"{where}: {problem}{f': use {hint}' if hint else ', none of them text'}")

@@ -11,7 +11,13 @@ from diffllm.data.corpus import open_corpus
 from diffllm.data.file_index import combined_hash
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream, again
-from diffllm.data.tokenise import TOKENIZER_FILE, available_cores, choose_heldout, write_tokens
+from diffllm.data.tokenise import (
+    TOKENIZER_FILE,
+    available_cores,
+    choose_heldout,
+    cut_in_two,
+    write_tokens,
+)
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.train_tokenizer import TRAINING, train_tokenizer
 from diffllm.errors import DataError
@@ -85,14 +91,16 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
     def build(directory: Path) -> None:
         started = time.monotonic()
         print_line(f"preparing tokens: {corpus.description}, in {cache_dir}")
-        is_heldout = choose_heldout(corpus.load(), cfg.heldout_fraction)
+        parts = cut_in_two(corpus, cfg.heldout_fraction)
+        texts, is_heldout = parts or (corpus, choose_heldout(corpus.load(), cfg.heldout_fraction))
         if cfg.tokenizer is None:
             build_once(tokenizer_path.parent, build_tokenizer)
         shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
-        manifest = write_tokens(corpus, is_heldout, directory)
+        manifest = write_tokens(texts, is_heldout, directory, cut=parts is not None)
         train, heldout = manifest.splits["train"], manifest.splits["heldout"]
         print_line(
-            f"prepared {train.tokens:,} training and {heldout.tokens:,} held-out tokens "
+            f"prepared {train.tokens:,} training and {heldout.tokens:,} held-out tokens"
+            f"{', the end of the one document,' * manifest.cut} "
             f"in {time.monotonic() - started:.0f} s"
         )
 

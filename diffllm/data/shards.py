@@ -55,6 +55,8 @@ class Manifest:
     heldout_unigram_entropy: float
     """Loss in nats a token of the best model that ignores context, on the held-out split."""
     splits: dict[str, Split]
+    cut: bool = False
+    """True if the corpus is a single document, whose end is held out."""
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
@@ -109,13 +111,14 @@ class ShardWriter:
         self.documents = 0
         self.bytes = 0
 
-    def add(self, documents: Sequence[Sequence[int]], text_bytes: int) -> None:
-        """Append documents (EOS included) whose text has `text_bytes` bytes in all."""
-        if not documents:
+    def add(self, texts: Sequence[Sequence[int]], text_bytes: int, documents: int) -> None:
+        """Append the tokens of texts that have `text_bytes` bytes in all and end `documents`
+        documents, each with its EOS."""
+        if not texts:
             return
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in documents])
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in texts])
         self.counts += np.bincount(tokens, minlength=len(self.counts))
-        self.documents += len(documents)
+        self.documents += documents
         self.bytes += text_bytes
         while len(tokens):
             if self._tokens == SHARD_TOKENS:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,19 +19,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 BATCH_BYTES = 4_000_000
+PIECE = 1_000_000
 TOKENIZER_FILE = "tokenizer.model"
 
 
-def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Manifest:
+def write_tokens(
+    corpus: Corpus, is_heldout: np.ndarray, directory: Path, cut: bool = False
+) -> Manifest:
     """Tokenise `corpus` with the tokenizer in `directory`; write shards and manifest beside it.
 
-    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus.
+    `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus; with `cut` it is
+    that of `cut_in_two`, whose documents are pieces of one.
     """
     tokenizer = Tokenizer.from_file(directory / TOKENIZER_FILE)
     documents = corpus.load()
     writers = {
         name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
     }
+    ends = np.append(is_heldout[1:] != is_heldout[:-1], True) if cut else np.ones_like(is_heldout)
     done = 0
     with track("tokenising", len(is_heldout)) as advance:
         for texts in _batches(documents):
@@ -39,8 +45,9 @@ def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Man
             for name, writer in writers.items():
                 mine = np.flatnonzero(chosen == (name == "heldout"))
                 writer.add(
-                    [[*encoded[i], tokenizer.eos_id] for i in mine],
+                    [[*encoded[i], *[tokenizer.eos_id] * bool(ends[done + i])] for i in mine],
                     sum(len(texts[i].encode()) for i in mine),
+                    int(ends[done + mine].sum()),
                 )
             done += len(texts)
             advance(len(texts))
@@ -56,6 +63,7 @@ def write_tokens(corpus: Corpus, is_heldout: np.ndarray, directory: Path) -> Man
         skipped_undecodable=corpus.skipped_undecodable,
         heldout_unigram_entropy=_entropy(writers["heldout"].counts),
         splits={name: writer.finish() for name, writer in writers.items()},
+        cut=cut,
     )
     manifest.save(directory)
     return manifest
@@ -66,7 +74,7 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
 
     The choice hangs on a hash of a document's text alone, so order does not matter and
     duplicates stay on one side. Each side gets at least one document; raises DataError where there
-    are fewer than two distinct ones.
+    are fewer than two distinct ones, which `cut_in_two` makes of a single one.
     """
     hashes = np.fromiter(
         (
@@ -87,6 +95,64 @@ def choose_heldout(documents: "Dataset", fraction: float) -> np.ndarray:
     if heldout.all():
         heldout = hashes != hashes.max()
     return heldout
+
+
+def cut_in_two(corpus: Corpus, fraction: float) -> tuple[Corpus, np.ndarray] | None:
+    """Cut a corpus of a single document into pieces, and say which of them are its end, held out.
+
+    The end is `fraction` of the text, or a little more to begin with a line or a word. Pieces are
+    short enough for the tokenizer, whose memory grows with its text. None for a corpus of several
+    documents.
+    """
+    texts = _texts(corpus.load())
+    text = next(texts, "")
+    if not text or next(texts, None) is not None:
+        return None
+    end = len(text.rstrip())
+    size = max(1, round(fraction * end))
+    latest, earliest = end - size, max(0, end - 2 * size)
+    cuts = (text.rfind(mark, earliest, latest) + 1 for mark in "\n ")
+    cut = next((cut for cut in cuts if cut), latest)
+    if text[:cut].isspace() or not cut:
+        return None
+    train, heldout = pieces_of(text[:cut]), pieces_of(text[cut:])
+    blank = corpus.skipped_empty + len(corpus.load()) - 1
+    parts = replace(corpus, load=lambda: _dataset_of(train + heldout), skipped_empty=blank)
+    return parts, np.repeat([False, True], [len(train), len(heldout)])
+
+
+def pieces_of(text: str) -> list[str]:
+    """Cut a text into pieces of at most PIECE characters, after line breaks where there are some.
+
+    Whitespace alone, which would be taken for an empty document, goes with the piece beside it.
+    """
+    pieces: list[str] = []
+    start = 0
+    while start < len(text):
+        stop = start + PIECE
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        piece = text[start:stop]
+        if pieces and (piece.isspace() or pieces[-1].isspace()):
+            pieces[-1] += piece
+        else:
+            pieces.append(piece)
+        start = stop
+    return pieces
+
+
+def _dataset_of(texts: list[str]) -> "Dataset":
+    from datasets import Dataset, Features, Value
+
+    return Dataset.from_dict({"text": texts}, Features({"text": Value("large_string")}))
+
+
+def _texts(documents: "Dataset") -> Iterator[str]:
+    """Yield the texts that are more than whitespace, in order."""
+    for row in documents:
+        text = row["text"]
+        if text and not text.isspace():
+            yield text
 
 
 def _batches(documents: "Dataset") -> Iterator[list[str]]:

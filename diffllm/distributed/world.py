@@ -38,8 +38,8 @@ class DistributedConfig:
     timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
     """Seconds after which a collective that does not complete ends the run."""
     check_interval: int = bounded(0, least=0)
-    """Steps between checks that ranks with the same part of the model hold the same values; at the
-    start that is always checked, and 0 leaves it at that."""
+    """Steps between checks that ranks hold equal values; 0: at the start alone. Compared are ranks
+    with the same part of the model."""
 
 
 @dataclass

@@ -6,12 +6,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diffllm.metrics.log import Copied, RunLog
+
 
 class Display:
-    """Progress of one run on standard output; silent on ranks other than 0."""
+    """Progress of one run on standard output, and in its log; silent on ranks other than 0."""
 
-    def __init__(self, steps: int, enabled: bool = True):
+    def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
+        self.log = log or RunLog()
+        self.staying = 0
+        """The step from which on the next line stays on a terminal."""
         self.console = Console(highlight=False, soft_wrap=True)
         self.live: Progress | None = None
 
@@ -28,6 +33,7 @@ class Display:
                 console=self.console,
             )
             self.live.start()
+            sys.stderr = Copied(sys.stderr, self.log.write)  # rich's now, until `stop`
             self.task = self.live.add_task("", total=self.steps, completed=step, status="")
 
     def advance(self, step: int) -> None:
@@ -36,25 +42,36 @@ class Display:
             self.live.update(self.task, completed=step)
 
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
-        """Report the values of a logged step."""
+        """Report the values of a logged step.
+
+        On a terminal the bar has the newest, and a line above it stays: of the first and the last
+        step, and in between about as many as fit on a screen, denser at the beginning.
+        """
         if not self.enabled:
             return
-        status = (
-            f"loss {values['train/loss']:.3f}  grad {values['train/grad_norm']:.2f}  "
-            f"lr {values['train/lr']:.1e}  {values['perf/tokens_per_s']:,.0f} tok/s"
+        loss, speed = values["train/loss"], values["perf/tokens_per_s"]
+        line = (
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.3f}  "
+            f"grad {values['train/grad_norm']:.2f}  lr {values['train/lr']:.1e}  {speed:,.0f} tok/s"
         )
+        if "eval/loss" in values:
+            line += f"  held-out {values['eval/loss']:.3f}"
         if self.live:
-            self.live.update(self.task, completed=step, status=status)
+            newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
+            self.live.update(self.task, completed=step, status=newest)
+            if step >= min(self.staying, self.steps) or "eval/loss" in values:
+                self.console.print(line, markup=False)
+                self.staying = step + max(1, min(step // 4, self.steps // 20))
+            self.log.write(f"{line}\n")
         else:
-            self.print(
-                f"step {step:>{len(str(self.steps))}}/{self.steps}  {status}  ETA {duration(eta_s)}"
-            )
+            self.print(f"{line}  ETA {duration(eta_s)}")
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
         if self.enabled:
             self.console.print(text, markup=False)
             sys.stdout.flush()
+            self.log.write(f"{text}\n")
 
     def stop(self) -> None:
         """Remove the live line."""

@@ -28,6 +28,10 @@ class Plot:
     title: str
     caption: str = ""
     """Empty for the metric's meaning."""
+    mark: float | None = None
+    """A value to draw a line at."""
+    folded: bool = False
+    """Shown only when asked for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Curve(Plot):
     smooth: bool = False
     """A running mean."""
     clip: bool = False
-    """The scale ends just above where the curves start, so that a spike does not set it."""
+    """The scale leaves out the first steps and spikes, which would flatten all else."""
     spikes: tuple[str, str] | None = None
     """A count whose rises are marked below the curves, and the name of what spiked."""
 

@@ -5,6 +5,7 @@ report's figures and columns, and docs/metrics.md are made from these rows. A ne
 is computed, and its row.
 """
 
+from dataclasses import replace
 from functools import cache
 
 from diffllm.errors import ConfigError
@@ -74,12 +75,13 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     meaning = f"{number} of steps {since} with a {value} {rule}"
     column = None
     if what == "score":
-        column = Column(
-            "last", "max", "mean", f"{value.split()[0].capitalize()} spikes", short,
-            percent=True, second=f"{definition}/{series}_total",
-        )  # fmt: skip
+        column = Column("last", "max", "mean", unit=short, percent=True)
+        if definition == "spikes":
+            title = f"{value.split()[0].capitalize()} spikes"
+            second = f"spikes_olmo2/{series}_score"
+            column = replace(column, title=title, unit="of steps", second=second)
     elif what == "total":
-        column = Column("last", "max", "mean", unit="steps:")
+        column = Column("last", "max", "mean")
     name = f"{definition}/{series}_{what}"
     return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
 
@@ -102,7 +104,8 @@ METRICS: list[Metric] = [
                      "{incomparable}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
-    Metric("train/lr", LOSS, "Learning rate of the logged step"),
+    Metric("train/lr", LOSS, "Learning rate of the logged step",
+           plots=(Curve("Learning rate"),)),
 
     *(spikes(definition, series, what)
       for what in ("score", "total", "rolling_score", "rolling_total")
@@ -136,7 +139,7 @@ METRICS: list[Metric] = [
         "grad_norm/*", NORMS, "L2 norm of the gradient over a group of parameters: `embedding`, "
         "`attention`, `lambda`, `ffn`, `router`, `norm`, `output`", "L2 norm", summary="max",
         plots=(Curve("Gradient norm, {group}", "L2 norm over the parameters of the group {group}.",
-                     log=True),),
+                     log=True, folded=True),),
     ),
 
     Metric(
@@ -151,8 +154,7 @@ METRICS: list[Metric] = [
         "hidden_kurtosis/*", OUTLIERS,
         "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal law",
         "kurtosis", combine="mean", summary="max",
-        plots=(Layers("Kurtosis, by layer", log=True),
-               Curve("Kurtosis, highest layer", log=True)),
+        plots=(Layers("Kurtosis, by layer", mark=3), Curve("Kurtosis, highest layer", mark=3)),
         column=Column("last", "max", "mean", "Kurtosis", "over channels"),
     ),
 

@@ -45,15 +45,18 @@ class WandbMode(Enum):
 
 @dataclass
 class WandbConfig:
-    """Weights & Biases."""
+    """Where Weights & Biases keeps the run, and under what name."""
 
     mode: WandbMode = WandbMode.auto
+    """Where wandb writes; auto: online with a key, else offline."""
     project: str = "diffllm"
+    """Project of the run."""
     entity: str | None = None
+    """User or team that owns the project; null: the key's own."""
     group: str | None = None
-    """null: the attention variant."""
+    """Group of the run; null: the attention variant."""
     tags: list[str] = field(default_factory=list)
-    """Added to the name of the run's sweep."""
+    """Tags of the run, beside the name of its sweep."""
 
     def validate(self) -> None:
         """Raise ConfigError for a tag that wandb refuses."""

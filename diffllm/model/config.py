@@ -16,27 +16,38 @@ class ModelConfig:
     """Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
 
     dim: int = bounded(MISSING, least=1, most=2**20)
+    """Width of the residual stream."""
     n_layers: int = bounded(MISSING, least=1, most=10_000)
+    """Number of blocks."""
     n_heads: int = bounded(MISSING, least=1, most=2**16)
+    """Query heads of the standard attention; a variant derives its own from them."""
     n_kv_heads: int = bounded(MISSING, least=1, most=2**16)
+    """Key and value heads of the standard attention, each shared by a group of query heads."""
     head_dim: int = bounded(MISSING, least=1, most=2**16)
+    """Width of a head."""
     ffn_dim: int = bounded(MISSING, least=1, most=2**24)
     """Width of SwiGLU; in a MoE model, of the dense layers before the experts."""
     match_params_to: str | None = None
-    """Name of a variant; `ffn_dim`, or with experts `moe.expert_dim`, is solved for its total
-    parameter count when the config is loaded."""
+    """Variant whose total parameters this model is given, by solving its FFN width. `ffn_dim`, or
+    with experts `moe.expert_dim`, is solved when the config is loaded."""
     vocab_size: int = bounded(MISSING, least=1, most=2**24)
+    """Rows of the embedding and of the output; the tokenizer has at most as many pieces."""
     seq_len: int = bounded("${seq_len}", least=1, most=2**27)
+    """Longest sequence that positions are made for; set seq_len alone."""
     attention: AttentionConfig = MISSING
     moe: MoEConfig = field(default_factory=MoEConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys, before RoPE."""
     tie_embeddings: bool = False
+    """Use the embedding's weight for the output, too."""
     norm_eps: float = bounded(1e-5, above=0)
+    """Added to the mean square inside RMSNorm."""
     init_std: float = bounded(0.02, above=0)
-    """Standard deviation of matrices, truncated at 3; wo and w2 divide it by sqrt(2 n_layers)."""
+    """Standard deviation of matrices, truncated at 3 of them. That of wo and w2 is
+    divided by sqrt(2 n_layers)."""
     init_seed: int = "${seed}"  # type: ignore[assignment]
+    """Seed of the initial values, each of which depends on it and the parameter's name."""
     z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
     loss_chunk: int | None = bounded(None, least=1, most=2**27)

@@ -35,7 +35,9 @@ class RopeConfig:
     """Frequencies theta^(-2c/d) for channel pairs c, scaled for long contexts."""
 
     theta: float = bounded(10_000.0, least=1)
+    """Base of the frequencies; larger ones turn more slowly."""
     scaling: RopeScaling = RopeScaling.none
+    """Rule that changes the frequencies for contexts longer than those trained on."""
     factor: float = bounded(1.0, least=1)
     """The context's length over `original_seq_len`."""
     original_seq_len: int | None = None

@@ -20,3 +20,18 @@ def write_report(
 
     comparison, home = read(paths, baseline)
     return write(comparison, out or home)
+
+
+def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
+    """Means, gaps and 95% intervals of the runs in `paths`, as lines of at most 100 columns.
+
+    Raises ConfigError as `write_report` does.
+
+    Args:
+        paths: run directories, directories of runs, globs.
+        baseline: the variant that gaps are measured from; None takes `standard` if it is there.
+    """
+    from diffllm.report.comparison import read
+    from diffllm.report.text import table_text
+
+    return table_text(read(paths, baseline)[0])

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.find import find_runs, sweep_notes
-from diffllm.report.keys import ATTENTION, MATCH, distinguish, overrides, text_of
+from diffllm.report.groups import Group, differences, make_groups
+from diffllm.report.keys import ATTENTION, MATCH, distinguish, overrides
 from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.report.rows import Estimate, Row, make_rows, paired_gap, row_values
 from diffllm.report.runs import Run, load_run
@@ -22,6 +23,8 @@ class Comparison:
     differences: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """Keys that make rows incomparable ("steps", "data.dataset", "corpus"): each value, as text,
     and the labels of the rows that have it."""
+    groups: list[Group] = field(default_factory=list)
+    """The rows that can be compared with each other, in the order of `rows`."""
     notes: list[str] = field(default_factory=list)
     """Unfinished runs, runs that could not be read, missing seeds: a sentence each."""
 
@@ -58,11 +61,14 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
     notes: list[str] = []
-    rows = make_rows(runs, keys, notes)
+    groups = make_groups(make_rows(runs, keys, notes), runs, keys)
+    rows = [row for group in groups for row in group.rows]
     chosen = choose_baseline(baseline, rows)
     kept = [run for row in rows for run in row.runs]
     notes += [note for run in kept for note in run_notes(run)]
-    pairs = [(row, base) for row in rows if (base := baseline_row(row, rows, chosen, notes))]
+    alone: list[Row] = []
+    pairs = [(row, base) for row in rows if (base := baseline_row(row, rows, chosen, alone))]
+    notes += no_gap_notes(alone, chosen)
     for row, base in pairs:
         row.gap = gap(row, base, notes)
         row.baseline = base if row.gap else None
@@ -70,16 +76,8 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
         row.values = row_values(row, keys.incomparable)
-    differences = {key: labels_by_value(key, rows) for key in keys.incomparable}
-    return Comparison(title, rows, chosen, differences, notes)
-
-
-def labels_by_value(key: str, rows: list[Row]) -> dict[str, list[str]]:
-    """Each value of a key, as text, and the labels of the rows that have it."""
-    labels: dict[str, list[str]] = {}
-    for row in rows:
-        labels.setdefault(text_of(key, row.differing[key]), []).append(row.label)
-    return labels
+    apart = differences(groups, keys.incomparable)
+    return Comparison(title, rows, chosen, apart, groups, notes)
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
@@ -97,12 +95,12 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
     return variants[0] if len(rows) > 1 else None
 
 
-def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[str]) -> Row | None:
+def baseline_row(row: Row, rows: list[Row], baseline: str | None, alone: list[Row]) -> Row | None:
     """The row that a gap is measured from: the baseline's, all keys outside of attention equal.
 
     A row that others are matched to goes with these. Of several, which then differ in fields of the
-    variant, the one as its YAML has them. None for that row itself, and where there is none, which
-    is noted.
+    variant, the one as its YAML has them. None for that row itself, and where there is none; the
+    row is then added to `alone`.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -120,10 +118,23 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, notes: list[st
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     if not found:
-        other = "without overrides" if row.keys["attention"] == baseline else "with its other keys"
-        notes.append(f"{row.label} has no gap: there is no run of {baseline} {other}.")
+        alone.append(row)
         return None
     return None if found[0] is row else found[0]
+
+
+def no_gap_notes(alone: list[Row], baseline: str | None) -> list[str]:
+    """Which rows have no gap because no run of the baseline is like them."""
+    notes = []
+    for own in (False, True):
+        labels = [row.label for row in alone if (row.keys["attention"] == baseline) == own]
+        one = len(labels) == 1
+        like = "without overrides" if own else f"with {'its' if one else 'their'} other keys"
+        has = "has" if one else "have"
+        if labels:
+            names = ", ".join(labels)
+            notes.append(f"{names} {has} no gap: there is no run of {baseline} {like}.")
+    return notes
 
 
 def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:

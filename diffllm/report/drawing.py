@@ -6,19 +6,22 @@ import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Polygon
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.report.bands import Band, envelope, extremes
 from diffllm.report.numbers import compact, short
-from diffllm.report.style import HEIGHT, MUTED, RowStyle, new_figure, place
+from diffllm.report.style import CHARACTER, HEIGHT, MUTED, RowStyle, new_figure, place
 
 Bands = Sequence[Band | None]
 """The band of every row, in the order of styles."""
 TOKENS = FuncFormatter(lambda x, _: compact(x))
 WHOLE = FuncFormatter(lambda x, _: f"{x:.0f}")
-LEFT, TOP, RIGHT, BOTTOM = 46, 22, 14, 34
+LEFT, TOP, RIGHT, BOTTOM = 48, 24, 14, 36
 LANE = 6
 ROUND = [1, 2, 2.5, 5, 10]
+NUMBERED = 24
+"""Layers up to which each has its number below a figure."""
 MANY = 6
 """Rows from which on bands are fainter."""
 FEW = 24
@@ -34,6 +37,7 @@ def draw_curves(
     zero: bool = False,
     start: float = 0,
     top: float | None = None,
+    mark: tuple[float, str] | None = None,
 ) -> Figure:
     """Means as lines, seeds as bands and alone as thin lines, over tokens.
 
@@ -43,9 +47,10 @@ def draw_curves(
         zero: whether to draw a line at zero.
         start: tokens at which the axis begins.
         top: where a linear scale ends; None shows everything.
+        mark: a value to draw a line at, and its name.
     """
     lanes = len(styles) * LANE + 8 if any(map(len, spikes)) else 0
-    figure, axes = draw_bands(bands, styles, unit, log, "tokens", lanes)
+    figure, axes = draw_bands(bands, styles, unit, log, "tokens", lanes, mark)
     axes.margins(x=0.01)
     axes.set_xlim(left=start)
     if zero:
@@ -54,7 +59,7 @@ def draw_curves(
         axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
     last = axes
     if lanes:
-        last = place(figure, LEFT, HEIGHT - BOTTOM + 4, RIGHT, BOTTOM, sharex=axes)
+        last = place(figure, LEFT, HEIGHT - BOTTOM + 4, room_beside(mark), BOTTOM, sharex=axes)
         draw_lanes(last, spikes, styles)
         axes.tick_params(axis="x", labelbottom=False)
     last.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
@@ -67,61 +72,92 @@ def draw_layers(
     styles: list[RowStyle],
     unit: str,
     log: bool = False,
-    reference: tuple[float, str] | None = None,
+    mark: tuple[float, str] | None = None,
 ) -> Figure:
     """Means as lines and seeds as bands, over layers.
 
     Args:
         log: leaves out what is not positive.
-        reference: a value to draw a line at, and what it is.
+        mark: a value to draw a line at, and its name.
     """
-    figure, axes = draw_bands(bands, styles, unit, log, "layer")
+    figure, axes = draw_bands(bands, styles, unit, log, "layer", mark=mark)
     axes.margins(x=0.04)
-    if reference is not None:
-        value, name = reference
-        axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-        axes.annotate(
-            name, (1, value), (0, 3), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", color=MUTED,
-        )  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
-    axes.xaxis.set_major_formatter(WHOLE)
+    layers = sorted({int(x) for band in bands if band is not None for x in band.x})
+    every = -(-len(layers) // NUMBERED)
+    axes.set_xticks(layers[::every], [f"{layer}" for layer in layers[::every]])
     return figure
 
 
+def room_beside(mark: tuple[float, str] | None) -> float:
+    """Pixels to the right of the curves: a mark's name stands there, clear of them."""
+    return RIGHT if mark is None else max(RIGHT, len(mark[1]) * CHARACTER + 8)
+
+
+def draw_mark(axes: Axes, mark: tuple[float, str]) -> None:
+    """A dotted line at a value, named beside the axes."""
+    value, name = mark
+    axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+    axes.annotate(
+        name, (1, value), (4, 0), xycoords=("axes fraction", "data"),
+        textcoords="offset points", ha="left", va="center", color=MUTED,
+    )  # fmt: skip
+
+
 def draw_bands(
-    bands: Bands, styles: list[RowStyle], unit: str, log: bool, across: str, lanes: float = 0
+    bands: Bands,
+    styles: list[RowStyle],
+    unit: str,
+    log: bool,
+    across: str,
+    lanes: float = 0,
+    mark: tuple[float, str] | None = None,
 ) -> tuple[Figure, Axes]:
     """A figure of all rows, with a cross where a seed ends early or is no longer finite.
 
     Args:
         unit, across: the names of the axes.
         lanes: pixels to leave free below the curves.
+        mark: a value to draw a line at, and its name.
     """
     figure = new_figure(height=HEIGHT + lanes)
-    axes = place(figure, LEFT, TOP, RIGHT, BOTTOM + lanes)
+    axes = place(figure, LEFT, TOP, room_beside(mark), BOTTOM + lanes)
     alpha = 0.16 if len(styles) <= MANY else 0.09
     for band, style in zip(bands, styles, strict=True):
         if band is None:
             continue
         few = len(band.x) <= FEW
         thick = {"linewidth": 1.6, "markersize": 3.6, "marker": style.marker if few else ""}
-        thin = {**thick, "linewidth": 0.7, "markersize": 2}
+        thin = {**thick, "linewidth": 0.7, "markersize": 2, "gid": f"{style.gid}-single"}
         for y, how in ((band.mean, thick), *((y, thin) for y in band.singles)):
             kept = extremes(y)
-            axes.plot(band.x[kept], shown(y[kept], log), **style.line, **how)  # type: ignore[arg-type]
+            axes.plot(band.x[kept], shown(y[kept], log), **(style.line | how))  # type: ignore[arg-type]
         if (band.high > band.low).any():
             x, low, high = envelope(band)
-            how = {"color": style.colour, "alpha": alpha, "linewidth": 0, "gid": style.gid}
-            axes.fill_between(x, shown(low, log), high, **how)  # type: ignore[arg-type]
+            for outline in stretches(x, shown(low, log), high):
+                gid = f"{style.gid}-band"
+                axes.add_patch(Polygon(outline, color=style.colour, alpha=alpha, lw=0, gid=gid))
         if band.stops:
             x, y = np.transpose(band.stops)
-            how = {"color": style.colour, "markersize": 6, "markeredgewidth": 1.6, "gid": style.gid}
+            gid = f"{style.gid}-stop"
+            how = {"color": style.colour, "markersize": 6, "markeredgewidth": 1.6, "gid": gid}
             axes.plot(x, shown(y, log), "x", **how)  # type: ignore[arg-type]
     name_axes(figure, axes, unit, across)
+    if mark is not None:
+        draw_mark(axes, mark)
     if log:
         logarithmic(axes)
     return figure, axes
+
+
+def stretches(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
+    """The outlines (n, 2) of a band, one a stretch where both of its ends are finite."""
+    known = np.isfinite(low) & np.isfinite(high)
+    parts = np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1)
+    return [
+        np.concatenate([np.stack([x[at], low[at]], 1), np.stack([x[at], high[at]], 1)[::-1]])
+        for at in parts
+        if len(at) and known[at[0]]
+    ]
 
 
 def shown(values: np.ndarray, log: bool) -> np.ndarray:
@@ -135,7 +171,7 @@ def name_axes(figure: Figure, axes: Axes, unit: str, across: str) -> None:
         unit, (0, 1), (2 - LEFT, 9), xycoords="axes fraction", textcoords="offset points",
         color=MUTED,
     )  # fmt: skip
-    figure.text(1, 0.012, across, ha="right", va="bottom", color=MUTED)
+    figure.text(1, 3 / HEIGHT, across, ha="right", va="bottom", color=MUTED)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
 
 
@@ -156,7 +192,7 @@ def draw_lanes(axes: Axes, spikes: Sequence[np.ndarray], styles: list[RowStyle])
     """A lane a row, in the legend's order; a stroke where its count had risen."""
     for tokens, style in zip(spikes, styles, strict=True):
         lane, at = len(styles) - style.index, np.unique(tokens)
-        how = {"color": style.colour, "linewidth": 1.3, "gid": style.gid}
+        how = {"color": style.colour, "linewidth": 1.3, "gid": f"{style.gid}-lane"}
         axes.vlines(at, lane - 0.4, lane + 0.4, **how)  # type: ignore[arg-type]
     axes.set_ylim(0.4, len(styles) + 0.6)
     axes.set_yticks([])

@@ -24,7 +24,7 @@ class Found(NamedTuple):
     sweeps: list[Path]
     """Searched directories that hold a sweep.json; each once."""
     title: str
-    """The names of the named directories; of several runs, of what holds them."""
+    """What was named, in short."""
     home: Path | None
     """The named directory, or the closest one that holds all that were named; None where that one
     is in no way theirs."""
@@ -47,7 +47,7 @@ def find_runs(named: list[Path]) -> Found:
     places = each_once(searched)
     sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
     tops = outermost(directories)
-    return Found(list(filter(is_run, places)), sweeps, title_of(tops), home_of(tops))
+    return Found(list(filter(is_run, places)), sweeps, title_of(named, tops), home_of(tops))
 
 
 def each_once(paths: list[Path]) -> list[Path]:
@@ -63,11 +63,25 @@ def outermost(directories: list[Path]) -> list[Path]:
     return [path for path in paths if not any(parent in paths for parent in path.parents)]
 
 
-def title_of(tops: list[Path]) -> str:
-    """ "compare-a, compare-b"; runs are called by what holds them, unless there is one."""
-    if len(tops) > 1:
-        tops = outermost([top.parent if is_run(top) else top for top in tops])
-    return listed([top.name for top in tops], NAMES)
+def title_of(named: list[Path], tops: list[Path]) -> str:
+    """What was asked for: "compare", "compare/*-seed0", "outputs: first, second".
+
+    Args:
+        named: as the user wrote them.
+        tops: the directories that they lead to, none inside another.
+    """
+    asked = [p for p in named if not p.is_dir() or Path(os.path.abspath(p)) in tops]
+    names = [os.path.basename(os.path.abspath(p)) if p.is_dir() else str(p) for p in asked]
+    shown = listed(list(dict.fromkeys(names)), NAMES)
+    inside = {p.parent for p in asked if p.is_dir()}
+    if (
+        len(names) < 2
+        or len(inside) != 1
+        or inside == {Path(".")}
+        or not all(map(Path.is_dir, asked))
+    ):
+        return shown
+    return f"{os.path.basename(os.path.abspath(inside.pop()))}: {shown}"
 
 
 def listed(names: list[str], most: int) -> str:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.report.bands import over_time
-from diffllm.report.drawing import ROUND, TOKENS, WHOLE
+from diffllm.report.drawing import ROUND, TOKENS
 from diffllm.report.numbers import short
 from diffllm.report.rows import Row
 from diffllm.report.style import MUTED, new_figure, place
@@ -18,8 +18,10 @@ STRETCHES = 100
 """Most stretches of tokens that a map tells apart."""
 WIDE = 20
 """Ratio of largest to smallest from which the scale is logarithmic."""
-WIDTH, HEIGHT, BAR_HEIGHT = 300, 168, 40
-LEFT, TOP, RIGHT, BOTTOM = 26, 18, 10, 34
+WIDTH, BAR_HEIGHT = 300, 40
+LEFT, TOP, RIGHT, BOTTOM = 26, 22, 12, 36
+LAYER, LEAST = 14, 120
+"""Pixels: of a layer, which holds its number, and of a map of few layers."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ def scale_of(seen: np.ndarray) -> tuple[Normalize, str, str]:
 
 
 def draw_map(grid: np.ndarray, maps: Heatmaps) -> Figure:
-    """One of the maps: layers upwards, tokens to the right."""
-    figure = new_figure(WIDTH, HEIGHT)
+    """One of the maps: layers upwards, each numbered, tokens to the right."""
+    height = max(LAYER * len(grid), LEAST) + TOP + BOTTOM
+    figure = new_figure(WIDTH, height)
     axes = place(figure, LEFT, TOP, RIGHT, BOTTOM)
     axes.imshow(
         grid, cmap=maps.colours, norm=maps.norm, origin="lower", aspect="auto",
@@ -72,13 +75,19 @@ def draw_map(grid: np.ndarray, maps: Heatmaps) -> Figure:
     )  # fmt: skip
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_formatter(WHOLE)
+    axes.set_yticks(range(len(grid)))
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
     axes.xaxis.set_major_formatter(TOKENS)
-    figure.text(0, 0.99, "layer", ha="left", va="top", color=MUTED)
-    figure.text(1, 0.012, "tokens", ha="right", va="bottom", color=MUTED)
+    figure.text(0, 1 - 3 / height, "layer", ha="left", va="top", color=MUTED)
+    figure.text(1, 3 / height, "tokens", ha="right", va="bottom", color=MUTED)
     return figure
+
+
+def numbers_of(grid: np.ndarray) -> str:
+    """A map's values for the page's script: layers upwards between semicolons, three digits."""
+    return ";".join(
+        ",".join(f"{x:.3g}" if np.isfinite(x) else "" for x in layer) for layer in grid.tolist()
+    )
 
 
 def draw_bar(maps: Heatmaps) -> Figure:

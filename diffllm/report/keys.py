@@ -179,6 +179,8 @@ def as_text(value: Any) -> str:
 
 def text_of(key: str, value: Any) -> str:
     """A key's or fact's value as text: the first characters of a hash, "unknown" without a fact."""
+    if key == CHANGED:
+        return "; ".join(value) if value else "nothing"
     if key not in FACTS:
         return as_text(value)
     return "unknown" if value is None else str(value)[:HASH]

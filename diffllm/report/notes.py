@@ -2,7 +2,7 @@
 
 from diffllm.config.matching import width_of
 from diffllm.report.keys import FACTS, SPEED, as_text, differs, overrides, text_of
-from diffllm.report.numbers import compact
+from diffllm.report.numbers import clock, compact
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 
@@ -122,7 +122,17 @@ def settings(rows: list[Row]) -> dict[str, str]:
                 parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
         if parts:
             lines[heading] = ", ".join(parts)
-    return {**lines, "FFN width": ffn_width(rows)}
+    lines["FFN width"] = ffn_width(rows)
+    commits = dict.fromkeys(filter(None, map(commit_text, runs)))
+    return lines | ({"Code": " or ".join(commits)} if commits else {})
+
+
+def commit_text(run: Run) -> str:
+    """The git commit that a run was made with; nothing where its run.json does not say."""
+    git = run.facts.get("git")
+    if not isinstance(git, dict) or not git.get("commit"):
+        return ""
+    return f"commit {git['commit']:.12}{', with uncommitted changes' if git.get('dirty') else ''}"
 
 
 def ffn_width(rows: list[Row]) -> str:
@@ -146,10 +156,15 @@ def summary(rows: list[Row]) -> str:
         count = f"{len(rows)} rows" if len(rows) > 1 else rows[0].label
         each = span([float(len(row.runs)) for row in rows], "seed", "seeds")
         parts = [f"{count} × {each}: {finished} of {len(runs)} runs finished"]
-    for name, what in (("tokens", "tokens a run"), ("parameters", "parameters")):
+    each = " a run" if len(runs) > 1 else ""
+    for name, what in (("tokens", f"tokens{each}"), ("parameters", "parameters")):
         known = [row.values[name] for row in rows if row.values.get(name) is not None]
         if known:
             parts.append(span(known, what, what))
+    times = [row.values["seconds"] for row in rows if row.values.get("seconds") is not None]
+    if times:
+        low, high = clock(min(times)), clock(max(times))
+        parts.append(f"{low if low == high else f'{low} to {high}'}{each}")
     for group in ("model", "data"):
         chosen = sorted({run.cfg.run.choices[group] for run in runs})
         parts.append(f"{group} {', '.join(chosen)}")

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from diffllm.metrics.display import duration
+
 MISSING = "–"
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -48,3 +50,9 @@ def percent(value: Any) -> str:
     """A share, in percent."""
     x = finite(value)
     return MISSING if x is None else f"{short(100 * x, 2)}%"
+
+
+def clock(value: Any) -> str:
+    """Seconds as 0:42, 4:03 or 1:02:03."""
+    x = finite(value)
+    return MISSING if x is None else duration(x)

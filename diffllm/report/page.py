@@ -1,20 +1,30 @@
 """A comparison as one HTML file that needs nothing else: no network, no scripts to be readable."""
 
 import os
+import unicodedata
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from diffllm.config.descriptions import variant_line
 from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
+from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
-from diffllm.report.numbers import compact, fixed
+from diffllm.report.numbers import clock, compact, fixed
+from diffllm.report.rows import Row
+from diffllm.report.runs import Run
 from diffllm.report.sections import sections
-from diffllm.report.style import RC, row_styles
-from diffllm.report.table import csv_text, gap_limit, table_columns
+from diffllm.report.style import RC, RowStyle, row_styles
+from diffllm.report.table import csv_text, folded, table_columns
+from diffllm.report.text import apart_text, finding
+
+FEW, MOST = 8, 12
+"""Sentences that always stand on the first screen, and at most."""
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
@@ -42,23 +52,110 @@ def page(comparison: Comparison) -> str:
     )  # fmt: skip
     rows = comparison.rows
     runs = [run for row in rows for run in row.runs]
-    gaps = [row.gap for row in rows if row.gap]
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        figures = sections(comparison, styles)
+        first, others = sections(comparison, styles)
+    columns, constant = folded(table_columns(comparison))
+    root = os.path.commonpath([run.path.absolute().parent for run in runs])
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
         summary=summary(rows),
+        apart=apart_text(comparison) if len(comparison.groups) > 1 else "",
+        findings=findings(comparison, styles),
+        open=findings_in_the_open(comparison),
         settings=settings(rows),
-        gaps=len(gaps),
-        gap_limit=gap_limit(gaps),
+        gaps=sum(row.gap is not None for row in rows),
         styles=styles,
-        columns=table_columns(comparison),
-        sections=figures,
+        hidden=hidden(comparison),
+        columns=columns,
+        every_column=table_columns(comparison),
+        constant=constant,
+        first=first,
+        sections=others,
+        texts=texts(rows, styles),
+        names=[[row.label, run_name(row)] for row in rows],
         several=len(runs) > len(rows),
-        root=os.path.commonpath([run.path.absolute().parent for run in runs]),
+        root=root,
         relpath=os.path.relpath,
         compact=compact,
+        clock=clock,
         fixed=fixed,
         points=POINTS,
     )
+
+
+class Finding(NamedTuple):
+    """A row in a sentence, and what its variant is."""
+
+    style: RowStyle
+    sentence: str
+    about: str
+    group: str
+    """What tells its group from others, before the group's first row."""
+
+
+def findings(comparison: Comparison, styles: list[RowStyle]) -> list[Finding]:
+    """A sentence a row; a variant is explained once."""
+    bases = [row.baseline for row in comparison.rows if row.baseline is not None]
+    groups = comparison.groups if len(comparison.groups) > 1 else []
+    heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
+    explained: set[str] = set()
+    found = []
+    for row, style in zip(comparison.rows, styles, strict=True):
+        about = "" if row.keys["attention"] in explained else about_variant(row.runs[0])
+        explained.add(row.keys["attention"])
+        found.append(Finding(style, finding(row, bases), about, heads.get(id(row), "")))
+    return found
+
+
+def findings_in_the_open(comparison: Comparison) -> int:
+    """How many sentences stand unfolded: all of a few, else those of the first group."""
+    if len(comparison.rows) <= FEW:
+        return len(comparison.rows)
+    return min(len(comparison.groups[0].rows), MOST) if hidden(comparison) else MOST
+
+
+def about_variant(run: Run) -> str:
+    """The line that explains the run's variant: as it was when it ran, if its run.json has it."""
+    said = run.facts.get("variant_line")
+    return said if isinstance(said, str) else variant_line(run.variant, run.cfg.model.attention)
+
+
+def hidden(comparison: Comparison) -> set[int]:
+    """Rows that the figures leave out until asked for: those of other groups than the first, where
+    that has something to compare."""
+    groups = comparison.groups
+    if len(groups) < 2 or not any(row.gap for row in groups[0].rows):
+        return set()
+    return {i for i, row in enumerate(comparison.rows) if row.group != groups[0].letter}
+
+
+class Text(NamedTuple):
+    """A sample of a row's text."""
+
+    style: RowStyle
+    seed: int
+    sample: str
+
+
+def texts(rows: list[Row], styles: list[RowStyle]) -> list[Text]:
+    """A sample of every row whose first finished run left one."""
+    found = []
+    for row, style in zip(rows, styles, strict=True):
+        for run in row.finished[:1]:
+            sample = (run.summary or {}).get("sample")
+            if isinstance(sample, str) and sample.strip():
+                found.append(Text(style, run.cfg.seed, plain(sample.strip("\n"))))
+    return found
+
+
+def plain(text: str) -> str:
+    """Text without control characters, which no page may hold: a model can write any."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text
+    )
+
+
+def run_name(row: Row) -> str:
+    """The directory of a row's run, or how many runs it has."""
+    return row.runs[0].path.name if len(row.runs) == 1 else f"mean of {len(row.runs)} seeds"

@@ -8,7 +8,7 @@ import numpy as np
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS
-from diffllm.report.keys import ATTENTION, CHANGED, Keys, as_text, decides, overrides, text_of
+from diffllm.report.keys import Keys, as_text
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
 
@@ -37,7 +37,8 @@ class Row:
     """The runs of one combination of swept keys."""
 
     label: str
-    """"diff_v2", or "diff_v2 lr=0.001" where more than the variant was swept."""
+    """"diff_v2", or "diff_v2 lr=0.001" where more than the variant was swept; begins with a letter
+    where that would be too long: "B: diff_v2"."""
     keys: dict[str, Any]
     """The swept keys and this row's values of them; `attention` first."""
     runs: list[Run]
@@ -55,6 +56,8 @@ class Row:
     """The row that the gap is measured from; None where `gap` is."""
     diverged: int = 0
     """Finished runs whose loss is not finite: they are in no mean."""
+    group: str = ""
+    """The letter of the rows that it can be compared with; empty where all rows can be."""
 
     @property
     def finished(self) -> list[Run]:
@@ -102,7 +105,7 @@ def paired_gap(
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
-    """Rows in their order, labelled; they have no gaps yet.
+    """Rows in their order; they have neither labels nor gaps yet.
 
     Args:
         keys: of these runs.
@@ -121,9 +124,6 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         row.diverged = len(row.finished) - len(losses)
         rows.append(row)
     rows.sort(key=row_order)
-    shown_together = keys_of_model_choice(runs, keys)
-    for row in rows:
-        row.label = label(row, rows, shown_together)
     return rows
 
 
@@ -165,43 +165,6 @@ def written(run: Run) -> float:
     return next((file.stat().st_mtime for file in files if file.exists()), 0.0)
 
 
-def label(row: Row, rows: list[Row], shown_together: set[str]) -> str:
-    """The variant, and all else that tells the row apart: "diff_v2 lr=0.001".
-
-    Args:
-        shown_together: keys that `model=<choice>` stands for.
-    """
-    own, parts = overrides(row.runs[0]), []
-    for key, value in row.keys.items():
-        if key == "attention" or key in shown_together or (key == CHANGED and not value):
-            continue
-        if key.startswith(ATTENTION):
-            alike = [r for r in rows if r.keys["attention"] == row.keys["attention"]]
-            if key not in own and all(other.keys[key] == value for other in alike):
-                continue  # the variant's own, or none of its fields
-        name = key.rpartition(".")[2]
-        ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
-        parts.append(f"{key if ambiguous else name}={text_of(key, value)}")
-    if shown_together:
-        parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")
-    return " ".join([row.keys["attention"], *parts])
-
-
-def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
-    """Swept keys of `model` that the choice of `model=` decides, if it decides more than one."""
-    values = [
-        {**each, "choice": run.cfg.run.choices["model"]}
-        for each, run in zip(keys.values, runs, strict=True)
-    ]
-    found = {
-        key
-        for key in keys.swept
-        if key.startswith("model.") and not key.startswith(ATTENTION)
-        if decides(["choice"], key, values)
-    }
-    return found if len(found) > 1 and decides(found, "choice", values) else set()
-
-
 def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
     """The columns of a row, in order.
 
@@ -229,8 +192,15 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "gap_seeds": gap and gap.seeds,
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
+        "group": row.group or None,
+        "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
+
+
+def seconds_of(row: Row) -> list[float]:
+    """How long its finished runs took, where their summaries say so."""
+    return [x for run in row.finished if (x := finite((run.summary or {}).get("seconds")))]
 
 
 def over_seeds(row: Row, metric: Metric) -> float | None:

@@ -3,7 +3,7 @@
 A section without data is left out; so is a figure that no run has the metrics for, or only zeros.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -12,19 +12,39 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from diffllm.metrics.metric import Curve, Heatmap, Layers, Metric, Plot, Section
-from diffllm.metrics.table import LOSS, METRICS, SECTIONS
+from diffllm.metrics.table import (
+    ATTENTION,
+    CONTEXT,
+    EXPERTS,
+    GATE,
+    LAMBDA,
+    LOSS,
+    METRICS,
+    NORMS,
+    OUTLIERS,
+    RESIDUAL,
+    SPIKES,
+    metric_of,
+)
 from diffllm.report import bands
 from diffllm.report.comparison import Comparison
-from diffllm.report.drawing import Bands, draw_curves, draw_layers
-from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps
+from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
+from diffllm.report.find import listed
+from diffllm.report.groups import keys_apart
+from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
+from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
-from diffllm.report.style import RowStyle, to_svg
+from diffllm.report.style import RowStyle, scales, to_svg
 
-BY_LAYER = (
-    "Figures by layer show finished runs, or all where no run of a row has finished, at the last "
-    "logged step that they have in common."
-)
+ORDER = (
+    CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
+)  # fmt: skip
+"""Of the report: first what attention variants differ in."""
+FIRST, LATER = 0.2, 0.95
+"""Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
+quantile of the values behind them that the scale goes to at least. Curves of few points have no
+first steps."""
 
 
 class Card(NamedTuple):
@@ -37,6 +57,7 @@ class Card(NamedTuple):
     svg: str
     panels: Sequence[tuple[RowStyle, str]]
     """The map of each row, as an <svg>."""
+    folded: bool = False
 
 
 class PageSection(NamedTuple):
@@ -46,17 +67,41 @@ class PageSection(NamedTuple):
     intro: str
     figures: list[Card]
 
+    @property
+    def shown(self) -> list[Card]:
+        """Those that stand in the open."""
+        return [card for card in self.figures if not card.folded]
 
-def sections(comparison: Comparison, styles: list[RowStyle]) -> list[PageSection]:
-    """The sections that have a figure; neighbours that share a title are one."""
+    @property
+    def folded(self) -> list[Card]:
+        """Those that are shown only when asked for."""
+        return [card for card in self.figures if card.folded]
+
+    @property
+    def folded_title(self) -> str:
+        """ "Gradient norm: attention, embedding, ffn"."""
+        heads = [card.title.partition(", ") for card in self.folded]
+        same = len({head for head, _, _ in heads}) == 1
+        return (
+            f"{heads[0][0]}: {', '.join(tail for _, _, tail in heads)}" if same else "More figures"
+        )
+
+
+def sections(
+    comparison: Comparison, styles: list[RowStyle]
+) -> tuple[list[Card], list[PageSection]]:
+    """The figures of the first screen, and the sections that have a figure besides these."""
     draw = Figures(comparison, styles)
+    first = draw.first_screen()
+    shown = {card.title for card in first}
     found = []
-    for title, group in groupby(SECTIONS, key=lambda section: section.report):
-        parts = [(section, cards) for section in group if (cards := draw.cards(section))]
-        if parts:
-            intro = " ".join(filter(None, (draw.intro(section) for section, _ in parts)))
-            found.append(PageSection(title, intro, [card for _, cards in parts for card in cards]))
-    return found
+    for title, group in groupby(ORDER, key=lambda section: section.report):
+        parts = [(section, draw.cards(section, shown)) for section in group]
+        cards = [card for _, cards in parts for card in cards]
+        intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
+        if cards:
+            found.append(PageSection(title, intro.format(**draw.fields), cards))
+    return first, found
 
 
 class Figures:
@@ -71,7 +116,7 @@ class Figures:
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens a sequence, where all runs agree."""
-        keys = ", ".join(comparison.differences)
+        keys = listed(keys_apart(comparison.groups, list(comparison.differences)), 3)
         self.fields = {
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",
@@ -80,22 +125,28 @@ class Figures:
         }  # fmt: skip
         """Texts that the table of metrics leaves open."""
 
-    def intro(self, section: Section) -> str:
-        """The first sentences, and which runs and step figures over layers show."""
-        plots = [plot for metric in METRICS if metric.section is section for plot in metric.plots]
-        text = section.intro.format(**self.fields)
-        return f"{text} {BY_LAYER}" if any(isinstance(plot, Layers) for plot in plots) else text
+    def first_screen(self) -> list[Card]:
+        """Gaps and held-out loss; the curves of losses where there is no gap."""
+        if any(row.gap for row in self.rows):
+            return [*self.intervals(), *self.of("eval/loss"), *self.gap()]
+        return [card for name in ("train/loss", "eval/loss", "train/lr") for card in self.of(name)]
 
-    def cards(self, section: Section) -> list[Card]:
-        """The figures of a section, in the order of the table."""
+    def of(self, name: str) -> list[Card]:
+        """The figures of one metric."""
+        metric = metric_of(name)
+        return [card for plot in metric.plots for card in self.plot(metric, plot)]
+
+    def cards(self, section: Section, shown: Collection[str]) -> list[Card]:
+        """The figures of a section in the order of the table, without the titles in `shown`."""
         cards = [
             card
             for metric in METRICS
             if metric.section is section
             for plot in metric.plots
+            if plot.title not in shown
             for card in self.plot(metric, plot)
         ]
-        return [*cards, *self.gap(), *self.second_half()] if section is LOSS else cards
+        return [*cards, *self.second_half()] if section is LOSS else cards
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
         """The figures of one entry of the table: one, one a group of parameters, or none."""
@@ -104,7 +155,7 @@ class Figures:
             fields = {**self.fields, "group": group}
             caption = plot.caption.format(**fields) or f"{metric.meaning}."
             if isinstance(plot, Heatmap):
-                cards += self.maps(plot.title, caption, metric.quantity)
+                cards += self.maps(plot, caption, metric)
             elif isinstance(plot, Layers):
                 cards += self.layers(plot, caption, metric)
             elif isinstance(plot, Curve):
@@ -138,6 +189,19 @@ class Figures:
             return [bands.band_of(row, pick) for row in self.rows]
         return self.over_tokens(lambda run: bands.smoothed(pick(run), self.smoothed_over))
 
+    def intervals(self) -> list[Card]:
+        """Every gap with its interval."""
+        gaps = [row.gap for row in self.rows if row.gap]
+        styles = [s for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
+        title = f"Gap to {self.baseline} at the end"
+        caption = (
+            "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
+            "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
+            "no difference."
+        )
+        name, drawing = self.next_name(), draw_gaps(gaps, styles)
+        return [Card(name, title, caption, to_svg(drawing, name, self.styles, always="1"), ())]
+
     def gap(self) -> list[Card]:
         """Held-out loss against the baseline's."""
         curves = [bands.gap_band(row) for row in self.rows]
@@ -145,7 +209,7 @@ class Figures:
             "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
             "below 0 the row is better than its baseline."
         )
-        plot = Curve(f"Gap to {self.baseline}")
+        plot = Curve(f"Gap to {self.baseline} over training")
         return self.curves(plot, caption, "nats a token", curves, zero=True)
 
     def second_half(self) -> list[Card]:
@@ -178,13 +242,13 @@ class Figures:
                     " Strokes below, a lane a row in the legend's order, its seeds together: "
                     f"{what} spiked, by the 128-step definition, since the previous logged step."
                 )
-        highest, top = float(values.max()), start_of(curves)
+        highest, top = float(values.max()), top_of(curves)
         if plot.clip and highest > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
-        log = plot.log and highest > 0
-        drawing = draw_curves(curves, self.styles, unit, log=log, **how)
-        return [self.card(plot.title, caption + scale_note(values, log), drawing)]
+        log, mark = plot.log and highest > 0, mark_of(plot)
+        drawing = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
+        return [self.card(plot, caption + scale_note(values, log), drawing, "tokens")]
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
         """One figure over layers, if there is a value other than 0."""
@@ -192,38 +256,39 @@ class Figures:
         values = values_of(curves)
         if not values.any():
             return []
-        n = self.length if plot.uniform else None
-        reference = (n**-0.5, f"1/√n, n = {n:,}") if n else None
+        mark = mark_of(plot)
+        if plot.uniform and self.length:
+            mark = (self.length**-0.5, "1/√n")
+            caption += " Dotted: uniform attention over a whole sequence."
         log = plot.log and values.max() > 0
-        drawing = draw_layers(curves, self.styles, metric.unit, log, reference)
-        return [self.card(plot.title, caption + scale_note(values, log), drawing)]
+        drawing = draw_layers(curves, self.styles, metric.unit, log, mark)
+        return [self.card(plot, caption + scale_note(values, log), drawing, "layer")]
 
-    def maps(self, title: str, caption: str, quantity: str) -> list[Card]:
+    def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:
         """A panel for every row that logged it."""
-        maps = heatmaps(self.rows, quantity)
+        maps = heatmaps(self.rows, metric.quantity)
         if maps is None:
             return []
         panels = []
         for style, grid in zip(self.styles, maps.grids, strict=True):
             if grid is not None and np.isfinite(grid).any():
-                label = f"{title}: {style.label}. {ends(grid)}"
-                svg = to_svg(draw_map(grid, maps), self.next_name(), self.styles, label)
+                label = f"{plot.title}: {style.label}. {ends(grid)}"
+                drawing = draw_map(grid, maps)
+                data = scales(drawing.axes[0], "tokens") | {"grid": numbers_of(grid)}
+                svg = to_svg(drawing, self.next_name(), self.styles, label, **data)
                 panels.append((style, svg))
         caption += f" {maps.scale}{', the same in all panels' if len(panels) > 1 else ''}."
         if len(self.runs) > len(self.rows):
             caption += " Mean over a row's seeds, as far as all of them got."
-        return [self.card(title, caption, draw_bar(maps), panels)]
-
-    def card(
-        self,
-        title: str,
-        caption: str,
-        drawing: Figure,
-        panels: Sequence[tuple[RowStyle, str]] = (),
-    ) -> Card:
-        """A drawing under a name that the page has once."""
         name = self.next_name()
-        return Card(name, title, caption, to_svg(drawing, name, self.styles), panels)
+        bar = to_svg(draw_bar(maps), name, self.styles)
+        return [Card(name, plot.title, caption, bar, panels, plot.folded)]
+
+    def card(self, plot: Plot, caption: str, drawing: Figure, across: str) -> Card:
+        """A drawing under a name that the page has once."""
+        name, data = self.next_name(), scales(drawing.axes[0], across)
+        svg = to_svg(drawing, name, self.styles, **data)
+        return Card(name, plot.title, caption, svg, (), plot.folded)
 
     def next_name(self) -> str:
         self.count += 1
@@ -235,10 +300,29 @@ def values_of(curves: Bands) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(band.drawn for band in curves if band is not None)])
 
 
-def start_of(curves: Bands) -> float:
-    """Just above the highest curve's start: what lies above is a spike or a divergence."""
-    drawn = [band.high[np.isfinite(band.high)] for band in curves if band is not None]
-    return max((1.05 * float(high[0]) for high in drawn if len(high)), default=np.inf)
+def top_of(curves: Bands) -> float:
+    """Where the scale of a loss ends, so that its first steps and its spikes do not flatten the
+    rest: above all that is left a fifth into a run, nearly all that comes later, and its end."""
+    tops = [np.inf]
+    end = max((band.x[-1] for band in curves if band is not None), default=0)
+    for band in curves:
+        if band is None:
+            continue
+        values = np.fmax(band.high, np.fmax.reduce([band.high, *band.singles]))
+        start = FIRST * end if len(band.x) > FEW else 0
+        later = values[np.isfinite(values) & (band.x >= start)]
+        if len(later):
+            tops.append(max(later[0], later[-1], float(np.quantile(later, LATER))))
+    seen = values_of(curves)
+    if len(tops) == 1 or not len(seen):
+        return np.inf
+    top, low = max(tops[1:]), float(seen.min())
+    return top + 0.08 * (top - low)
+
+
+def mark_of(plot: Plot) -> tuple[float, str] | None:
+    """A plot's line at a value, named by it."""
+    return None if plot.mark is None else (plot.mark, short(plot.mark))
 
 
 def scale_note(drawn: np.ndarray, log: bool) -> str:

@@ -29,8 +29,11 @@ DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
 )  # fmt: skip
 MARKERS = "os^Dv<>ph"
-WIDTH, HEIGHT, SMALL = 360, 236, 11.0
-"""Sizes of a figure and its text, in CSS pixels at its natural size."""
+WIDTH, HEIGHT, SMALL = 372, 236, 12.0
+"""Sizes of a figure and its text in CSS pixels. The page scales no figure unless a screen is too
+narrow for all, so that text has one size in figures of any width."""
+CHARACTER = 6.6
+"""Pixels that a character of a figure is wide, about."""
 RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "diffllm",
@@ -77,11 +80,11 @@ class RowStyle:
 
 def row_styles(rows: list[Row]) -> list[RowStyle]:
     """Rows of one variant share its hue, in shades and with dashes of their own."""
-    variants = [row.keys["attention"] for row in rows]
+    names = [row.keys["attention"] for row in rows]
     styles = []
-    for i, (row, variant) in enumerate(zip(rows, variants, strict=True)):
+    for i, (row, variant) in enumerate(zip(rows, names, strict=True)):
         hue, dash = hue_and_dash(variant)
-        nth, count = variants[:i].count(variant), variants.count(variant)
+        nth, count = names[:i].count(variant), names.count(variant)
         shade = 0.55 * nth / max(count - 1, 1)
         light, dark = (
             f"color-mix(in srgb, {colour}, {other} {shade:.0%})"
@@ -121,42 +124,83 @@ def place(
 
 
 COORDINATE = re.compile(r"-?\d+\.\d+")
+ARTIST = re.compile(r'<g id="row-(\d+)(?:-(\w+))?">')
+
+MARKS = re.compile(r'<g( clip-path="[^"]*")?>((?:<use [^<>]*/>)+)</g>')
 
 
-def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "") -> str:
+def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "", **data: str) -> str:
     """An <svg> for a page: themed, with ids under `name` and artists of rows as classes.
 
     Args:
         name: unique in the page; without a label the element `name`-title says what it is.
         label: read out in place of the figure.
+        data: attributes for the page's script, `data-<key>` each.
     """
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
-    view = re.search(r'viewBox="([^"]*)"', text)
+    view = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert view
     body = text[text.index("</metadata>") + len("</metadata>") : text.rindex("</svg>")]
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
     body = re.sub(r'\b(d|x|y)="([^"]*)"', shortened, body)
-    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)
+    body = re.sub(r"font(?:-size|-family)?: [^;\"]*;? ?", "", body)  # the page's, in one size
+    body = re.sub(r' transform="rotate\(-?0 [^"]*"', "", body)
     body = body.replace("xlink:href", "href")
     body = re.sub(r">\s+<", "><", body)
-    used = {style.gid for style in styles} | set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
+    body = MARKS.sub(styled_once, body)
+
+    def artist(found: re.Match[str]) -> str:
+        row, part = styles[int(found[1])], found[2] or ""
+        title = "" if part else f"<title>{escape(row.label)}</title>"
+        return f'<g class="{f"row {row.gid} {part}".rstrip()}">{title}'
+
+    body = ARTIST.sub(artist, body)
+    used = set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
     body = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", body)
     body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body)
     variables = THEME | {style.colour: f"--r{style.index}" for style in styles}
     body = re.sub(
         r"#[0-9a-f]{6}\b", lambda m: f"var({variables[m[0]]})" if m[0] in variables else m[0], body
     )
-    for style in styles:
-        group = f'<g class="row {style.gid}"><title>{escape(style.label)}</title>'
-        body = body.replace(f'<g id="{name}-{style.gid}">', group)
     named = f'aria-label="{escape(label)}"' if label else f'aria-labelledby="{name}-title"'
-    return f'<svg viewBox="{view[1]}" role="img" {named}>{body.strip()}</svg>'
+    more = "".join(f' data-{key}="{escape(value)}"' for key, value in data.items())
+    size = f'width="{float(view[1]):g}" height="{float(view[2]):g}"'
+    box = f'viewBox="0 0 {view[1]} {view[2]}"'
+    return f'<svg {size} {box} role="img" {named}{more}>{body.strip()}</svg>'
 
 
 def shortened(attribute: re.Match[str]) -> str:
-    """Four digits a coordinate: a tenth of a pixel."""
-    numbers = COORDINATE.sub(lambda m: f"{float(m[0]):.4g}", attribute[2])
+    """A hundredth of a pixel a coordinate: the page's script reads values from them."""
+    numbers = COORDINATE.sub(lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), attribute[2])
     return f'{attribute[1]}="{" ".join(numbers.split())}"'
+
+
+def styled_once(group: re.Match[str]) -> str:
+    """A group of marks with the style that all of them have, in a third of the bytes."""
+    styles = set(re.findall(r' style="([^"]*)"', group[2]))
+    if len(styles) != 1 or group[2].count(" style=") != group[2].count("<use "):
+        return group[0]
+    style = f' style="{styles.pop()}"'
+    return f"<g{group[1] or ''}{style}>{group[2].replace(style, '')}</g>"
+
+
+def scales(axes: Axes, across: str) -> dict[str, str]:
+    """Attributes for `to_svg` that tell values from coordinates: two values of each axis, each
+    before its pixel.
+
+    Args:
+        across: what goes to the right, "tokens" or "layer".
+    """
+    height = axes.figure.get_size_inches()[1] * 72  # type: ignore[union-attr]
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    (x0, y0), (x1, y1) = axes.transData.transform([(left, low), (right, high)])
+    log = {"log": "1"} if axes.get_yscale() == "log" else {}
+    return {
+        "x": f"{left:.9g} {x0:.2f} {right:.9g} {x1:.2f}",
+        "y": f"{low:.9g} {height - y0:.2f} {high:.9g} {height - y1:.2f}",
+        "across": across,
+        **log,
+    }

@@ -3,16 +3,15 @@
 import csv
 import io
 import json
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.report.comparison import Comparison
-from diffllm.report.numbers import MISSING, compact, finite, fixed, percent, short
+from diffllm.report.numbers import MISSING, clock, compact, finite, fixed, percent, short
 from diffllm.report.rows import Estimate, Row, measured
 
 COLUMNS = {
@@ -33,12 +32,15 @@ COLUMNS = {
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
+    "group": "letter of the rows that it can be compared with; empty where all rows can be",
+    "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
     **{metric.quantity: metric.column_meaning for metric in measured()},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
 number is None, an empty cell."""
-OUTLYING = 4
-"""Times the median reach of a gap and its interval that the scale of all goes to at most."""
+
+CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
+"""Columns of the page that need no place where all rows agree."""
 
 
 def meaning(column: str) -> str:
@@ -71,11 +73,11 @@ class Cell:
     order: float | None = None
     """Sorting goes by it; None comes last."""
     detail: str = ""
-    """In small print: the interval, the count behind a share."""
+    """In small print: the interval, the other end of a range."""
     tag: str = ""
     """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
-    gap: Estimate | None = None
-    """Drawn beside the text."""
+    second: float = 0.0
+    """The number in the small print, if it is one of a metric of its own."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
         hint = "; ".join(hints) if len(hints) > 1 else meaning(names[0])
         made.append(TableColumn(title, unit, hint, [cell(row) for row in rows]))
 
-    keys = ", ".join(comparison.differences)
     unit = interval_unit([row.loss for row in rows], "95% interval")
-    unit += f"; not comparable across {keys}" if keys else ""
     column("Held-out loss", unit, ["loss"], loss_cell)
     unit = interval_unit([row.gap for row in rows], "95% interval, paired")
     bases = [row.baseline for row in rows]
@@ -110,11 +110,33 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
     column("Tokens", "", ["tokens"], lambda row: number_cell(row.values["tokens"], compact))
     column("Seeds", "", ["seeds"], seeds_cell)
+    column("Time", "a run", ["seconds"], lambda row: number_cell(row.values["seconds"], clock))
     for metric in measured():
         if (shown := metric.column) and shown.title:
             names = [metric.quantity, shown.second]
             column(shown.title, shown.unit, names, partial(metric_cell, metric=metric))
     return [each for each in made if any(cell != Cell(MISSING) for cell in each.cells)]
+
+
+def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
+    """The columns that tell rows apart, and a sentence about those that are all zero and those
+    that are the same in all of several rows."""
+    zero = [each for each in columns if all(c.order == c.second == 0 for c in each.cells)]
+    same = [
+        each
+        for each in columns
+        if each not in zero and each.title in CONSTANT and len({*each.cells}) == 1
+        if len(each.cells) > 1
+    ]
+    said = []
+    if zero:
+        titles = [f"{each.title[0].lower()}{each.title[1:]}" for each in zero]
+        said.append(f"All zero: {', '.join(titles)}.")
+    if same:
+        parts = [f"{each.title} {each.unit}".strip() for each in same]
+        values = [f"{part} {each.cells[0].text}" for part, each in zip(parts, same, strict=True)]
+        said.append(f"The same in all rows: {', '.join(values)}.")
+    return [each for each in columns if each not in zero and each not in same], said
 
 
 def interval_unit(estimates: list[Estimate | None], kind: str) -> str:
@@ -128,9 +150,10 @@ def metric_cell(row: Row, metric: Metric) -> Cell:
     assert metric.column
     how = percent if metric.column.percent else short
     second = row.values.get(metric.column.second)
-    column = metric_of(metric.column.second).column if finite(second) else None
-    detail = f"{column.unit} {short(second)}" if column else ""
-    return number_cell(row.values.get(metric.quantity), how, detail)
+    column = metric_of(metric.column.second).column if finite(second) is not None else None
+    detail = f"{column.unit} {(percent if column.percent else short)(second)}" if column else ""
+    cell = number_cell(row.values.get(metric.quantity), how, detail)
+    return replace(cell, second=finite(second) or 0.0)
 
 
 def number_cell(value: Any, how: Callable[[Any], str], detail: str = "") -> Cell:
@@ -191,19 +214,4 @@ def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
         tag = "no interval from one seed"
     if not tag and gap.low is not None and gap.high is not None and gap.low <= 0 <= gap.high:
         tag = "no difference shown"
-    return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag, gap)
-
-
-def gap_limit(gaps: list[Estimate]) -> float:
-    """How far the scale of all gaps goes on either side of zero.
-
-    By the gaps over the most seeds, since an interval of two alone is many times as wide, and
-    without outliers among them; gaps that go on beyond end in an arrow.
-    """
-    most = max((gap.seeds for gap in gaps), default=0)
-    reaches = [
-        max(abs(x) for x in (gap.mean, gap.low, gap.high) if x is not None)
-        for gap in gaps
-        if gap.seeds == most
-    ]
-    return 1.1 * min(max(reaches), OUTLYING * statistics.median(reaches)) if any(reaches) else 1.0
+    return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag)

@@ -62,9 +62,10 @@ def check_fit(cfg: TrainConfig, data: TokenData) -> None:
     """Raise DataError if the corpus is too short for one sequence."""
     for name, split in data.manifest.splits.items():
         if split.tokens < cfg.seq_len + 1:
+            more = ", a larger data.heldout_fraction" * (name == "heldout")
             raise DataError(
                 f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
-                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text or a smaller seq_len"
+                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text{more} or a smaller seq_len"
             )
 
 

@@ -1,5 +1,10 @@
 """One process of a run, from its claim on the run directory to the meeting of the ranks."""
 
+import os
+import socket
+import sys
+import time
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,15 +18,17 @@ from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
 from diffllm.data import TokenData, prepare
 from diffllm.distributed.consistency import check_same, code_version
-from diffllm.distributed.stop import StopRequest
+from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
-from diffllm.errors import UserError
+from diffllm.errors import AgreedError, ConfigError, UserError
 from diffllm.metrics.display import Display
+from diffllm.metrics.log import RunLog
 from diffllm.model import Transformer
 from diffllm.run.checks import check_fit, check_tokenizer, corpus_facts, data_order, shared_config
 from diffllm.run.continuation import Continuation, continuation
 from diffllm.run.directory import RunDirectory, choose_path
+from diffllm.run.provenance import command
 from diffllm.state import LoopState, continued
 
 
@@ -50,11 +57,15 @@ class Session:
     def __init__(self, cfg: TrainConfig, world: World, stop: StopRequest):
         self.cfg, self.world, self.stop = cfg, world, stop
         self.watch = Watch(world, cfg.distributed.timeout, stop)
-        self.display = Display(cfg.steps, enabled=world.rank == 0)
+        self.log = RunLog()
+        self.display = Display(cfg.steps, enabled=world.rank == 0, log=self.log)
         self.directory: RunDirectory | None = None
         """Rank 0's hold on the run directory; None on other ranks."""
 
     def __enter__(self) -> "Session":
+        if not in_sweep():  # which logs what its jobs write to standard error
+            self.log.copy_stderr(errors_only=self.world.rank > 0)
+            self.log.write(f"{started()}\n" * (self.world.rank == 0))
         return self
 
     def claim(self) -> bool:
@@ -101,9 +112,12 @@ class Session:
             assert self.directory
             state = self._continued(self.directory)
             self.directory.begin(self.data.directory / "tokenizer.model", state.step)
+            self.log.open(log_file(self.path))
             return state.state_dict()
 
         self.state = LoopState.of(world.decide("begin", on_rank_0))
+        if world.rank > 0 and not in_sweep():
+            self.log.open(log_file(self.path))
 
     def _continued(self, directory: RunDirectory) -> LoopState:
         """Load the checkpoint's loop state, if its order of data and parameters are this run's."""
@@ -139,8 +153,39 @@ class Session:
                 self.watch.blame(error)
         finally:
             self.display.stop()
+            if error is not None and not in_sweep():
+                self.log.write(last_words(error, self.world.rank))
+            self.log.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
             if self.directory and isinstance(error, UserError):
                 self.directory.withdraw()
             self.watch.close()
+
+
+def in_sweep() -> bool:
+    """Whether a sweep has started this process."""
+    return "DIFFLLM_SWEEP_JOB" in os.environ
+
+
+def log_file(path: Path) -> Path:
+    """Return the log of the run at `path`; that of a sweep's run lies beside it."""
+    return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
+
+
+def started() -> str:
+    """Say when and where this process was started, and with what command."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{when} on {socket.gethostname()}: {command(sys.orig_argv)}"
+
+
+def last_words(error: BaseException, rank: int) -> str:
+    """Return an error as the log of its run ends with it; nothing for one of all ranks on others
+    than rank 0."""
+    if isinstance(error, StoppedEarly):
+        text = f"stopped by {error.args[0].name} before the first step\n"
+    elif isinstance(error, UserError):
+        text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    return "" if rank > 0 and isinstance(error, (AgreedError, ConfigError, StoppedEarly)) else text

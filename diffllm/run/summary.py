@@ -11,6 +11,7 @@ import torch.distributed as dist
 from diffllm.build import Training
 from diffllm.choices import for_json
 from diffllm.config import TrainConfig
+from diffllm.config.descriptions import variant_line
 from diffllm.data import TokenData, sequences_in
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
@@ -31,7 +32,7 @@ def headline(
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
         *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
-        f"{splits['heldout'].tokens:,} held out; "
+        f"{splits['heldout'].tokens:,} held out{', the end of the text' * data.manifest.cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
         f"wandb: {wandb_text(cfg, path)}",
@@ -75,6 +76,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "compute_dtype": dtype_name(t.compute_dtype),
         "torch": torch.__version__,
+        "variant_line": variant_line(cfg.run.choices["attention"], cfg.model.attention),
         "choices": for_json(t.choices),
     }
 

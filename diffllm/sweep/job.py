@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,8 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """Standard error of the run's first process, start by start."""
+        """What the run's first process shows, start by start: it writes its standard output there
+        itself, and we its standard error."""
         return Path(f"{self.path}.log")
 
     @property
@@ -79,9 +81,14 @@ class JobProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "a") as log:
             log.write(f"{when} on {socket.gethostname()}: {shlex.join(command)}\n")
-            self.begin = log.tell()
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115
+        """What the process says on standard error alone."""
         self.tee = subprocess.Popen(  # a process, so that the child can still write without us
-            ["tee", "-a", self.log], stdin=subprocess.PIPE, stdout=2, start_new_session=True
+            ["tee", "-a", self.log, f"/dev/fd/{self.said.fileno()}"],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=[self.said.fileno()],
+            start_new_session=True,
         )
         assert self.tee.stdin
         with self.tee.stdin as pipe:
@@ -113,7 +120,8 @@ class JobProcess:
             return Ending("stopped", self.job.progress(), at)
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         ended += " (out of memory?)" if -code == signal.SIGKILL else ""
-        said = last_error(self.log, self.begin)
+        self.said.seek(0)
+        said = last_error(self.said.read().decode(errors="replace"))
         with open(self.log, "a") as log:
             log.write(f"{ended}\n")
         reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
@@ -169,11 +177,9 @@ def tie_to_parent() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def last_error(log: Path, begin: int) -> str:
-    """Return the last line since byte `begin` that looks like an error, or the last line."""
-    with open(log, errors="replace") as file:
-        file.seek(begin)
-        lines = [line.strip() for line in file if line.strip()]
+def last_error(said: str) -> str:
+    """Return the last line that looks like an error, or else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.fullmatch(line)]
     text = (errors or lines or [""])[-1].removeprefix("error: ")
     return text if len(text) <= 300 else f"{text[:300]}..."

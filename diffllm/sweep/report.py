@@ -44,10 +44,11 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
 
 
 def write_comparison(directory: Path) -> None:
-    """Compare the sweep's runs in a page of its own; that this fails is no failure of the sweep."""
+    """Compare the sweep's runs here and in a page; that this fails is no failure of the sweep."""
     try:
-        from diffllm.report import write_report
+        from diffllm.report import comparison_text, write_report
 
+        print(f"\n{comparison_text([directory])}\n")
         page, table = write_report([directory])
         print(f"comparison {page}, {table}")
     except Exception as error:

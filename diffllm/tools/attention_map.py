@@ -1,5 +1,7 @@
 """diffllm attention-map run=<dir> prompt="...": what the heads of a trained run attend to."""
 
+import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,48 +28,62 @@ class Arguments:
 
     run: str = field(metadata={"help": "run directory"})
     prompt: str = field(metadata={"help": "text to read, taken verbatim"})
-    layer: int = field(default=-1, metadata={"help": "from 0; -1 is the last"})
+    layer: str = field(
+        default="-1", metadata={"help": "from 0; -1 is the last; all: a figure a layer"}
+    )
     head: str = field(default="all", metadata={"help": "from 0, or all"})
     step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest"})
     out: str = field(
-        default="", metadata={"help": "figure, .png, .pdf or .svg; empty: in the run directory"}
+        default="",
+        metadata={
+            "help": "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; "
+            "empty: in the run directory, under a name of its own for each prompt"
+        },
     )
     plugins: str = plugins_field()
 
 
 def main(argv: list[str]) -> None:
-    """Write the figure; print a line a head and where the figure is."""
+    """Write the figures; print a line a head and where each figure is."""
     args = parse(Arguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
     run = Path(args.run)
     cfg = load_run_config(run)
-    layer = layer_index(args.layer, cfg.model.n_layers)
+    layers = layer_indices(args.layer, cfg.model.n_layers)
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
-    out = figure_path(args, run, layer)
+    places = [figure_path(args, run, layer) for layer in layers]
     model, _ = load_model(run, args.step)
-    shown = layer_maps(model, torch.tensor([tokens]), layer)
-    if not all(m.isfinite().all() for m in shown.maps.values()):
-        raise CheckpointError(f"layer {layer} of {run} gives weights that are not finite numbers")
-    heads = head_indices(args.head, shown.effective.shape[1])
-    which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
-    title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
-    for name, values in shown.by_query.items():
-        title += f", mean {name} {values[0, heads].mean():.3f}"
-    note = model.layers[layer].attention.maps_note
-    title += f"\n{note}" if note else ""
-    figure = draw(shown, heads, [visible(tokenizer.piece(token)) for token in tokens], title)
-    try:
-        figure.savefig(out, dpi=200)
-    except OSError as error:
-        raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
-    print(f"{title}\n{table(shown, heads)}\nfigure: {out}")
+    maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
+    for layer, shown in zip(layers, maps, strict=True):
+        if not all(m.isfinite().all() for m in shown.maps.values()):
+            raise CheckpointError(
+                f"layer {layer} of {run} gives weights that are not finite numbers"
+            )
+    labels = [visible(tokenizer.piece(token)) for token in tokens]
+    for layer, shown, out in zip(layers, maps, places, strict=True):
+        heads = head_indices(args.head, shown.effective.shape[1])
+        which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
+        title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
+        for name, values in shown.by_query.items():
+            title += f", mean {name} {values[0, heads].mean():.3f}"
+        note = model.layers[layer].attention.maps_note
+        title += f"\n{note}" if note else ""
+        try:
+            draw(shown, heads, labels, title).savefig(out, dpi=200)
+        except OSError as error:
+            raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
+        print(f"{title}\n{table(shown, heads)}\nfigure: {out}", flush=True)
 
 
-def layer_index(layer: int, n_layers: int) -> int:
-    """From 0; raises ConfigError for a layer that the run does not have."""
-    if not -1 <= layer < n_layers:
-        raise ConfigError(f"layer={layer}: this run has layers 0 to {n_layers - 1} (-1: the last)")
-    return layer % n_layers
+def layer_indices(layer: str, n_layers: int) -> list[int]:
+    """One, counted from 0, or all; raises ConfigError for a layer that the run does not have."""
+    if layer == "all":
+        return list(range(n_layers))
+    if not layer.removeprefix("-").isdecimal() or not -1 <= int(layer) < n_layers:
+        raise ConfigError(
+            f"layer={layer}: this run has layers 0 to {n_layers - 1} (-1: the last), or all"
+        )
+    return [int(layer) % n_layers]
 
 
 def head_indices(head: str, n_heads: int) -> list[int]:
@@ -92,12 +108,26 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
 
 
 def figure_path(args: Arguments, run: Path, layer: int) -> Path:
-    """Where the figure goes; raises ConfigError for a format that is none of ours."""
-    head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
-    out = Path(args.out or run / f"attention-map-layer{layer:02d}{head}.png").expanduser()
+    """Where the figure of a layer goes; raises ConfigError for a format that is none of ours."""
+    if args.out:
+        out = Path(args.out).expanduser()
+        if args.layer == "all":
+            out = out.with_name(f"{out.stem}-layer{layer:02d}{out.suffix}")
+    else:
+        head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
+        step = f"-step{args.step}" if args.step else ""
+        name = f"attention-map-layer{layer:02d}{head}{step}-{name_of(args.prompt)}.png"
+        out = run / name
     if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"out={out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+        raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     return out
+
+
+def name_of(prompt: str) -> str:
+    """A file name's part for a prompt: its first words, and a hash that tells it from others."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", prompt).strip("-")[:24].strip("-")
+    digest = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()[:6]
+    return f"{words}-{digest}" if words else digest
 
 
 def table(shown: LayerMaps, heads: list[int]) -> str:

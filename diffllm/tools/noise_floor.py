@@ -19,6 +19,7 @@ from diffllm.analysis.noise_floor import (
     Sweep,
     draw_figure,
     noise_floor,
+    noise_in_words,
 )
 from diffllm.errors import ConfigError
 from diffllm.report.numbers import short
@@ -64,13 +65,14 @@ def conclusions(result: NoiseFloor) -> str:
     cfg, curves = result.settings, result.by_lambda.curves
     standard = curves["standard"].snr[0]
     lines = [
-        f"At {cfg.keys:,} keys and amplitude {cfg.amplitude:g}, standard SNR {short(standard)}:"
+        f"With {cfg.keys:,} keys and noise of amplitude {cfg.amplitude:g}, standard attention has "
+        f"an SNR of {short(standard)}."
     ]
     for name, best in result.best_lambda.items():
         snr = curves[name].snr.max()
         lines.append(
-            f"  {noise_of(name, cfg)}: best lambda {best:.2f}, SNR {short(snr)}, "
-            f"{short(snr / standard)} times the standard's"
+            f"With {noise_of(name, cfg)} the best lambda {best:.2f} gives {short(snr)}, "
+            f"{short(snr / standard)} times that."
         )
     words = {None: f"up to {LARGEST_AMPLITUDE:g} and beyond", 0.0: "at no amplitude"}
     usable = {
@@ -78,40 +80,41 @@ def conclusions(result: NoiseFloor) -> str:
         for name, amplitude in result.usable_amplitude.items()
     }
     lines.append(
-        f"Amplitudes with an SNR of {cfg.threshold:g} or more: standard {usable['standard']}, "
-        f"best lambda {usable['best']}"
+        f"The SNR is {cfg.threshold:g} or more for noise of amplitudes {usable['standard']} with "
+        f"standard attention, {usable['best']} with the best lambda."
     )
     return "\n".join(lines)
 
 
 def noise_of(name: str, cfg: Settings) -> str:
-    """The noise of the curve `differential` or `uncorrelated`."""
-    return "uncorrelated" if name == "uncorrelated" else f"correlation {cfg.correlation:g}"
+    """The noise of the curve `differential` or `uncorrelated` in words."""
+    return noise_in_words(0.0 if name == "uncorrelated" else cfg.correlation)
 
 
 def print_tables(result: NoiseFloor) -> None:
     """Print the quantities, a table for each sweep, and the conclusions."""
     cfg = result.settings
+    shared = noise_in_words(cfg.correlation)
     print(
         f"One query: signal {cfg.signal:g} logits above noise of mean 0; {cfg.draws} draws, "
         "± is the standard error.\n"
         "SNR: weight on the signal / root of the sum of the other weights squared, which is the\n"
-        "noise that values uncorrelated between keys and of RMS 1 add to the context.\n"
-        f"Where noise is called uncorrelated, lambda is {cfg.lambda_:g} and the correlation 0."
+        "noise that independent values of RMS 1 add to the context.\n"
+        f"The correlation of the noise between the two maps is {cfg.correlation:g}; where it is "
+        f"called independent,\nit is 0, and lambda is {cfg.lambda_:g} unless it varies."
     )
     keys, noise = f"{cfg.keys:,} keys", f"noise of amplitude {cfg.amplitude:g}"
-    correlation = f"correlation {cfg.correlation:g} between the maps"
     heads = {"standard": "standard", "differential": f"lambda {cfg.lambda_:g}", "best": "best",
-             "uncorrelated": "uncorrelated"}  # fmt: skip
+             "uncorrelated": "independent noise"}  # fmt: skip
     noises = {name: noise_of(name, cfg) for name in result.best_lambda}
     contexts = {i: f"{n / 1024:g}k" for i, n in enumerate(result.by_keys.at)}
     tenths = {i: f"{lam:.1f}" for i, lam in enumerate(result.by_lambda.at) if i % 10 == 0}
     sigmas = {i: f"{s:.3g}" for i, s in enumerate(result.by_amplitude.at) if i % 4 == 3}
-    title = f"Number of keys: {noise}, {correlation}"
+    title = f"Number of keys: {shared} of amplitude {cfg.amplitude:g}"
     print_table(sweep_table(title, "keys", contexts, result.by_keys, heads))
     title = f"Lambda: {keys}, {noise}"
     print_table(sweep_table(title, "lambda", tenths, result.by_lambda, noises))
-    title = f"Amplitude of the noise: {keys}, {correlation}"
+    title = f"Amplitude of the noise: {keys}, {shared}"
     print_table(sweep_table(title, "noise", sigmas, result.by_amplitude, heads))
     print(f"\n{conclusions(result)}")
 

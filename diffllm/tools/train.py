@@ -16,14 +16,14 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import bring, compose_config, config_directory  # noqa: E402
+from diffllm.config.compose import bring, composed, config_directory  # noqa: E402
 from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
 def hydra_main(_: DictConfig) -> None:
-    """Serve Hydra's own flags (--help, --cfg); runs and sweeps do not come here."""
+    """Serve Hydra's own flags (--cfg, --info); runs and sweeps do not come here."""
 
 
 def arguments(argv: list[str]) -> tuple[Namespace, bool]:
@@ -60,9 +60,13 @@ def main(argv: list[str] | None = None) -> int:
         config_dirs, argv = take_directories(argv)
         args, shows = arguments(argv)
         bring(args.overrides, config_dirs)
-        if shows:
-            compose_config(args.overrides)  # of what is wrong, Hydra would show a traceback
-            sys.argv[1:] = [word for word in argv if word not in args.overrides] + args.overrides
+        if args.help:
+            from diffllm.config.help import help_text
+
+            print(help_text(args.overrides))
+        elif shows:
+            _, words = composed(args.overrides)  # of what is wrong, Hydra would show a traceback
+            sys.argv[1:] = [word for word in argv if word not in args.overrides] + words
             hydra_main()
         elif args.multirun:
             from diffllm.sweep.command import sweep

@@ -62,7 +62,7 @@ def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         directory = tmp_path / "stream"
         directory.mkdir()
         writer = ShardWriter(directory, "train", vocab_size)
-        writer.add([tokens], text_bytes=len(tokens))
+        writer.add([tokens], text_bytes=len(tokens), documents=1)
         manifest = Manifest(
             format_version=1,
             source="test",

@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -93,9 +94,13 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
         (
             "a.jsonl",
             json_lines("x", column="body").encode(),
-            "a.jsonl: no column 'text'; it has body, id",
+            "a.jsonl: no column 'text'; it has body, id: use data.text_column=body",
         ),
-        ("a.jsonl", b'{"text": 1}\n', "a.jsonl: column 'text' holds int64, not text"),
+        (
+            "a.jsonl",
+            b'{"text": 1, "n": 2}\n',
+            "a.jsonl: column 'text' holds int64, not text, none of them text",
+        ),
     ],
 )
 def test_unusable_files_are_named_in_one_line(
@@ -111,10 +116,26 @@ def test_unusable_files_are_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_parquet_column_is_named(tmp_path: Path, make_config: MakeConfig) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet: no column 'text'; it has id, body$"):
+@pytest.mark.parametrize(
+    ("row", "end"),
+    [
+        ({"id": 1, "body": "x"}, "it has id, body: use data.text_column=body"),
+        ({"url": "u", "content": "x"}, "it has url, content: use data.text_column=content"),
+        (
+            {"question": "q", "answer": "a", "id": 1},
+            "it has question, answer, id: use data.text_column=question or data.text_column=answer",
+        ),
+        ({"id": 1, "size": 2}, "it has id, size, none of them text"),
+    ],
+)
+def test_a_missing_column_is_answered_with_the_one_that_holds_text(
+    tmp_path: Path, make_config: MakeConfig, row: dict[str, Any], end: str
+) -> None:
+    table = pyarrow.table({name: [value] for name, value in row.items()})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
+    assert str(caught.value).endswith(f"a.parquet: no column 'text'; {end}")
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path, make_config: MakeConfig) -> None:

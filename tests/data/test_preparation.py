@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from sample_texts import sample_documents
 
-from diffllm.data import TokenData, prepare
+from diffllm.data import TokenData, prepare, tokenise
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.corpus import open_corpus
+from diffllm.data.tokenise import cut_in_two, pieces_of
 from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
@@ -133,15 +135,69 @@ def test_blank_documents_are_skipped_and_counted(tmp_path: Path, make_config: Ma
     assert sum(split.documents for split in data.manifest.splits.values()) == 30
 
 
-@pytest.mark.parametrize("text", ["one document only", "the same\nthe same"])
-def test_a_corpus_of_one_document_is_refused(
-    tmp_path: Path, make_config: MakeConfig, text: str
+def test_documents_that_are_all_the_same_are_refused(
+    tmp_path: Path, make_config: MakeConfig
 ) -> None:
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text(text)
+    corpus.write_text("the same\nthe same")
     with pytest.raises(DataError, match=r"fewer than two distinct .*data.sample_by=paragraph"):
         prepare(make_config(corpus, vocab_size=280))
     assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
+
+
+def test_the_end_of_a_single_document_is_held_out(
+    tmp_path: Path, make_config: MakeConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    lines = [f"{line}\n" for line in sample_documents(300)]
+    corpus.write_text("".join(lines))
+    cfg = make_config(corpus, sample_by=SampleBy.document, heldout_fraction=0.1)
+    data = prepare(cfg)
+    assert "held-out tokens, the end of the one document, in" in capfd.readouterr().err
+    assert data.manifest.cut
+    train, heldout = (documents_of(data, name) for name in ("train", "heldout"))
+    assert len(train) == len(heldout) == 1
+    assert train[0] + heldout[0] == "".join(lines)
+    assert heldout[0].splitlines(keepends=True)[0] in lines
+    assert 0.1 <= len(heldout[0]) / len("".join(lines)) <= 0.2
+    assert not prepare(make_config(corpus)).manifest.cut
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "end"),
+    [
+        ("one two three four five", 0.2, "four five"),
+        ("one two three\nfour five six", 0.4, "four five six"),
+        ("a" * 50, 0.2, "a" * 10),
+        ("one\ntwo\n" + "b" * 42 + "\n \n", 0.2, "b" * 10 + "\n \n"),
+    ],
+)
+def test_a_document_is_cut_at_a_line_or_a_word_where_one_begins(
+    tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
+) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text(text)
+    corpus = open_corpus(make_config(path, sample_by=SampleBy.document), tmp_path / "cache")
+    cut = cut_in_two(corpus, fraction)
+    assert cut is not None
+    assert cut[0].load()["text"] == [text[: -len(end)], end]
+    assert cut[1].tolist() == [False, True]
+
+
+def test_a_long_document_is_tokenised_in_pieces_and_stays_one(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenise, "PIECE", 100)
+    text = "\n" * 150 + "\n".join(sample_documents(100)) + " " * 250 + "a" * 250 + "\n" * 120
+    (tmp_path / "corpus.txt").write_text(text)
+    cfg = make_config(tmp_path / "corpus.txt", sample_by=SampleBy.document, heldout_fraction=0.3)
+    assert len(pieces_of(text)) > 20
+    data = prepare(cfg)
+    assert {name: split.documents for name, split in data.manifest.splits.items()} == {
+        "train": 1,
+        "heldout": 1,
+    }
+    assert "".join(documents_of(data, "train") + documents_of(data, "heldout")) == text
 
 
 def test_what_changes_tokens_changes_the_directory(

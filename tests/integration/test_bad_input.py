@@ -202,7 +202,7 @@ TYPES = [
     (["optim.lr=fast"], ["optim.lr", "fast", "loat"]),
     (["compile=maybe"], ["compile", "maybe", "ool"]),
     (["model.dim=8.5"], ["model.dim", "8.5", "nteger"]),
-    (["data.paths=one.txt"], ["data.paths=one.txt", "list"]),
+    (["data.paths=null"], ["data.paths=null"]),
     (["optim=3"], ["optim=3", "adamw"]),
     (["model.rope=3"], ["model.rope", "3"]),
     (["seed=a"], ["seed", "a", "nteger"]),
@@ -455,19 +455,20 @@ def make_corpus(folder: Path, name: str, content: bytes) -> Path:
         ("broken.jsonl", b'{"text": "a"\n{"text": \n', []),
         ("broken.parquet", b"PAR1 this is none", []),
         ("broken.jsonl.gz", b"not gzip at all", []),
-        ("single.txt", b"one document alone\n", ["fewer than two", "sample_by"]),
+        ("twice.txt", b"one\none\n", ["fewer than two", "sample_by"]),
     ],
 )
 def test_corpus_that_cannot_be_used(
     workspace: Workspace, name: str, content: bytes, named: list[str]
 ) -> None:
     path = make_corpus(workspace.path, name, content)
-    where = [] if name == "single.txt" else [name]
-    workspace.rejects_data([f"data.paths=[{path}]"], *where, *named)
+    where = [] if name == "twice.txt" else [name]
+    workspace.rejects_data([f"data.paths={path}", "data.sample_by=line"], *where, *named)
 
 
 def test_corpus_that_is_not_there(workspace: Workspace) -> None:
     workspace.rejects_data(["data.paths=[missing.jsonl]"], "data.paths", "missing.jsonl")
+    workspace.rejects_data(["data.paths=missing.txt"], "data.paths", "missing.txt")
     workspace.rejects_data(["data.paths=['*.parquet']"], "data.paths", "*.parquet")
     workspace.rejects_data([f"data.paths=[{workspace.path}]"], "data.paths", "directory")
 
@@ -687,7 +688,8 @@ def test_sweep_with_one_bad_job_starts_none(
             (["--version"], ["--version", "prepare"]),
             (["prepare=1"], ["prepare=1", "count"]),
             (["prepare", "data.cache_dir="], ["data.cache_dir", "empty"]),
-            (["prepare", "data.dataset=x"], ["data.dataset=x", "data=hub"]),
+            (["prepare", "data=stdlib", "data.dataset=x"], ["data.dataset=x", "data=hub"]),
+            (["prepare", "data.dataset=x", "data.paths=y"], ["data.paths", "data.dataset"]),
             (["prepare", "--x"], ["--x"]),
             (["count", "--compare"], ["--compare"]),
             (["count", "--compare", "gated,nope"], ["nope", *VARIANTS]),

@@ -17,6 +17,7 @@ from cli_helpers import (
     call,
     changes,
     command,
+    documents,
     metrics,
     snapshot,
     train_command,
@@ -75,6 +76,38 @@ def test_a_finished_run_says_so_and_is_left_alone(
     again = train(words, workplace, environment)
     assert again == Result(0, "outputs/finished is finished: 4 steps\n", "")
     assert not changes(before, snapshot(workplace))
+
+
+def test_a_run_keeps_its_screen_in_a_log_start_by_start(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    words = [*tiny, "run.name=logged", "run.report=false"]
+    first = train(words, tmp_path, environment)
+    log = tmp_path / "outputs" / "logged" / "run.log"
+    header, _, shown = log.read_text().partition("\n")
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d on \S+: \S", header)
+    assert shown == first.out + first.err
+    refused = train([*words, "steps=5"], tmp_path, environment)
+    assert refused.code == 2
+    assert log.read_text() == f"{header}\n{shown}"
+    again = train([*words, "steps=5", "run.allow_changes=[steps]"], tmp_path, environment)
+    assert again.code == 0, again.err
+    text = log.read_text()
+    assert text.startswith(f"{header}\n{shown}2")
+    assert text.endswith(again.out)
+    assert "continues after step 4" in text
+
+
+def test_one_text_file_is_a_corpus(
+    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
+) -> None:
+    (tmp_path / "book.txt").write_text("\n".join(documents(60)))
+    words = [word for word in tiny if not word.startswith(("data.paths", "data=", "data.cache"))]
+    more = ["data.paths=book.txt", "data.heldout_fraction=0.1", "data.cache_dir=cache"]
+    result = train([*words, *more, "run.name=book", "run.report=false"], tmp_path, environment)
+    assert result.code == 0, result.err
+    assert re.search(r"held-out tokens, the end of the one document, in \d+ s", result.err)
+    assert re.search(r"^files: .* held out, the end of the text; 4 steps", result.out, re.M)
 
 
 def test_a_run_without_a_name_gets_a_fresh_one(
@@ -290,6 +323,27 @@ def test_a_sweep_gives_every_variant_its_directory(swept: tuple[Path, Result]) -
         assert re.search(last, result.out, re.M), result.out
     assert not CONTROL.search(result.out + result.err)
     assert result.err == ""
+
+
+def test_a_sweep_ends_with_means_and_gaps_by_variant(swept: tuple[Path, Result]) -> None:
+    _, result = swept
+    end = result.out[result.out.index("gap to standard") - 80 :]
+    assert re.search(r"^ +held-out loss +gap to standard +seeds +parameters$", end, re.M), end
+    assert re.search(r"^standard +\d\.\d{3} +1 +", end, re.M), end
+    assert re.search(r"^diff_v1 +\d\.\d{3} +[+-]\d\.\d{3} +1 +", end, re.M), end
+    assert re.search(r"^comparison outputs/\S+/report.html", end, re.M), end
+
+
+def test_the_log_of_a_swept_run_lies_beside_it_and_has_its_screen(
+    swept: tuple[Path, Result],
+) -> None:
+    cwd, _ = swept
+    (directory,) = (cwd / "outputs").iterdir()
+    text = (directory / "standard.log").read_text()
+    assert re.match(r"\d{4}-\d\d-\d\d .*run.name=standard\n", text)
+    assert re.search(r"^step 4/4  loss ", text, re.M)
+    assert text.count("held-out loss") == 1
+    assert not (directory / "standard" / "run.log").exists()
 
 
 @pytest.fixture(scope="module")

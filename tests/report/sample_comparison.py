@@ -11,6 +11,7 @@ import numpy as np
 import diffllm
 from diffllm.config import TrainConfig
 from diffllm.report.comparison import Comparison, compare
+from diffllm.report.groups import Group
 from diffllm.report.rows import Estimate
 from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
@@ -98,8 +99,8 @@ def run(
     }  # fmt: skip
     path = Path("outputs/compare") / f"{label or variant}-{seed}"
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    summary = {"steps": n * every, "heldout_loss": losses[-1]} if finished else None
-    return Run(path, cfg, facts, summary, Metrics(lines))
+    summary = {"steps": n * every, "heldout_loss": losses[-1], "seconds": 61.0 + seed}
+    return Run(path, cfg, facts, summary if finished else None, Metrics(lines))
 
 
 def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> dict[str, float]:
@@ -147,14 +148,9 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
 
 
 def incomparable() -> Comparison:
-    """Rows of different length, one of them unfinished, called by their variant alone."""
+    """Rows of different length, one of them unfinished."""
     long, short = [run("standard", s, 80) for s in (0, 1)], run("diff_v2", 0, 40, finished=False)
-    made = compare([*long, short], title="diff_v2 against standard")
-    for row in made.rows:
-        row.label = row.keys["attention"]
-    made.differences = {"steps": {"800": ["standard"], "400": ["diff_v2"]}}
-    made.notes = ["diff_v2, seed 0, has not finished: 400 of 800 steps."]
-    return made
+    return compare([*long, short], title="diff_v2 against standard")
 
 
 def lines_of(run: Run) -> list[dict[str, Any]]:
@@ -198,6 +194,11 @@ def hostile() -> Comparison:
     made = compare([run(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE)
     made.rows[0].label, made.rows[1].label = HOSTILE, "</title></svg><img src=x onerror=alert(1)>"
     made.differences = {HOSTILE: {HOSTILE: [HOSTILE]}}
+    apart = {HOSTILE: HOSTILE}
+    made.groups = [Group("A", made.rows[:1], apart), Group("B", made.rows[1:], apart)]
+    for row in made.rows:
+        row.runs[0].facts |= {"command": HOSTILE, "variant_line": HOSTILE}
+        row.runs[0].summary = {**(row.runs[0].summary or {}), "sample": f"\x07{HOSTILE}"}
     made.notes = [HOSTILE]
     return made
 

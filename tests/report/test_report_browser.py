@@ -49,7 +49,34 @@ function ask(page, view) {
     overlaps: all("figure svg").flatMap(overlaps),
     widths: new Set(all(".figures > figure").map((f) =>
       Math.round(root.clientWidth / f.getBoundingClientRect().width))).size,
-    forests: all(".forest").filter(shown).length,
+    scrolled: all(".scroll").filter((box) => shown(box) && box.scrollWidth > box.clientWidth + 1)
+      .map((box) => `${box.getAttribute("aria-labelledby")} ${box.scrollWidth - box.clientWidth}`),
+    wideFigures: all("figure:not(.panels), .panels svg").filter((figure) =>
+      figure.getBoundingClientRect().width > 421).length,
+    sizes: [...new Set(all("figure svg:not(.swatch) text").filter(shown).map((text) =>
+      (parseFloat(view.getComputedStyle(text).fontSize) * text.getScreenCTM().a).toFixed(1)))],
+    folded: all("details:not([open]) figure h3").map((h3) => h3.textContent),
+  };
+  const titled = (title) => all("figure").find((f) => f.querySelector("h3")?.textContent === title);
+  const pointed = (title, share) => {
+    const svg = titled(title)?.querySelector("svg[data-x]");
+    if (!svg) return null;
+    const [, p, , q] = svg.dataset.x.split(" ").map(Number);
+    const box = svg.getBoundingClientRect();
+    const scale = box.width / svg.viewBox.baseVal.width;
+    const [, bottom, , top] = svg.dataset.y.split(" ").map(Number);
+    const clientX = box.left + (p + share * (q - p)) * scale;
+    const clientY = box.top + (bottom + 0.99 * (top - bottom)) * scale;
+    svg.dispatchEvent(new view.PointerEvent("pointermove", { clientX, clientY }));
+    const said = page.getElementById("values");
+    const lines = said.hidden ? null : [...said.children].map((line) => line.textContent);
+    svg.dispatchEvent(new view.PointerEvent("pointerleave"));
+    return said.hidden ? lines : "still there";
+  };
+  answers.pointed = {
+    loss: pointed("Held-out loss", 1), gap: pointed("Gap to standard over training", 1),
+    layers: pointed("Kurtosis, by layer", 1),
+    map: pointed("Mean context RMS, by layer and time", 1),
   };
   const headers = all("#main thead th");
   const labels = () => all("#main tbody th").map((th) => th.dataset.order);
@@ -62,7 +89,8 @@ function ask(page, view) {
   });
   const box = page.getElementById("show-1");
   if (box) {
-    const drawn = (row) => all(`figure ${row}`).filter(shown).length;
+    const drawn = (row) =>
+      all(`figure ${row}`).filter((e) => shown(e) && !e.closest("[data-always]")).length;
     const lines = () => [drawn(".row-0"), drawn(".row-1")];
     answers.lines = [lines()];
     box.click();
@@ -146,8 +174,12 @@ def test_fits_follows_the_theme_and_responds(comparison, views, width, dark):
     assert answers["beyond"] == 0
     assert answers["overlaps"] == []
     assert answers["figures"] > 20
-    assert answers["widths"] == (1 if width == 360 else 3)
-    assert answers["forests"] == (0 if width == 360 else 3)
+    assert answers["widths"] == (1 if width == 360 else 2)
+    assert answers["scrolled"] == []
+    assert answers["wideFigures"] == 0
+    assert len(answers["sizes"]) == 1
+    assert len(answers["folded"]) == 3
+    assert all(title.startswith("Gradient norm, ") for title in answers["folded"])
     assert answers["dark"] == dark
     brightness = [sum(map(int, re.findall(r"\d+", answers[k])[:3])) for k in ("background", "text")]
     assert (brightness[0] < 100 < 600 < brightness[1]) == dark
@@ -173,11 +205,30 @@ def test_fits_follows_the_theme_and_responds(comparison, views, width, dark):
     assert again == [all_0, all_1]
 
 
+def test_pointing_at_a_figure_shows_values_and_runs(comparison, views):
+    for view in ((FOUR, 360, False), (FOUR, 1400, False)):
+        said = views[view]["pointed"]
+        for name, of in (("loss", lambda row: row.runs), ("gap", lambda row: row.gap and row.runs)):
+            head, *lines = said[name]
+            assert head == "6.55M tokens"
+            assert len(lines) == sum(bool(of(row)) for row in comparison.rows)
+        by_label = {line.split()[0]: line for line in said["loss"][1:]}
+        for row in comparison.rows:
+            ends = [run.series("eval/loss").values[-1] for run in row.runs]
+            last = by_label[row.label]
+            shown = [float(x) for x in re.findall(r"\d\.\d{2,3}", last)]
+            assert sorted(shown) == pytest.approx(sorted([*ends, sum(ends) / 2]), abs=0.002)
+        assert sum("mean of 2 seeds" in line for line in said["loss"]) == 1  # of the nearest
+        assert said["layers"][0] == "layer 7"
+        assert re.fullmatch(r"layer 7, .* tokens\d.*", said["map"][0])
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_odd_pages_fit_a_phone(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["errors"] == []
+    assert answers["scrolled"] == []
     assert answers["wide"] <= 360
     assert answers["beyond"] == 0
     assert answers["overlaps"] == []

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,20 +93,25 @@ def test_a_run_named_twice_counts_once(swept):
     [
         (["cmp1"], "cmp1"),
         (["cmp1", "cmp2"], "cmp1, cmp2"),
-        (["cmp*", "cmp1/standard-seed0"], "cmp1, cmp2"),
-        (["cmp1/*-seed0"], "cmp1"),
+        (["cmp*", "cmp1/standard-seed0"], "cmp*"),
+        (["cmp1/*-seed0"], "cmp1/*-seed0"),
         (["cmp1/standard-seed0"], "standard-seed0"),
-        (["cmp1/*-seed0", "cmp2/gated-seed0"], "cmp1, cmp2"),
+        (["cmp1/*-seed0", "cmp2/gated-seed0"], "cmp1/*-seed0, gated-seed0"),
+        (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "cmp1: standard-seed0, diff_v2-seed0"),
+        (["cmp1/standard-seed0", "cmp2"], "standard-seed0, cmp2"),
     ],
 )
 def test_a_title_is_what_was_named(swept, words, title):
     assert read([Path(word) for word in words])[0].title == title
 
 
-def test_a_title_has_few_names(tmp_path):
+def test_a_title_has_few_names(tmp_path, monkeypatch):
     for at in range(6):
         write_run(tmp_path / f"s{at}" / "run", "attention=standard", f"seed={at}")
-    assert find_runs([tmp_path / "s*"]).title == "s0, s1, s2, s3 and 2 more"
+    named = sorted(tmp_path.iterdir())
+    assert find_runs(named).title == f"{tmp_path.name}: s0, s1, s2, s3 and 2 more"
+    monkeypatch.chdir(tmp_path)
+    assert find_runs([Path(path.name) for path in named]).title == "s0, s1, s2, s3 and 2 more"
 
 
 def test_a_directory_that_is_not_theirs_is_never_written(swept, tmp_path, monkeypatch, capsys):
@@ -174,7 +180,7 @@ def test_nothing_but_the_two_files_is_ever_written(swept, capsys):
 def test_options_and_their_mistakes(swept, capsys):
     code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert code == 0
-    assert "Gap to diff_v2" in out
+    assert "gap to diff_v2" in out
     assert variants(swept / "a/new/place/report.csv") == ["standard", "diff_v2"]
     for words, parts in (
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
@@ -224,13 +230,40 @@ def test_the_terminal_says_what_the_files_do(swept, capsys):
     write_run(Path("cmp3/unfinished"), "attention=diff_v1", loss=None)
     code, out, _ = report(capsys, "cmp1", "cmp3")
     assert code == 0
-    line = next(line for line in out.splitlines() if line.startswith("diff_v2 steps=20"))
-    assert "3.9500 (3.3147 to 4.5853)" in line
-    assert "−0.1500 (−0.7853 to +0.4853), no difference shown" in line
-    expected = "20 in standard steps=20, diff_v1 steps=20, diff_v2 steps=20; 40 in diff_v2 steps=40"
-    assert f"not comparable: steps is {expected}\n" in out
+    lines = out.splitlines()
+    line = next(line for line in lines if line.startswith("diff_v2 steps=20"))
+    assert line.split() == [
+        *("diff_v2", "steps=20", "3.950", "(3.315", "to", "4.585)"),
+        *("-0.150", "(-0.785", "to", "+0.485)", "2", line.split()[-1]),
+    ]
+    assert "An interval that holds 0 shows no difference." in out
+    assert (
+        "2 groups of rows that cannot be compared with each other; they differ in steps:" in lines
+    )
+    assert any(re.fullmatch(r"  A  .*: steps=20", line) for line in lines)
+    assert "  B  cmp3: steps=40" in lines
     assert "note: cmp3/unfinished has not finished: step 10 of 20" in out
     assert "…" not in out
+
+
+def test_many_unlike_runs_are_said_in_few_narrow_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sweep(Path("out/both"), LOSSES)
+    for at in range(12):
+        other = (f"steps={20 + at}", f"seq_len={32 + at}", f"optim.warmup_steps={1 + at}")
+        words = ("attention=gated", "model=mini", *other, f"optim.lr={1 + at}e-3")
+        write_run(Path(f"out/other{at}"), *words, loss=None)
+    code, out, _ = report(capsys, *sorted(Path("out").iterdir()))
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[1].startswith("A: standard")
+    assert lines[2].startswith("A: diff_v2")
+    assert len(out) < 6_000
+    assert max(map(len, lines[: lines.index("")])) <= 100
+    groups = [line for line in lines if line.startswith("  ") and "steps=" in line]
+    assert len(groups) == 13
+    assert max(map(len, groups)) <= 100
+    assert "note: the page has " in out
 
 
 def test_python_gets_the_two_paths(swept):
@@ -283,7 +316,7 @@ def test_damaged_metrics_keep_the_loss(swept, capsys, text):
     Path("cmp1/standard-seed1/metrics.jsonl").write_bytes(text)
     code, out, _ = report(capsys, "cmp1")
     assert code == 0
-    assert "4.1000 (" in out
+    assert "4.100 (" in out
 
 
 def test_a_run_without_a_config_or_that_may_not_be_read_is_a_note(swept, capsys):

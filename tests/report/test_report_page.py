@@ -16,13 +16,14 @@ from diffllm.config.compose import variants
 from diffllm.report import bands
 from diffllm.report.comparison import Comparison
 from diffllm.report.drawing import draw_curves
+from diffllm.report.intervals import ends
 from diffllm.report.notes import settings
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
 from diffllm.report.rows import Estimate, Row
 from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.style import RC, row_styles
-from diffllm.report.table import COLUMNS, Cell, gap_limit, table_columns
+from diffllm.report.table import COLUMNS, Cell, table_columns
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -125,10 +126,11 @@ def test_names_stay_names():
 
 def test_differences_and_notes_are_shown_and_leave_no_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
-    assert "Not comparable" in text
-    assert "steps: 800 in standard, 400 in diff_v2" in text
-    assert "diff_v2, seed 0, has not finished: 400 of 800 steps." in text
-    assert "Not comparable" not in Reader(html_of("four variants")).text
+    assert "2 groups of rows that cannot be compared with each other; they differ in steps." in text
+    assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
+    assert "diff_v2-0 has not finished: step 400 of 400" in text
+    assert "Gap to" not in text
+    assert "cannot be compared" not in Reader(html_of("four variants")).text
 
 
 def test_sections_appear_with_their_metrics_only():
@@ -177,16 +179,16 @@ def test_only_what_others_are_measured_from_is_the_baseline():
 
 def test_a_wide_interval_does_not_set_the_scale():
     narrow, wide = Estimate(0.01, 0, 0.02, 3), Estimate(0.01, -9, 9, 2)
-    assert gap_limit([narrow, narrow, wide]) == pytest.approx(0.022)
-    assert gap_limit([narrow, narrow, Estimate(0.01, -9, 9, 3)]) == pytest.approx(0.088)
-    assert gap_limit([wide]) == pytest.approx(9.9)
-    assert gap_limit([Estimate(0.0)]) == 1
-    assert gap_limit([]) == 1
+    assert ends([narrow, narrow, wide]) == pytest.approx((-0.0024, 0.0224))
+    assert ends([narrow, narrow, Estimate(0.01, -9, 9, 3)])[1] < 0.11
+    assert ends([wide]) == pytest.approx((-9 * 1.24, 9 * 1.24))
+    assert ends([Estimate(-0.1, None, None, 1)]) == pytest.approx((-0.112, 0.012))
+    low, high = ends([Estimate(0.0)])
+    assert low < 0 < high
 
 
 def test_incomparable_rows_say_so_where_losses_are():
     text = Reader(html_of("incomparable")).text
-    assert "not comparable across steps" in text
     assert text.count("Rows are not comparable: they differ in steps.") >= 3
     assert "not comparable" not in Reader(html_of("four variants")).text
 

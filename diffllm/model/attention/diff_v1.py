@@ -52,9 +52,12 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice
 @schema(group="attention", name="diff_v1", package="model.attention")
 @dataclass
 class DiffV1Config(AttentionConfig):
+    """DIFF V1 (arXiv 2410.05258): one lambda a layer, and a norm a head."""
+
     head_norm: bool = True
     """RMSNorm over the 2d channels of a head; the factor (1 - lambda_init) stays without it."""
     head_norm_eps: float = bounded(1e-5, above=0)
+    """Added to the mean square inside that norm."""
     lambda_init: float | None = None
     """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
     clamp: bool = False

@@ -41,8 +41,12 @@ class Lambda(Enum):
 @schema(group="attention", name="diff_v2", package="model.attention")
 @dataclass
 class DiffV2Config(AttentionConfig):
+    """DIFF V2: a second query a head, and a lambda a token and head."""
+
     pairing: Pairing = Pairing.adjacent
+    """Heads that are a pair: 2i and 2i+1, which share key and value, or i and i+H."""
     lambda_form: Lambda = Lambda.sigmoid
+    """How lambda is made: from each token, bounded or raw; learned a head; a constant; 1."""
     lambda_value: float = FIXED
     """The constant lambda, read by lambda_form=fixed only."""
     head_norm: bool = False

@@ -22,7 +22,10 @@ class Gate(Enum):
 @schema(group="attention", name="gated", package="model.attention")
 @dataclass
 class GatedConfig(AttentionConfig):
+    """Gated attention (arXiv 2505.06708)."""
+
     gate: Gate = Gate.elementwise
+    """Width of the gate: one value a channel of a head, or one a head."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "GatedAttention":
         return GatedAttention(model, self)

@@ -35,9 +35,12 @@ class Sink(Enum):
 @schema(group="attention", name="standard", package="model.attention")
 @dataclass
 class StandardConfig(AttentionConfig):
+    """Softmax attention, the baseline."""
+
     query_heads: float = bounded(1.0, above=0, most=64)
     """Number of query heads over the baseline's `n_heads`."""
     sink: Sink = Sink.none
+    """Term in the softmax's denominator: none, one learned logit a head, or 1."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
         return StandardAttention(model, self)

@@ -36,19 +36,21 @@ class MoEConfig:
     n_dense_layers: int = bounded(0, least=0)
     """Number of first layers that stay dense, `ffn_dim` wide."""
     score: Score = Score.sigmoid
+    """Function that makes scores of a router's logits."""
     renormalise: bool = True
     """Make the weights of a token's top_k experts sum to 1."""
     routed_scaling: float = bounded(1.0, above=0)
     """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
     bias_update_rate: float = bounded(1e-3, least=0)
-    """Change of the balancing bias at an optimizer step (Wang et al., arXiv 2408.15664); 0: no
-    bias. The default is for sigmoid scores; of softmax, whose scores are 1 / n_experts on average,
-    it would be several percent a step from 32 experts on."""
+    """Change of the balancing bias at an optimizer step; 0: no bias. Wang et al., arXiv 2408.15664.
+    The default is for sigmoid scores; of softmax, whose scores are 1 / n_experts on average, it
+    would be several percent a step from 32 experts on."""
     balance_loss: float = bounded(0.0, least=0)
     """Weight of the load-balancing loss of a layer; the losses of layers are summed."""
     balance_over: Balance = Balance.global_batch
-    """sequence: DeepSeek-V3's, equations 17 to 20. global_batch: the experts' shares of the whole
-    batch (Qiu et al., arXiv 2501.11873), of the optimizer step before."""
+    """Tokens over which the load-balancing loss takes the experts' shares. With sequence as in
+    DeepSeek-V3, equations 17 to 20; with global_batch those of the whole batch (Qiu et al., arXiv
+    2501.11873), of the optimizer step before."""
     router_z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(router logits)^2) of a layer (ST-MoE, arXiv 2202.08906)."""
 

@@ -1,0 +1,197 @@
+"""Every choice and key of the config in words, for `train.py --help` and docs/configuration.md.
+
+A key's words are the docstring under its field, a choice's the comment at the top of its YAML.
+"""
+
+import ast
+import inspect
+import itertools
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from diffllm.config.compose import compose_config, hydra
+from diffllm.config.descriptions import yaml_comment
+from diffllm.config.overrides import FILLED_IN, GROUPS
+
+SENTENCE = re.compile(r"(?<=\.)\s+")
+OF_STEPS = re.compile(r"\$\{of_steps:([\d.]+),\s*(\d+)\}")
+ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+),\s*'?([^'}]*)'?\}")
+FLAGS = {
+    "-m, --multirun": "a sweep: a run for every combination of values, as in seed=0,1,2",
+    "--config-dir DIR": "YAMLs of yours beside ours, for plugins=[my_variant] attention=my_variant",
+    "--cfg job": "print the config that these overrides make, and end; --resolve fills in ${...}",
+    "--help": "this list, with the defaults that the choices before it make",
+}
+USAGE = """\
+usage: python train.py [choice or key]...      one process, or under torchrun; also: diffllm train
+       python train.py -m [choice or key]...   a sweep
+"""
+
+
+class Key(NamedTuple):
+    """A key that a command line may set."""
+
+    name: str
+    """Its dotted name."""
+    default: str
+    """Its value where nobody sets it, as one writes it; in words, where it follows another key."""
+    allowed: list[str]
+    """Its values, where they are few."""
+    meaning: str
+    """The docstring of its field; empty if there is none."""
+
+    @property
+    def line(self) -> str:
+        """The first sentence of its meaning, and the values that it takes."""
+        return " ".join(filter(None, [first_sentence(self.meaning), listed(self.allowed)]))
+
+
+class Section(NamedTuple):
+    """The keys beside each other in one dataclass."""
+
+    name: str
+    """The prefix of its keys without the dot; empty for those at the top."""
+    config: type
+    keys: list[Key]
+
+    @property
+    def title(self) -> str:
+        """The first sentence of the dataclass's docstring."""
+        text = self.config.__doc__ or ""
+        made_by_dataclass = text.startswith(f"{self.config.__name__}(")
+        return "" if made_by_dataclass else first_sentence(text)
+
+
+def help_text(overrides: list[str]) -> str:
+    """Return the text of --help: usage, choices, then a line for every key; raises ConfigError."""
+    cfg = compose_config(overrides or ["experiment=none"])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    parts = [USAGE + "\n" + rows(FLAGS.items(), width)]
+    parts.append("Choices, as in attention=standard; each is a YAML file in conf/")
+    for group, options in choices().items():
+        lines = rows(options.items(), width)
+        parts.append(f"{group}={cfg.run.choices[group]}\n{lines}")
+    parts.append("Keys, as in optim.lr=1e-3, with their defaults")
+    for section in sections_of(cfg):
+        title = f"{section.name}: {section.title}"
+        lines = rows(((f"{key.name}={key.default}", key.line) for key in section.keys), width)
+        parts.append(f"{title}\n{lines}" if section.name else lines)
+    return "\n\n".join(parts)
+
+
+def rows(pairs: Any, width: int, column: int = 34) -> str:
+    """Lay out (name, words) in two columns; words beyond `width` go on below themselves."""
+    lines = []
+    for name, words in pairs:
+        indent = " " * (column + 4)
+        first = f"  {name:<{column}}  "
+        if len(first) > len(indent):
+            lines.append(first.rstrip())
+            first = indent
+        text = textwrap.wrap(
+            words, max(width, column + 40), initial_indent=first, subsequent_indent=indent
+        )
+        lines += text or [first.rstrip()]
+    return "\n".join(lines)
+
+
+def choices() -> dict[str, dict[str, str]]:
+    """Map each config group to its choices, each with the first sentence of its YAML's comment."""
+    with hydra() as loader:
+        options = {group: loader.get_group_options(group) for group in GROUPS}
+    return {
+        group: {
+            name: first_sentence(yaml_comment(group, name)).rstrip(".:")
+            for name in names
+            if not name.endswith("_schema")
+        }
+        for group, names in options.items()
+    }
+
+
+def sections_of(cfg: DictConfig, name: str = "") -> Iterator[Section]:
+    """Iterate over the sections of a composed config, each before those inside it."""
+    config, inside = OmegaConf.get_type(cfg), []
+    assert isinstance(config, type)
+    hints, words = get_type_hints(config), meanings(config)  # type: ignore[arg-type]
+    keys = []
+    for field in fields(config):
+        full = f"{name}.{field.name}" if name else field.name
+        node = cfg._get_node(field.name)
+        if full in FILLED_IN:
+            continue
+        if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
+            inside.append((node, full))
+            continue
+        default, allowed = plain(node), values_of(hints[field.name])
+        keys.append(Key(full, default, allowed, words.get(field.name, "")))
+    yield Section(name, config, keys)
+    for node, full in inside:
+        yield from sections_of(node, full)
+
+
+@cache
+def meanings(config: type) -> dict[str, str]:
+    """Map the fields of a dataclass, inherited ones too, to the docstrings under them."""
+    found: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        if not is_dataclass(base):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # a class made in a notebook
+            continue
+        (tree,) = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, after in itertools.pairwise(tree.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match after:
+                    case ast.Expr(ast.Constant(str(text))):
+                        found[field.target.id] = " ".join(text.split())
+    return found
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to its first full stop, in one line."""
+    return SENTENCE.split(" ".join(text.split()))[0]
+
+
+def values_of(declared: Any) -> list[str]:
+    """List the values of an enumeration, or of one or none; nothing for another type."""
+    for kind in (declared, *get_args(declared)):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return list(kind.__members__)
+    return []
+
+
+def listed(allowed: list[str]) -> str:
+    """Return the values in brackets."""
+    return f"({', '.join(allowed)})" if allowed else ""
+
+
+def plain(node: Any) -> str:
+    """Return a default as one would write it; in words, where it follows something else."""
+    value = node._value()
+    if isinstance(value, str):
+        if found := OF_STEPS.fullmatch(value):
+            return f"{float(found[1]):.0%} of steps, at most {int(found[2]):,}"
+        if found := ENVIRONMENT.fullmatch(value):
+            return f"${found[1]} or {found[2]}"
+        value = re.sub(r"\$\{([\w.]+)\}", r"\1", value)
+        return value if value == value.strip() else repr(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(plain(item) for item in value)}]"
+    return f"{value:g}" if isinstance(value, float) else f"{value!s}"

@@ -1,0 +1,154 @@
+"""A comparison in words and plain text: a sentence a variant, and a table for a terminal."""
+
+import os
+from textwrap import wrap
+
+from diffllm.report.comparison import Comparison
+from diffllm.report.find import listed
+from diffllm.report.groups import in_short, keys_apart
+from diffllm.report.numbers import MISSING, compact, finite, fixed
+from diffllm.report.rows import Estimate, Row
+
+WIDTH = 100
+"""Columns of a terminal that a table takes at most."""
+EQUAL = 0.0005
+"""Share by which totals of parameters may differ and be called equal."""
+
+
+def with_interval(estimate: Estimate, signed: bool = False) -> str:
+    """ "-0.200 (-0.313 to -0.088)"; the mean alone where there is no interval."""
+    mean, low, high = (fixed(x, 3, signed) for x in (estimate.mean, estimate.low, estimate.high))
+    return mean if MISSING in (low, high) else f"{mean} ({low} to {high})"
+
+
+def counted(number: int, one: str) -> str:
+    """ "1 seed", "2 seeds"."""
+    return f"{number} {one}{'' if number == 1 else 's'}"
+
+
+def size_against(row: Row, base: Row) -> str:
+    """ "3.7% more parameters"; nothing where one of the sizes is unknown."""
+    size, other = (finite(each.values.get("parameters")) for each in (row, base))
+    if not size or not other:
+        return ""
+    share = size / other - 1
+    if abs(share) < EQUAL:
+        return "equal parameters"
+    return f"{abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters"
+
+
+def gap_sentence(row: Row) -> str:
+    """ "diff_v2 -0.200 (-0.313 to -0.088) against standard, 2 seeds, 3.7% more parameters"; nothing
+    for a row without a gap."""
+    if row.gap is None or row.baseline is None:
+        return ""
+    said = f"{row.label} {with_interval(row.gap, signed=True)} against {row.baseline.label}"
+    size = size_against(row, row.baseline)
+    return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), size]))
+
+
+def finding(row: Row, bases: list[Row]) -> str:
+    """The first sentence about a row: its gap, else its loss.
+
+    Args:
+        bases: the rows that gaps are measured from.
+    """
+    if row.gap is not None:
+        return gap_sentence(row)
+    if row.loss is None or finite(row.loss.mean) is None:
+        state = "not finished" if not row.finished else "no held-out loss that is finite"
+        return f"{row.label}: {state}"
+    parts = [f"{row.label} held-out loss {with_interval(row.loss)}"]
+    if any(row is base for base in bases):
+        parts.append("the baseline")
+    if not bases and (entropy := finite(unigram_entropy(row))) is not None:
+        side = "under" if row.loss.mean <= entropy else "over"
+        apart = fixed(abs(entropy - row.loss.mean), 2)
+        parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
+    many = [counted(row.loss.seeds, "seed")] if bases or len(row.runs) > 1 else []
+    return ", ".join([*parts, *many])
+
+
+def unigram_entropy(row: Row) -> float | None:
+    """Nats a token that a model of token frequencies alone would need on the held-out text."""
+    return row.runs[0].facts.get("heldout_unigram_entropy")
+
+
+def shows_no_difference(gap: Estimate | None) -> bool:
+    """Whether the interval holds 0."""
+    return gap is not None and None not in (gap.low, gap.high) and gap.low <= 0 <= gap.high  # type: ignore[operator]
+
+
+def table_text(comparison: Comparison) -> str:
+    """Means, gaps and intervals, a line a row, in plain ASCII of at most `WIDTH` columns, unless a
+    label alone is longer; where not all rows can be compared, what tells them apart."""
+    head = ["", "held-out loss", "", "seeds", "parameters"]
+    gaps = any(row.gap for row in comparison.rows)
+    if gaps:
+        head[2] = f"gap to {comparison.baseline}"
+    lines = [head, *map(row_cells, comparison.rows)]
+    if not gaps:
+        lines = [[*line[:2], *line[3:]] for line in lines]
+    text = [*aligned(lines), *reading(comparison)]
+    if len(comparison.groups) > 1:
+        text += ["", *groups_text(comparison)]
+    return "\n".join(ascii_minus(line.rstrip()) for line in text)
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
+    """Cells below each other; where that is too wide, the first has a line of its own."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    apart = sum(widths) + 2 * (len(widths) - 1) > WIDTH
+    text = []
+    for label, *cells in lines:
+        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        if apart:
+            text += [label] if label else []
+            text.append("    " + "  ".join(padded))
+        else:
+            text.append("  ".join([f"{label:<{widths[0]}}", *padded]))
+    return text
+
+
+def reading(comparison: Comparison) -> list[str]:
+    """What the numbers of a table are."""
+    if not any(row.loss and row.loss.low is not None for row in comparison.rows):
+        return ["Nats a token; one seed has no interval."]
+    notes = ["Nats a token, means over seeds; in brackets 95% intervals."]
+    if any(shows_no_difference(row.gap) for row in comparison.rows):
+        notes.append("An interval that holds 0 shows no difference.")
+    return notes
+
+
+def groups_text(comparison: Comparison) -> list[str]:
+    """Why not all rows can be compared, and a line a group."""
+    lines = wrap(f"{apart_text(comparison)}:", WIDTH)
+    for group in comparison.groups:
+        runs = [run.path for row in group.rows for run in row.runs]
+        where = runs[0] if len(runs) == 1 else os.path.commonpath([run.parent for run in runs])
+        name = f"  {group.letter}  {where}: "
+        lines.append(name + in_short(group, max(WIDTH - len(name) - len(" and 20 more"), 20)))
+    return lines
+
+
+def apart_text(comparison: Comparison, most: int = 5) -> str:
+    """Which keys keep rows from being compared."""
+    keys = keys_apart(comparison.groups, list(comparison.differences))
+    return (
+        f"{len(comparison.groups)} groups of rows that cannot be compared with each other; they "
+        f"differ in {listed(keys, most)}"
+    )
+
+
+def row_cells(row: Row) -> list[str]:
+    """The label, and loss, gap, seeds and parameters as text."""
+    loss = with_interval(row.loss) if row.loss else MISSING
+    gap = with_interval(row.gap, signed=True) if row.gap else ""
+    seeds, runs = (row.loss.seeds if row.loss else 0), len(row.runs)
+    many = f"{seeds}" if seeds == runs else f"{seeds} of {runs}"
+    return [row.label, loss, gap, many, compact(row.values.get("parameters"))]
+
+
+def ascii_minus(text: str) -> str:
+    """Signs and dashes that any terminal has, and that can be searched for."""
+    return text.replace("\u2212", "-").replace(MISSING, "-")

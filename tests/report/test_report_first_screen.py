@@ -1,0 +1,203 @@
+"""What a report says first: sentences, intervals, what is folded, texts and what made them."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sample_comparison as sample
+from test_report_page import Reader
+from written_runs import loaded, metric_lines, parameters, sweep, write_run
+
+from diffllm.config.compose import variant_config, variants
+from diffllm.config.descriptions import first_sentence, variant_line
+from diffllm.model.attention.base import AttentionConfig
+from diffllm.report import comparison_text
+from diffllm.report.bands import over_seeds
+from diffllm.report.comparison import compare
+from diffllm.report.page import page
+from diffllm.report.runs import Series
+from diffllm.report.sections import top_of
+from diffllm.report.table import folded, table_columns
+from diffllm.report.text import finding, table_text
+
+LOSSES = {"standard": [4.0, 4.2], "gated": [4.1, 4.4], "diff_v2": [3.8, 4.0]}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    root = tmp_path_factory.mktemp("swept")
+    sweep(root, LOSSES)
+    return root
+
+
+def test_the_first_sentence_is_the_gap(swept):
+    found = compare(loaded(sorted(swept.iterdir())))
+    standard, gated, diff_v2 = (finding(row, found.rows[:1]) for row in found.rows)
+    more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
+    assert diff_v2 == (
+        "diff_v2 −0.200 (−0.200 to −0.200) against standard, 2 seeds, "
+        f"{more[1] / more[0] - 1:.1%} more parameters"
+    )
+    assert gated.startswith("gated +0.150 (−0.485 to +0.785) against standard, 2 seeds, ")
+    assert standard.startswith("standard held-out loss 4.100 (")
+    assert standard.endswith("), the baseline, 2 seeds")
+    text = " ".join(Reader(page(found)).text.split())
+    assert text.index(diff_v2) < text.index("Gap to standard at the end") < text.index("Results")
+    assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
+
+
+def test_one_run_is_measured_by_the_unigram_entropy(tmp_path):
+    write_run(tmp_path / "a", "attention=gated", loss=4.5)
+    (row,) = compare(loaded([tmp_path / "a"])).rows
+    assert finding(row, []) == "gated held-out loss 4.500, 1.50 under the unigram entropy 6.000"
+    row.loss = None
+    row.runs[0].summary = None
+    assert finding(row, []) == "gated: not finished"
+
+
+def test_a_comparison_as_text(swept, tmp_path):
+    lines = comparison_text([swept]).splitlines()
+    assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
+    assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (-0.200 to -0.200)  2 ")
+    assert lines[4:] == [
+        "Nats a token, means over seeds; in brackets 95% intervals.",
+        "An interval that holds 0 shows no difference.",
+    ]
+    assert comparison_text([swept], "diff_v2").splitlines()[0].split()[2:5] == [
+        "gap",
+        "to",
+        "diff_v2",
+    ]
+    assert all(line.isascii() and len(line) <= 100 for line in lines)
+    long = ("optim.lr=1e-3", "optim.beta1=0.85", "optim.beta2=0.99", "optim.weight_decay=0.05")
+    sweep(tmp_path / "b", LOSSES, *long)
+    wide = comparison_text([swept, tmp_path / "b"]).splitlines()
+    assert max(map(len, wide)) <= 100
+    assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
+
+
+def test_columns_that_say_nothing_are_folded_into_a_sentence():
+    found = sample.compared(("standard", "gated"), 2, 20)
+    for row in found.rows:
+        row.values |= {"spikes/loss_score": 0.0, "spikes_olmo2/loss_score": 0.0, "seconds": 61.0}
+        row.values |= {"context_rms_min": 0.0, "context_rms_max": 2.0, "spikes/grad_score": 0.0}
+    found.rows[0].values["spikes_olmo2/grad_score"] = 0.005
+    columns, said = folded(table_columns(found))
+    titles = [column.title for column in columns]
+    assert "Loss spikes" not in titles
+    assert {"Gradient spikes", "Context RMS", "Kurtosis", "Time"} <= set(titles)
+    assert len(set(titles)) == len(titles)
+    assert "loss spikes" in said[0]
+    assert "context" not in said[0].lower()
+    assert re.match(r"The same in all rows: .*Tokens .*, Seeds 2\.", said[1])
+    (spikes,) = (column for column in columns if column.title == "Gradient spikes")
+    assert (spikes.cells[0].text, spikes.cells[0].detail) == ("0%", "OLMo 2 0.5%")
+    page_of = Reader(page(found)).text
+    assert " ".join(said) in page_of
+    assert "1:01" in page_of
+
+
+def test_gradient_norms_by_group_are_folded_and_maps_have_no_swatch():
+    text = page(sample.compared(sample.FOUR, 1, 12, probes=True))
+    details = re.findall(
+        r"<details>\s*<summary>Gradient norm: (.*?)</summary>(.*?)</details>", text, re.S
+    )
+    ((groups, inside),) = details
+    assert groups == "attention, embedding, ffn"
+    assert inside.count("<figure>") == 3
+    maps = re.search(r'<div class="maps">(.*?)<figcaption>', text, re.S)
+    assert maps
+    assert "swatch" not in maps[1]
+    for layer in range(sample.LAYERS):
+        assert f">{layer}</text>" in maps[1]
+
+
+def test_kurtosis_is_linear_with_a_line_at_three():
+    text = page(sample.compared(("standard", "gated"), 1, 12))
+    for title in ("Kurtosis, by layer", "Kurtosis, highest layer"):
+        svg = text[text.index(f">{title}</h3>") :].partition("</svg>")[0]
+        assert "data-log" not in svg
+        assert ">3</text>" in svg
+        low, _, high, _ = map(float, re.search(r'data-y="([^"]*)"', svg)[1].split())  # type: ignore[index]
+        assert low < 3 < high
+
+
+def band(values):
+    return over_seeds([Series(np.arange(1, len(values) + 1), np.asarray(values, dtype=float))])
+
+
+def test_the_first_steps_do_not_flatten_a_loss():
+    steps = np.arange(1, 101)
+    falling = 4 + 6 / steps
+    top = top_of([band(falling)])
+    assert falling[20] < top < falling[20] + 0.1
+    spiked = falling.copy()
+    spiked[60] = 50
+    assert top_of([band(spiked)]) == pytest.approx(top)
+    diverged = falling.copy()
+    diverged[90:] = 9
+    assert top_of([band(diverged)]) > 9
+    assert top_of([band(falling[:12])]) > 10  # few points have no first steps
+    assert top_of([None]) == np.inf
+
+
+def test_texts_commands_and_times_are_on_the_page(tmp_path):
+    more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
+    command = "python train.py attention=gated data.sample_prompt='a <b>'"
+    facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
+    write_run(tmp_path / "a", "attention=gated", summary=more, facts=facts)
+    text = Reader(page(compare(loaded([tmp_path / "a"])))).text
+    assert "def f(<b>):\n\ufffd[31mreturn\ufffd 1" in text
+    assert command in text
+    assert "commit 0123456789ab, with uncommitted changes" in text
+    assert text.count("4:03") >= 3
+    assert variant_line("gated", variant_config("gated")) in text
+
+
+# The line that explains a variant
+
+
+def test_every_variant_is_explained_in_a_line_of_its_own():
+    lines = [variant_line(name, variant_config(name)) for name in variants()]
+    assert all(lines)
+    assert len(set(lines)) == len(lines)
+    assert max(map(len, lines)) < 160
+
+
+def test_a_variant_without_a_comment_is_explained_by_its_class():
+    class Mine(AttentionConfig):
+        """My attention,
+        in two lines.
+
+        And more.
+        """
+
+    class Bare(AttentionConfig):
+        pass
+
+    assert variant_line("no_such_yaml", Mine()) == "My attention, in two lines."
+    assert first_sentence(Bare) == ""
+
+
+def test_a_run_says_itself_what_its_variant_was(tmp_path):
+    facts = {"variant_line": "What it was on another machine."}
+    write_run(tmp_path / "a", "attention=gated", facts=facts)
+    assert "What it was on another machine." in page(compare(loaded([tmp_path / "a"])))
+
+
+def test_rows_that_cannot_be_compared_are_hidden_until_asked_for(swept, tmp_path):
+    write_run(
+        tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
+    )
+    text = page(compare(loaded([*sorted(swept.iterdir()), tmp_path / "longer"])))
+    boxes = re.findall(r'<input type="checkbox" id="show-(\d)"( checked)?>', text)
+    assert [bool(checked) for _, checked in boxes] == [True, True, True, False]
+    names = json.loads(re.search(r"data-names=\"(.*?)\"", text)[1].replace("&#34;", '"'))  # type: ignore[index]
+    assert names[-1] == ["diff_v1 steps=40", "longer"]
+    assert names[0] == ["standard steps=20", "mean of 2 seeds"]
+    table = table_text(compare(loaded([Path(swept / "gated-seed0"), tmp_path / "longer"])))
+    assert (
+        "2 groups of rows that cannot be compared with each other; they differ in steps:" in table
+    )

@@ -1,0 +1,109 @@
+"""What a run shows: on a terminal, when piped, and in its log."""
+
+import io
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diffllm.metrics.display import Display, to_stderr
+from diffllm.metrics.log import Copied, RunLog
+
+STEPS = 2000
+
+
+def values(step: int, **more: float) -> dict[str, Any]:
+    """A line of metrics whose loss names its step."""
+    return {
+        "train/loss": float(step), "train/grad_norm": 1.0, "train/lr": 1e-3,
+        "perf/tokens_per_s": 1000.0, **more,
+    }  # fmt: skip
+
+
+def shown(display: Display, steps: list[int], evaluated: int = 0) -> None:
+    display.start(0)
+    for step in steps:
+        more = {"eval/loss": 9.0} if step == evaluated else {}
+        display.show(step, values(step, **more), 1.0)
+    display.stop()
+
+
+def on_terminal(log: RunLog | None = None) -> tuple[Display, io.StringIO]:
+    """A display on a terminal that nobody sees."""
+    display, screen = Display(STEPS, log=log), io.StringIO()
+    display.console = Console(
+        file=screen, force_terminal=True, width=120, highlight=False, soft_wrap=True
+    )
+    return display, screen
+
+
+def staying(screen: str) -> list[int]:
+    """The steps whose lines stay on a screen, bars left out."""
+    lines = [line.rpartition("\x1b[2K")[2] for line in screen.splitlines()]
+    return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
+
+
+def test_past_losses_stay_on_a_terminal():
+    """The first and the last, about a screen of them, denser at the beginning."""
+    display, screen = on_terminal()
+    shown(display, [1, *range(10, STEPS + 1, 10)])
+    steps = staying(screen.getvalue())
+    assert steps[:4] == [1, 10, 20, 30]
+    assert steps[-1] == STEPS
+    assert 20 <= len(steps) <= 50
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert max(gaps) <= STEPS // 20 + 10
+
+
+def test_an_evaluated_step_stays_whatever_its_number():
+    display, screen = on_terminal()
+    shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
+    assert 1010 in staying(screen.getvalue())
+    assert "step 1010/2000  loss 1010.000" in screen.getvalue()
+    assert "held-out 9.000" in screen.getvalue()
+
+
+def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path: Path, capsys):
+    """Also while a bar is drawn, when standard error goes through it."""
+    log = RunLog()
+    log.copy_stderr()
+    display, _ = on_terminal(log)
+    display.print("before")
+    log.open(tmp_path / "run.log")
+    display.start(0)
+    to_stderr("warning: beside the bar")
+    display.show(10, values(10), 1.0)
+    display.stop()
+    to_stderr("warning: after it")
+    log.close()
+    to_stderr("warning: of another run")
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert lines == [
+        "before",
+        "warning: beside the bar",
+        "step   10/2000  loss 10.000  grad 1.00  lr 1.0e-03  1,000 tok/s",
+        "warning: after it",
+    ]
+    assert not isinstance(sys.stderr, Copied)
+
+
+def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path):
+    log = RunLog()
+    log.write("one\n")
+    log.open(tmp_path / "gone" / "run.log")
+    log.write("two\n")
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "logged"), [("\x1b[2K\rtokenising 3%", ""), ("prepared\n", "prepared\n")]
+)
+def test_what_moves_the_cursor_is_not_logged(text: str, logged: str):
+    copied: list[str] = []
+    stream = io.StringIO()
+    Copied(stream, copied.append).write(text)
+    assert stream.getvalue() == text
+    assert "".join(copied) == logged

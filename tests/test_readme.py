@@ -1,0 +1,55 @@
+"""The README stays on two screens, and what the documentation points to is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import diffllm
+
+ROOT = Path(diffllm.__file__).parents[1]
+MOST_LINES = 170
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/*.md", "launch/*.md", "data/*.md", "diffllm/**/README.md")
+    for page in ROOT.glob(pattern)
+)
+
+
+def test_the_readme_stays_on_two_screens():
+    """More is written into docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    missing = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if path.startswith(("http:", "https:")):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    assert missing == []
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_guarantee_names_tests_that_are_there():
+    """The second test of a row may lie in the directory of the first."""
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 40
+    for row in rows:
+        named = re.findall(r"`((?:tests/)?[\w/]*(?:test_\w+\.py|plan/|report/))`", row)
+        assert named, row
+        first = (ROOT / named[0]).parent
+        for name in named:
+            assert (ROOT / name).exists() or (first / name).exists(), name
