@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import REPO, documents, write_jsonl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHECK = """
 import sys
