@@ -42,7 +42,7 @@ from diffllm.report.text import gap_sentence
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
 )  # fmt: skip
-"""Of the report: first what attention variants differ in. A plugin's sections come last."""
+"""Of the report: first what attention variants differ in; sections of plugins follow."""
 FIRST, LATER = 0.2, 0.95
 """Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
 quantile of the values behind them that the scale goes to at least. Curves of few points have no
@@ -97,8 +97,8 @@ def sections(
     first = draw.first_screen()
     shown = {card.title for card in first}
     found = []
-    order = [*ORDER, *(section for section in SECTIONS if section not in ORDER)]
-    for title, group in groupby(order, key=lambda section: section.report):
+    of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
+    for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
         parts = [(section, draw.cards(section, shown)) for section in group]
         cards = [card for _, cards in parts for card in cards]
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
