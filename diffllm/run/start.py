@@ -130,7 +130,8 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
         session.display.print(f"changed: {described(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             session.display.print(f"warning: {jump}")
-    directory.describe({**facts, **provenance()})
+    facts = {**facts, **provenance()}
+    directory.describe(facts)
     config = {**yaml_dict(cfg), **facts}
     wandb = WandbRun(
         cfg.wandb, session.path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id
