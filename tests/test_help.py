@@ -1,6 +1,8 @@
 """Every choice and key is described, by --help and by docs/configuration.md."""
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,3 +96,12 @@ def test_docstrings_under_fields_are_inherited_and_may_be_replaced():
 
     assert meanings(Base) == {"one": "The first.", "three": "The third."}
     assert meanings(Derived) == {"one": "The first.", "three": "Another third. And more."}
+
+
+def test_a_reader_that_has_had_enough_ends_nothing_badly():
+    command = f"{sys.executable} -m diffllm train --help | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")

@@ -178,22 +178,36 @@ def typed(composed: DictConfig) -> TrainConfig:
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(key + one_line(error)) from error
+        raise ConfigError(with_key(error)) from error
     except TypeError as error:  # of a list whose interpolation is none
         raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
     cfg.run.schemas = schemas_of(cfg)
-    check(cfg)
-    return cfg
-
-
-def check(cfg: TrainConfig) -> None:
-    """Raise ConfigError for values that cannot run, whoever has set them."""
     check_fields(cfg)
     check_values(cfg)
     check_allowed(cfg)
     cfg.validate()
+    return cfg
+
+
+def checked(cfg: TrainConfig) -> TrainConfig:
+    """Return a config that may have been changed in Python, typed and validated anew.
+
+    Raises ConfigError; whether `model.attention` is still what the config names is not seen here.
+    """
+    check_fields(cfg)
+    try:
+        composed = OmegaConf.structured(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(with_key(error)) from error
+    again = typed(composed)
+    again.run.schemas = dict(cfg.run.schemas)
+    return again
+
+
+def with_key(error: OmegaConfBaseException) -> str:
+    """Return an exception's text in one line, behind the key that it is about."""
+    return (f"{error.full_key}: " if error.full_key else "") + one_line(error)
 
 
 def schemas_of(cfg: TrainConfig) -> dict[str, str]:

@@ -133,7 +133,7 @@ def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
     """The keys that every group has one value of, and not all the same, as text; the choice of
-    `model=`, then what forbids to compare, then the others.
+    `model=` and others that say most first.
 
     Args:
         row: any of the group that they are for.
@@ -147,7 +147,7 @@ def distinguishing(
     apart = [key for key in names if all(len(v) == 1 for v in values(key))]
     apart = [key for key in apart if len(set().union(*values(key))) > 1 and key != "attention"]
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
-    return found | {key: text_of(key, row.differing.get(key)) for key in apart}
+    return found | {key: text_of(key, row.differing.get(key)) for key in sorted(apart, key=telling)}
 
 
 def telling(key: str) -> tuple[int, str]:

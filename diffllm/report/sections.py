@@ -23,6 +23,7 @@ from diffllm.metrics.table import (
     NORMS,
     OUTLIERS,
     RESIDUAL,
+    SECTIONS,
     SPIKES,
     metric_of,
 )
@@ -36,11 +37,12 @@ from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
+from diffllm.report.text import gap_sentence
 
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
 )  # fmt: skip
-"""Of the report: first what attention variants differ in."""
+"""Of the report: first what attention variants differ in; sections of plugins follow."""
 FIRST, LATER = 0.2, 0.95
 """Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
 quantile of the values behind them that the scale goes to at least. Curves of few points have no
@@ -95,7 +97,8 @@ def sections(
     first = draw.first_screen()
     shown = {card.title for card in first}
     found = []
-    for title, group in groupby(ORDER, key=lambda section: section.report):
+    of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
+    for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
         parts = [(section, draw.cards(section, shown)) for section in group]
         cards = [card for _, cards in parts for card in cards]
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
@@ -200,7 +203,11 @@ class Figures:
             "no difference."
         )
         name, drawing = self.next_name(), draw_gaps(gaps, styles)
-        return [Card(name, title, caption, to_svg(drawing, name, self.styles, always="1"), ())]
+        said = [
+            replace(style, label=gap_sentence(row))
+            for row, style in zip(self.rows, self.styles, strict=True)
+        ]
+        return [Card(name, title, caption, to_svg(drawing, name, said, always="1"), ())]
 
     def gap(self) -> list[Card]:
         """Held-out loss against the baseline's."""

@@ -13,11 +13,16 @@ WIDTH = 100
 """Columns of a terminal that a table takes at most."""
 EQUAL = 0.0005
 """Share by which totals of parameters may differ and be called equal."""
+SMALL = 0.01
+"""Gaps below it have four decimals."""
 
 
 def with_interval(estimate: Estimate, signed: bool = False) -> str:
     """ "-0.200 (-0.313 to -0.088)"; the mean alone where there is no interval."""
-    mean, low, high = (fixed(x, 3, signed) for x in (estimate.mean, estimate.low, estimate.high))
+    digits = 3 if abs(estimate.mean) >= SMALL else 4
+    mean, low, high = (
+        fixed(x, digits, signed) for x in (estimate.mean, estimate.low, estimate.high)
+    )
     return mean if MISSING in (low, high) else f"{mean} ({low} to {high})"
 
 

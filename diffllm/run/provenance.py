@@ -42,7 +42,6 @@ def provenance() -> dict[str, Any]:
             "python": platform.python_version(),
             "cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "cuda": torch.version.cuda,
             "packages": versions(),
             "variables": {
                 name: value for name, value in sorted(os.environ.items()) if is_public(name)

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 from diffllm.config import TrainConfig
-from diffllm.config.compose import check
+from diffllm.config.compose import checked
 from diffllm.run.start import run
 
 
@@ -33,8 +33,7 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
         UserError: something outside the code is wrong, such as a config that cannot run.
         Stopped: a signal came; a KeyboardInterrupt.
     """
-    check(cfg)
-    outcome = run(cfg)
+    outcome = run(checked(cfg))
     if outcome.summary is None:
         assert outcome.stopped
         raise Stopped(outcome.stopped)

@@ -136,7 +136,8 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
         session.display.print(f"changed: {described(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             session.display.print(f"warning: {jump}")
-    directory.describe({**facts, **provenance()}, continues=session.checkpoint is not None)
+    facts = {**facts, **provenance()}
+    directory.describe(facts, continues=session.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
     wandb = WandbRun(
         cfg.wandb, session.path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id

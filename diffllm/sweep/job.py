@@ -162,9 +162,9 @@ def path_for_jobs() -> str:
     """Return a PYTHONPATH with which other processes find the modules that this one finds."""
     package = str(Path(__file__).resolve().parents[2])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    own = [*([] if package in installed else [package]), *map(os.path.abspath, sys.path[:1])]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(dict.fromkeys(filter(None, [*own, *inherited])))
+    own = [*([] if package in installed else [package]), *sys.path[:1]]
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys(map(os.path.abspath, [*own, *inherited])))
 
 
 def tie_to_parent() -> None:

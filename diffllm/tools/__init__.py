@@ -1,7 +1,10 @@
 """The `diffllm` console script: one module a subcommand."""
 
 import importlib
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from diffllm.errors import UserError
 
@@ -52,6 +55,16 @@ def bring(words: list[str], composes: bool) -> list[str]:
     return others
 
 
+@contextmanager
+def suppressed_at_end_of_reading() -> Iterator[None]:
+    """A context that ends quietly where what reads our output, such as `head`, has had enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand, whose exit code is returned; 2 for what a user can mend."""
     args = sys.argv[1:] if argv is None else argv
@@ -63,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"unknown command {args[0]!r}; choose from {', '.join(COMMANDS)}")
         words = bring(args[1:], args[0] in COMPOSE) if args[0] in READ_RUNS + COMPOSE else args[1:]
         tool = importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}")
-        return tool.main(words) or 0
+        with suppressed_at_end_of_reading() if args[0] != "train" else nullcontext():
+            return tool.main(words) or 0
+        return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

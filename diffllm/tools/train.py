@@ -19,6 +19,7 @@ from diffllm.config import load_config  # noqa: E402
 from diffllm.config.compose import bring, composed, config_directory  # noqa: E402
 from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
+from diffllm.tools import suppressed_at_end_of_reading  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -63,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.help:
             from diffllm.config.help import help_text
 
-            print(help_text(args.overrides))
+            with suppressed_at_end_of_reading():
+                print(help_text(args.overrides))
         elif shows:
             _, words = composed(args.overrides)  # of what is wrong, Hydra would show a traceback
             sys.argv[1:] = [word for word in argv if word not in args.overrides] + words

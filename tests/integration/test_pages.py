@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import REPO, command, documents, write_jsonl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"`(mine/[\w./]+)`[^\n]*\n\n\Z")
 SHIM = """#!{python}
@@ -59,5 +59,5 @@ def test_a_page_does_what_it_says(page, tmp_path, environment):
         "PYTHONPATH": str(REPO),
         "WANDB_MODE": "disabled",
     }
-    done = command(["bash", "-c", script], cwd, env, timeout=280)
+    done = command(["bash", "-c", script], cwd, env, timeout=580)
     assert done.code == 0, done.out[-3000:] + done.err

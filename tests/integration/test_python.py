@@ -46,6 +46,15 @@ def session(words: list[str]) -> int:
     cfg.seq_len = 16
     with pytest.raises(ConfigError, match="must be seq_len=16"):
         diffllm.train(cfg)
+    for name, value, said in (
+        ("precision", "bf15", "precision: Invalid value 'bf15'"),
+        ("steps", "many", "steps: Value 'many'"),
+        ("stepz", 3, "unknown key stepz; did you mean steps?"),
+    ):
+        other = diffllm.load_config(words)
+        setattr(other, name, value)
+        with pytest.raises(ConfigError, match=said):
+            diffllm.train(other)
 
     answers = []
     other = diffllm.load_config([*words, "run.dir=other"])

@@ -156,6 +156,17 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
     assert variant_line("gated", variant_config("gated")) in text
 
 
+@pytest.mark.parametrize("odd", [3, None, [1], {"a": 1}, {"commit": 3}])
+def test_facts_of_the_wrong_type_are_left_out(tmp_path, odd):
+    facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
+    path = write_run(tmp_path / "a", "attention=gated", facts=facts)
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**summary, "sample": odd, "seconds": odd}))
+    text = Reader(page(compare(loaded([path])))).text
+    assert variant_line("gated", variant_config("gated")) in text
+    assert "commit" not in text.partition("How to read")[0]
+
+
 # The line that explains a variant
 
 

@@ -127,7 +127,7 @@ def test_names_stay_names():
 def test_differences_and_notes_are_shown_and_leave_no_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared with each other; they differ in steps." in text
-    assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
+    assert "rowsstandard steps=800diff_v2 steps=400 steps800400" in text
     assert "diff_v2-0 has not finished: step 400 of 400" in text
     assert "Gap to" not in text
     assert "cannot be compared" not in Reader(html_of("four variants")).text
