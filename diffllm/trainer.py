@@ -158,9 +158,8 @@ def train(
     while state.step < cfg.steps and not (stopping or stuck):
         step = state.step + 1
         watch.reached(f"step {step}")
-        profiler.before(step)
-        out = train_step(t, batches, state.step, due(cfg, step))
-        profiler.after(step)
+        with profiler.step(step):
+            out = train_step(t, batches, state.step, due(cfg, step))
         recorder.add(step, out)
         state.step, last = step, step == cfg.steps
         stopping, timed = agreement.step(save=checkpointer.due())

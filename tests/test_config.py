@@ -1,5 +1,6 @@
 """The typed configuration: what composes, what is derived, what cannot run."""
 
+import re
 import shutil
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -410,3 +411,44 @@ def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, na
         load_config(["experiment=mine", "model=tiny"])
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+FAULTS = {
+    "# @package _global_\nstep: 16\n": "unknown key step in {file}; did you mean steps?",
+    "# @package _global_\neval:\n  intervall: 8\n":
+        "unknown key eval.intervall in {file}; did you mean eval.interval?",
+    "defaults:\n  - override /model: tiny\nsteps: 3\n":
+        "the first line of {file} has to be '# @package _global_'",
+    "# @package _global_\noptim:\n  lr: fast\n":
+        "optim.lr in {file}: 'fast' is not a number, as 0.5 or 1e6 are",
+    "# @package _global_\ndefaults:\n  - override /model: tinny\n":
+        "{file} asks for model=tinny, which does not exist; did you mean tiny?",
+    "# @package _global_\ndefaults:\n  - /model: tiny\n":
+        "the defaults of {file} have to say 'override /model: ...'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_fault_in_an_experiment_of_ones_own_is_named_with_its_file(tmp_path, monkeypatch, number):
+    text, said = list(FAULTS.items())[number]
+    file = tmp_path / "experiment" / "own.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
+    with pytest.raises(ConfigError) as caught:
+        load_config(["experiment=own"], config_dir=tmp_path)
+    assert str(caught.value) == f"experiment=own: {said.format(file=file)}"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("attention=standard,gated", "several values are a sweep, which -m runs"),
+        ("attention=diffv2", "does not exist; did you mean diff_v2? choose from"),
+        ("max_tokens=50k", "'50k' is not a number"),
+        ("step=20", "did you mean steps?"),
+    ],
+)
+def test_slips_of_the_first_hour_are_answered(word, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config([word])

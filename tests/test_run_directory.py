@@ -442,3 +442,16 @@ def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path):
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             resume_checkpoint(tiny(f"resume={path}"), [])
+
+
+def test_a_path_that_is_no_run_is_answered_by_those_that_could_be_meant(tmp_path, tokenizer):
+    sweep = tmp_path / "outputs" / "compare"
+    RunDirectory(sweep / "standard-seed0", tiny()).begin(tokenizer)
+    for path, said in (
+        (sweep, "it has no config.yaml; it has the runs standard-seed0"),
+        (sweep.parent / "compar", f"it does not exist; did you mean {sweep}?"),
+        (tmp_path / "nowhere" / "run", "it does not exist"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            load_run_config(path)
+        assert str(caught.value) == f"{path} is not a run directory: {said}"

@@ -35,7 +35,8 @@ def test_the_head_says_where_wandb_writes(words, text):
 
 
 @pytest.mark.parametrize(
-    ("steps", "text"), [(5, "0.4 epochs"), (25, "2 epochs"), (250, "20 epochs")]
+    ("steps", "text"),
+    [(5, "0.4 epochs"), (12, "0.96 epochs"), (25, "2 epochs"), (250, "20 epochs")],
 )
 def test_the_head_says_how_often_the_corpus_is_read(steps, text):
     class Data:

@@ -36,7 +36,9 @@ def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
         cfg = OmegaConf.structured(load_config(run["words"]))
         (path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
         if finished:
-            (path / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}))
+            (path / "summary.json").write_text(
+                json.dumps({"heldout_loss": 1.5, "steps": run["steps"]})
+            )
 
 
 def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
@@ -72,6 +74,14 @@ def test_another_fixed_value_is_refused_by_name() -> None:
             planned(f"seed={values}", "steps=300")
     assert Path("outputs/mine/sweep.json").read_text() == before
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
+
+
+def test_a_finished_sweep_that_is_given_more_steps_goes_on() -> None:
+    pretend(planned("seed=0,1", "steps=200"))
+    with pytest.raises(ConfigError, match=r"run\.allow_changes=\[optim\.warmup_steps,steps\]"):
+        planned("seed=0,1", "steps=300")
+    runs = planned("seed=0,1", "steps=300", "run.allow_changes=[optim.warmup_steps,steps]")
+    assert states(runs) == {"seed0": False, "seed1": False}
 
 
 def test_another_key_is_refused() -> None:
@@ -128,7 +138,8 @@ def test_the_report_is_a_table_with_reasons(
         "s/done    held-out loss 1.5000",
         "s/failed  FAILED, exit status 1: OSError: no",
         "          log s/failed.log",
-        "1 of 2 runs did not finish, 1 failed; the same command with run.sweep=s goes on with them",
+        "1 of 2 runs did not finish, 1 failed; the same command with run.sweep=s goes on with "
+        "them, and `diffllm report s` compares the others",
     ]
 
 

@@ -71,6 +71,11 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
     """Find a run's whole checkpoint, at step 0 the newest; raises CheckpointError without one."""
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
+        if list(run.glob("model*.safetensors")):
+            raise CheckpointError(
+                f"{run} holds consolidated parameters, not a run: safetensors.torch.load_file "
+                "reads them, and commands read the run that they came from"
+            )
         raise CheckpointError(f"{run} has no complete checkpoint yet")
     if step not in (0, *found):
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")

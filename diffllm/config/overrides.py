@@ -16,6 +16,7 @@ from yaml import YAMLError
 
 from diffllm.data.config import READ_BY
 from diffllm.errors import ConfigError
+from diffllm.registry import SCHEMAS
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
@@ -28,6 +29,8 @@ COMPOSING = (
 """The exceptions of Hydra and OmegaConf for an override that they cannot compose."""
 
 LONGEST_QUOTED = 200
+NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
+NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "a whole number"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"[+~]*(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(
@@ -69,7 +72,16 @@ def check_overrides(overrides: list[Override]) -> None:
             continue
         options = [o for o in loader.get_group_options(key) if not o.endswith("_schema")]
         if override.is_delete() or override.value() not in options:
-            raise ConfigError(f"{word} does not exist; choose from {', '.join(sorted(options))}")
+            chosen = str(override.value())
+            if override.is_sweep_override():
+                raise ConfigError(f"{word}: several values are a sweep, which -m runs")
+            close = difflib.get_close_matches(chosen, options, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            if (key, chosen) in SCHEMAS:
+                hint = "a plugin registers it, and --config-dir DIR finds its YAML; "
+            raise ConfigError(
+                f"{word} does not exist; {hint}choose from {', '.join(sorted(options))}"
+            )
         if override.is_add():
             raise ConfigError(f"{word}: there is always one {key}; without the +, this one")
 
@@ -98,6 +110,9 @@ def nearest(key: str, known: list[str]) -> list[str]:
     last = {name: name.rpartition(".")[2] for name in known}
     if same := [name for name in known if last[name] == own]:
         return same
+    top = [name for name in known if "." not in name]
+    if not section and (close := difflib.get_close_matches(own, top, n=1, cutoff=0.85)):
+        return close
     longer = [name for name in known if own in last[name].split("_", 1)]
     if longer and not section:
         return longer
@@ -169,18 +184,42 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{where}: {text}" if where else text
     key = culprit.partition("=")[0].lstrip("+~")
     unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
-    file = yaml_of(key, culprit.partition("=")[2])
-    if unknown and unknown[1] == key == "experiment":
-        return f"{culprit}: the first line of {file} has to be '# @package _global_'"
-    if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
-        return (
-            f"{culprit}: {file} asks for {schema[2]}_schema, and nothing has registered "
-            f"{schema[1]}={schema[2]}; plugins=[module] imports the Python module that does"
-        )
+    if key in GROUPS and (fault := fault_of(yaml_of(key, culprit.partition("=")[2]), key, error)):
+        return f"{culprit}: {fault}"
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
         return f"unknown key {key}{suggest(key, nearest(key, names) or sisters(key, names))}"
     return f"{culprit}: {text}"
+
+
+def fault_of(file: str, group: str, error: Exception) -> str | None:
+    """Describe the fault in a choice's YAML that composing raised for; None for an unknown one."""
+    text = str(error)
+    unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
+    if re.search(r"Could not override '\w+@experiment\.", text) or (
+        unknown and unknown[1] == group == "experiment"
+    ):
+        return f"the first line of {file} has to be '# @package _global_'"
+    if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
+        return (
+            f"{file} asks for {schema[2]}_schema, and nothing has registered "
+            f"{schema[1]}={schema[2]}; plugins=[module] imports the Python module that does"
+        )
+    if lost := re.search(r"Could not find '(\w+)/([\w.-]+)'", text):
+        options = GlobalHydra.instance().config_loader().get_group_options(lost[1])
+        return (
+            f"{file} asks for {lost[1]}={lost[2]}, which does not exist{suggest(lost[2], options)}"
+        )
+    if twice := re.search(r"Multiple values for (\w+)", text):
+        return f"the defaults of {file} have to say 'override /{twice[1]}: ...'"
+    if place := re.search(r"full_key: (\S+)", text):
+        if unknown:
+            names = known_keys(compose("train"))
+            close = nearest(place[1], names) or sisters(place[1], names)
+            return f"unknown key {place[1]} in {file}{suggest(place[1], close)}"
+        reason = one_line(error).rpartition("raised while composing config: ")[2]
+        return f"{place[1]} in {file}: {reason}"
+    return None
 
 
 def yaml_of(group: str, choice: str) -> str:
@@ -221,4 +260,5 @@ def one_line(error: BaseException) -> str:
     """Return an exception's text without line breaks or internals of the config library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
-    return " ".join(line for line in lines if not line.startswith(internal))
+    text = " ".join(line for line in lines if not line.startswith(internal))
+    return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)

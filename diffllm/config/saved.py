@@ -1,5 +1,6 @@
 """The config of a run directory: read without running anything, and compared with another."""
 
+import difflib
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
@@ -48,10 +49,22 @@ def load_run_config(path: Path) -> TrainConfig:
         check_registered(path, saved)
         return typed(OmegaConf.merge(base_of(saved), saved))  # type: ignore[arg-type]
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a run directory: it has no config.yaml") from None
+        raise CheckpointError(no_run(path)) from None
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
+
+
+def no_run(path: Path) -> str:
+    """Say that there is no run, and which directories could be meant."""
+    if not path.is_dir():
+        there = [other.name for other in path.parent.glob("*") if other.is_dir()]
+        close = difflib.get_close_matches(path.name, there, n=1)
+        hint = f"; did you mean {path.parent / close[0]}?" if close else ""
+        return f"{path} is not a run directory: it does not exist{hint}"
+    runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
+    hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
+    return f"{path} is not a run directory: it has no config.yaml{hint}"
 
 
 def check_plain(saved: Any) -> None:

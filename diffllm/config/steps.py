@@ -3,6 +3,8 @@
 A YAML writes `${of_steps:0.1,2000}` for a tenth of the steps, but at least 1 and at most 2,000.
 """
 
+import math
+
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
@@ -11,11 +13,16 @@ from diffllm.errors import ConfigError
 
 LENGTHS = ("steps", "max_tokens", "epochs")
 """The keys that say how long a run is; one of them is given."""
+ROUNDING = 1e-6
+"""The most that a share of the steps may be off by rounding."""
 
 
 def of_steps(share: float, most: int, _root_: DictConfig) -> int:
-    """Resolve `${of_steps:share,most}`: that share of `steps`, from 1 to `most`."""
-    return max(1, min(most, round(share * _root_.steps)))
+    """Resolve `${of_steps:share,most}`: that share of `steps`, rounded up, from 1 to `most`.
+
+    Rounded down, the last interval would end a step or two before the run does.
+    """
+    return max(1, min(most, math.ceil(share * _root_.steps - ROUNDING)))
 
 
 OmegaConf.register_new_resolver("of_steps", of_steps, replace=True)

@@ -1,12 +1,13 @@
 """Traces of a few steps by torch.profiler, for Perfetto or chrome://tracing."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from diffllm.errors import ConfigError
 from diffllm.metrics.display import to_stderr
@@ -21,12 +22,12 @@ class ProfileConfig:
 
     def validate(self, steps: int) -> None:
         """Raise ConfigError for anything but two steps of the run, in order."""
-        ordered = [1, *self.steps, steps]
-        if self.steps and (len(self.steps) != 2 or ordered != sorted(ordered)):
+        if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
             raise ConfigError(
-                f"profile.steps={self.steps} must be [first,last] with 1 <= first <= last <= "
-                f"steps={steps}"
+                f"profile.steps={self.steps} must be a first and a last step, as [10,12] is"
             )
+        if self.steps and self.steps[1] > steps:
+            raise ConfigError(f"profile.steps={self.steps} goes beyond steps={steps}")
 
 
 class StepProfiler:
@@ -44,30 +45,34 @@ class StepProfiler:
         self.file = directory / f"rank{rank}-steps-{self.first}-{self.last}.json.gz"
         self.running: profile | None = None
 
-    def before(self, step: int) -> None:
-        """Begin before step `step`, counted from 1, if it is the first to be seen or the one
-        before it; a run that continues inside the range traces what is left of it."""
-        if self.running or not self.first - 1 <= step <= self.last:
-            return
-        warmup = int(step < self.first)
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A context for the work of step `number`, counted from 1; named in the trace.
+
+        A run that continues inside the range traces what is left of it.
+        """
+        if self.running is None and self.first - 1 <= number <= self.last:
+            self._start(number)
+        with record_function(f"step {number}") if self.running else nullcontext():
+            yield
+        if self.running:
+            self.running.step()
+            if number == self.last:
+                self.close()
+
+    def _start(self, number: int) -> None:
+        warmup = int(number < self.first)
         activities = [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self.running = profile(
             activities=activities,
             schedule=schedule(
-                wait=0, warmup=warmup, active=self.last - step + 1 - warmup, repeat=1
+                wait=0, warmup=warmup, active=self.last - number + 1 - warmup, repeat=1
             ),
             on_trace_ready=self._write,
             acc_events=True,  # else it warns of clearing them
         )
         self.running.start()
-
-    def after(self, step: int) -> None:
-        """End a step; the trace is written after the last."""
-        if self.running:
-            self.running.step()
-            if step == self.last:
-                self.close()
 
     def close(self) -> None:
         """End, and write what was traced so far."""

@@ -82,8 +82,7 @@ class RunDirectory:
 
     def finished(self) -> bool:
         """Whether the run has reached its last step."""
-        summary = self.summary()
-        return summary is not None and summary["steps"] >= self.cfg.steps
+        return is_finished(self.path, self.cfg.steps)
 
     def begin(self, tokenizer: Path, step: int = 0) -> None:
         """Begin the run, or go on after `step`: note changes, write config.yaml and the tokenizer,
@@ -128,6 +127,12 @@ class RunDirectory:
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as finished."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def is_finished(path: Path, steps: int) -> bool:
+    """Whether the run at `path` ended, and after that many steps or more."""
+    file = path / "summary.json"
+    return file.is_file() and json.loads(file.read_text())["steps"] >= steps
 
 
 def choose_path(cfg: TrainConfig) -> Path:

@@ -94,7 +94,10 @@ class Session:
         self.checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
         self.summary = claimed["summary"]
         if self.summary:
-            self.display.print(f"{self.path} is finished: {cfg.steps} steps")
+            self.display.print(
+                f"{self.path} is finished: {cfg.steps} steps, held-out loss "
+                f"{self.summary['heldout_loss']:.3f}; more steps= go on with run.allow_changes"
+            )
         return not self.summary
 
     def prepare(self) -> None:

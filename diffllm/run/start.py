@@ -154,9 +154,10 @@ def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | Non
     step, path = session.state.step, session.path
     if session.directory and number in REQUEUE:
         request_requeue(path, number, step)
+    named = session.cfg.run.dir or session.cfg.run.name
+    with_name = "" if named else f" with run.dir={path}"
     session.display.print(
-        f"stopped by {number.name} after step {step}, saved; "
-        f"the same command with run.dir={path} continues"
+        f"stopped by {number.name} after step {step}, saved; the same command{with_name} continues"
     )
     if outputs:
         outputs.close()

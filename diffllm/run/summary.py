@@ -48,7 +48,8 @@ def headline(
 def epochs_text(cfg: TrainConfig, data: TokenData) -> str:
     """Express the length of a run in passes over the training split."""
     epochs = cfg.steps * cfg.global_batch_size / sequences_in(data.split("train"), cfg.seq_len)
-    return f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"
+    number = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+    return f"{number} epoch{'s' * (number != '1')}"
 
 
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
@@ -116,7 +117,12 @@ def summary_text(
             f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}",
         ),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
-        ("speed", f"{speed:,.0f} tokens a second" if speed else "nothing was left to train"),
+        (
+            "speed",
+            f"{speed:,.0f} tokens a second, median of logged steps"
+            if speed
+            else "nothing was left to train",
+        ),
         ("spikes", f"loss {spikes:.0f}, gradient norm {summary['spikes/grad_total']:.0f}"),
         *([("skipped", f"{skipped:.0f} updates")] if skipped else []),
         *([("matched", cfg.run.matched.text())] if cfg.run.matched else []),

@@ -12,6 +12,7 @@ from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import ListConfig
 
 from diffllm.config import TrainConfig
 from diffllm.config.compose import hydra
@@ -30,7 +31,10 @@ def experiment_words(words: list[str]) -> list[str]:
             cfg = compose("train", overrides=chosen, return_hydra_config=True)
         except HydraException:
             return []  # several experiments, or one that is not there: the jobs' own check says so
-    return [f"{key}={values}" for key, values in (cfg.hydra.sweeper.params or {}).items()]
+    return [
+        f"{key}={','.join(map(str, values)) if isinstance(values, ListConfig) else values}"
+        for key, values in (cfg.hydra.sweeper.params or {}).items()
+    ]
 
 
 def parse(words: list[str]) -> tuple[list[Override], list[str]]:

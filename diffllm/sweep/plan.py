@@ -12,7 +12,7 @@ from diffllm.config.compose import without_imports
 from diffllm.config.saved import differences
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import hold, write_atomic
-from diffllm.run.directory import choose_path
+from diffllm.run.directory import choose_path, is_finished
 from diffllm.sweep.names import combinations, run_name
 
 
@@ -76,7 +76,7 @@ def plan_sweep(
             "path": str(directory.path / name),
             "steps": cfg.steps,
             "words": [*words[name], added, f"run.name={name}"],
-            "finished": (directory.path / name / "summary.json").is_file(),
+            "finished": is_finished(directory.path / name, cfg.steps),
         }
         for number, (name, cfg) in enumerate(configs.items(), start=1)
     ]
@@ -115,7 +115,8 @@ def check_runs(
         if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
                 f"the sweep {directory.path} was made with another config ({described(changes)}, "
-                f"in {path.name}); choose another run.sweep"
+                f"in {path.name}); choose another run.sweep, or go on with run.allow_changes=["
+                f"{','.join(key for key in changes)}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():
             raise ConfigError(f"{path} holds a run and resume=never; choose another run.sweep")

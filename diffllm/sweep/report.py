@@ -38,7 +38,8 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
         print(
             f"{unfinished} of {len(jobs)} runs did not finish"
             f"{f', {failed} failed' if failed else ''}; the same command with "
-            f"run.sweep={directory.path.name} goes on with them"
+            f"run.sweep={directory.path.name} goes on with them, and `diffllm report "
+            f"{directory.path}` compares the others"
         )
     return unfinished
 

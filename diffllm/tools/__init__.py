@@ -22,9 +22,9 @@ COMMANDS = {
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 
-READ_RUNS = ("checkpoints", "consolidate", "generate", "report", "attention-map", "dashboard")
+READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "dashboard")
 """Commands with the argument plugins=[...]."""
-COMPOSE = ("prepare", "count", "plan")
+COMPOSE = ("prepare", "count", "plan", "report")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""
 
 

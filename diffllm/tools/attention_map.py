@@ -144,4 +144,8 @@ def table(shown: LayerMaps, heads: list[int]) -> str:
     for head in heads:
         cells = ((float(values[0, head]), max(len(name), 6)) for name, values in columns.items())
         lines.append(f"{head:>4}  " + "  ".join(f"{x:z{width}.3f}" for x, width in cells))
+    lines.append(
+        "Means over queries: on first token is weight; negative share is of the sum of |weights|; "
+        "entropy is in nats, ln n for equal weights on n keys."
+    )
     return "\n".join(lines).replace("nan", "  -")

@@ -68,7 +68,14 @@ def conclusions(result: NoiseFloor) -> str:
         f"With {cfg.keys:,} keys and noise of amplitude {cfg.amplitude:g}, standard attention has "
         f"an SNR of {short(standard)}."
     ]
+    snr = float(np.interp(cfg.lambda_, result.by_lambda.at, curves["differential"].snr))
+    lines.append(
+        f"With {noise_in_words(cfg.correlation)} lambda {cfg.lambda_:g} gives {short(snr)}, "
+        f"{short(snr / standard)} times that."
+    )
     for name, best in result.best_lambda.items():
+        if name == "uncorrelated" and not cfg.correlation:
+            continue  # the same noise
         snr = curves[name].snr.max()
         lines.append(
             f"With {noise_of(name, cfg)} the best lambda {best:.2f} gives {short(snr)}, "

@@ -74,7 +74,11 @@ def test_a_finished_run_says_so_and_is_left_alone(
     before = snapshot(workplace)
     words = [*tiny, "attention=standard", "run.name=finished"]
     again = train(words, workplace, environment)
-    assert again == Result(0, "outputs/finished is finished: 4 steps\n", "")
+    assert (again.code, again.err) == (0, "")
+    assert re.fullmatch(
+        r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; more steps= .*\n",
+        again.out,
+    )
     assert not changes(before, snapshot(workplace))
 
 

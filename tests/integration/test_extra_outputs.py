@@ -55,6 +55,7 @@ def test_event_files_hold_what_metrics_jsonl_does_and_traces_the_steps_asked_for
     assert "rofiler" not in said.err
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
+    assert {e["name"] for e in events if e["name"].startswith("step ")} == {"step 2", "step 3"}
     facts = json.loads((path / "run.json").read_text())
     assert facts["command"] == command(sys.orig_argv)
     assert set(facts["git"]) == {"commit", "dirty"}
@@ -86,7 +87,14 @@ def test_asked_for_without_the_package_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("steps", ["[3]", "[0,2]", "[3,2]", "[2,11]", "[1,2,3]"])
+@pytest.mark.parametrize("steps", ["[3]", "[0,2]", "[3,2]", "[1,2,3]"])
 def test_steps_that_cannot_be_profiled_are_one_line(steps: str):
-    with pytest.raises(ConfigError, match="1 <= first <= last <= steps=10"):
-        load_config(["model=tiny", "steps=10", f"profile.steps={steps}"])
+    for length in ("steps=10", "max_tokens=1e6"):
+        with pytest.raises(ConfigError, match=r"must be a first and a last step, as \[10,12\] is"):
+            load_config(["model=tiny", length, f"profile.steps={steps}"])
+
+
+def test_steps_beyond_the_run_cannot_be_profiled():
+    for length in ("steps=10", "max_tokens=42000"):
+        with pytest.raises(ConfigError, match=r"profile.steps=\[2, 11\] goes beyond steps=10"):
+            load_config(["model=tiny", length, "profile.steps=[2,11]"])

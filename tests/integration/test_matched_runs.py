@@ -75,5 +75,5 @@ def test_the_same_sweep_again_finds_its_runs_finished(
     again = train([*WORDS, *tiny], cwd, environment)
     assert again.code == 0, again
     for run in runs:
-        assert re.search(rf"^outputs/fair/{run.name} is finished: 4 steps$", again.out, re.M)
+        assert re.search(rf"^outputs/fair/{run.name} is finished: 4 steps, ", again.out, re.M)
     assert not changes(before, snapshot(*runs))
