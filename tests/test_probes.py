@@ -115,7 +115,7 @@ def test_probes_equal_plain_loops(variant, masked):
     assert values == pytest.approx(expected(attention, x, rope, mask, allowed), abs=2e-5)
     assert (by_head is not None) == (
         variant in ("diff_v2_lambda_scalar", "diff_v2_no_sigmoid", "diff_v2_unshared_kv")
-        or variant in ("diff_v2", "diff_v2_head_norm")
+        or variant in ("diff_v2", "diff_v2_head_norm", "diff_v2_2x_context")
     )
     if by_head is not None:
         lam = attention.lambda_values(x).expand(2, LENGTH, attention.n_heads)

@@ -30,6 +30,9 @@ LAMBDA = {"lambda_mean", "lambda_min", "lambda_max"}
 EXPECTED = {
     "standard": COMMON,
     "standard_1p5x_heads": COMMON,
+    "standard_2x_heads": COMMON,
+    "standard_half_context": COMMON,
+    "diff_v2_2x_context": COMMON | LAMBDA,
     "standard_sink": COMMON,
     "standard_off_by_one": COMMON,
     "gated": COMMON | {"gate_mean"},

@@ -30,7 +30,7 @@ COMPOSING = (
 
 LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
-NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "a whole number"}
+NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"[+~]*(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(

@@ -661,7 +661,7 @@ def test_sweep_with_one_bad_job_starts_none(
     ("words", "named"),
     cases(
         [
-            (["generate", "run=gone", "prompt=a"], ["gone", "config.yaml"]),
+            (["generate", "run=gone", "prompt=a"], ["gone", "does not exist"]),
             (["generate", "run=.", "prompt=a"], ["config.yaml"]),
             (["generate", "run=file", "prompt=a"], ["file"]),
             (["generate", "run=."], ["prompt=..."]),
@@ -677,7 +677,7 @@ def test_sweep_with_one_bad_job_starts_none(
             (["checkpoints", "run=gone"], ["gone", "not a run directory"]),
             (["checkpoints"], ["run=..."]),
             (["checkpoints", "run=.", "verify=no"], ["verify='no'", "true or false"]),
-            (["consolidate", "run=gone"], ["gone", "config.yaml"]),
+            (["consolidate", "run=gone"], ["gone", "does not exist"]),
             (["consolidate", "run=.", "dtype=int8"], ["dtype=int8", "float32 or bf16"]),
             (["prepare", "stepz=1"], ["stepz", "steps"]),
             (["prepare", "data=files"], ["data.paths"]),

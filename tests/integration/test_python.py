@@ -48,7 +48,7 @@ def session(words: list[str]) -> int:
         diffllm.train(cfg)
     for name, value, said in (
         ("precision", "bf15", "precision: Invalid value 'bf15'"),
-        ("steps", "many", "steps: 'many' is not a whole number"),
+        ("steps", "many", "steps: 'many' is not an integer"),
         ("stepz", 3, "unknown key stepz; did you mean steps?"),
     ):
         other = diffllm.load_config(words)

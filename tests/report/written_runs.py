@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.config.matching import total_params
+from diffllm.config.matching import totals
 from diffllm.files import write_atomic
 from diffllm.report.runs import Run, load_run
 
@@ -28,7 +28,7 @@ def config_yaml(overrides: tuple[str, ...]) -> str:
 
 @cache
 def parameters(overrides: tuple[str, ...]) -> int:
-    return total_params(config(overrides).model)
+    return int(totals(config(overrides).model)["params"])
 
 
 def facts_of(*overrides: str) -> dict[str, Any]:
