@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from single_process import gloo_group
+from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm.bounds import check_bounds
@@ -95,7 +96,7 @@ def expected(attention, x, rope, mask, allowed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
 def test_probes_equal_plain_loops(variant, masked):
     model, tokens = tiny(variant), rows()
     documents = Documents.of(tokens, END) if masked else None

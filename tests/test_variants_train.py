@@ -156,7 +156,7 @@ def limits(variant, name):
     return COSINE_ATOL, ERROR
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_bf16_stays_close_to_float32(variant):
     losses, gradients = {}, {}
     for precision in (Precision.fp32, Precision.bf16):

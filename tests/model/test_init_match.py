@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import families, slow_but
 from variants import VARIANTS
 
 from diffllm import load_config
@@ -32,8 +33,12 @@ def scaled(cfg, factors):
     return model
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("more", [(), ("model.moe.n_experts=4", "model.moe.expert_dim=16")])
+MIXTURE = ("model.moe.n_experts=4", "model.moe.expert_dim=16")
+CASES = [(variant, more) for variant in VARIANTS for more in ((), MIXTURE)]
+FEW = [(v, ()) for v in (*families(VARIANTS), "standard_half_context")] + [("diff_v2", MIXTURE)]
+
+
+@pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
 def test_with_the_factors_every_layer_writes_what_standards_does(variant, more):
     cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
