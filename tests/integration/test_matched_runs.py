@@ -39,6 +39,7 @@ def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Pat
     for variant in ("standard", "diff_v2"):
         run = cwd / "outputs" / "fair" / variant
         model, _ = load_model(run)
+        target, _ = load_model(run.with_name("diff_v2"))
         params, width = sum(p.numel() for p in model.parameters()), model.cfg.ffn_dim
         percent = 100 * (params / V2_PARAMS - 1)
         assert abs(percent) <= 0.5
@@ -56,6 +57,9 @@ def test_every_run_says_both_totals_at_its_start_and_at_its_end(swept: tuple[Pat
             "params": params,
             "ffn_dim": width,
             "key": "ffn_dim",
+            "by": "params",
+            "flops": model.flops_per_token(),
+            "target_flops": target.flops_per_token(),
         }
         saved = yaml.safe_load((run / "config.yaml").read_text())
         assert saved["model"]["ffn_dim"] == width
@@ -75,5 +79,5 @@ def test_the_same_sweep_again_finds_its_runs_finished(
     again = train([*WORDS, *tiny], cwd, environment)
     assert again.code == 0, again
     for run in runs:
-        assert re.search(rf"^outputs/fair/{run.name} is finished: 4 steps, ", again.out, re.M)
+        assert re.search(rf"^outputs/fair/{run.name} is finished: 4 steps$", again.out, re.M)
     assert not changes(before, snapshot(*runs))
