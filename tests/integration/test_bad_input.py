@@ -199,7 +199,7 @@ TYPES = [
     (["steps=null"], ["steps=null"]),
     (["steps=[1,2]"], ["steps=[1,2]", "nteger"]),
     (["steps="], ["steps=", "nteger"]),
-    (["optim.lr=fast"], ["optim.lr", "fast", "loat"]),
+    (["optim.lr=fast"], ["optim.lr", "fast", "number"]),
     (["compile=maybe"], ["compile", "maybe", "ool"]),
     (["model.dim=8.5"], ["model.dim", "8.5", "nteger"]),
     (["data.paths=null"], ["data.paths=null"]),
