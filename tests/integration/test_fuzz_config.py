@@ -303,7 +303,7 @@ ODD = [
     (["run={matched: null}"], "run={matched"),
     (["++run.matched.params=1"], "run.matched"),
     (["model.seq_len=32"], "model.seq_len=32"),
-    (["data.dataset=x"], "data.dataset=x needs data=hub"),
+    (["data=stdlib", "data.dataset=x"], "data.dataset=x needs data=hub"),
     (["data=stdlib", "data.paths=[x.txt]"], "needs data=files"),
     (["wandb={mode: offline, colour: red}"], "colour"),
     (["optim.lr.x=1"], "optim.lr.x=1"),
