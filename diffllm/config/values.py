@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from diffllm.bounds import sections
 from diffllm.errors import ConfigError
@@ -27,8 +27,8 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
 def check_values(cfg: Any) -> None:
     """Raise ConfigError for a value that cannot mean anything under its key."""
     for key, declared, value in leaves(cfg):
-        if declared == list[str]:
-            check_texts(key, value)
+        if get_origin(declared) is list:
+            check_list(key, value, *get_args(declared))
         elif isinstance(value, str):
             check_text(key, value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -66,11 +66,12 @@ def check_text(key: str, value: str) -> None:
         raise ConfigError(f"{key}={value[:20]}... must have at most {LONGEST_TEXT} characters")
 
 
-def check_texts(key: str, value: Any) -> None:
-    """Raise ConfigError for what is no list of text."""
+def check_list(key: str, value: Any, kind: type) -> None:
+    """Raise ConfigError for anything but a list of one kind: text of one line, or integers."""
     if not isinstance(value, list):  # an interpolation may put anything here
-        raise ConfigError(f"{key}={value} must be a list: [one, two]")
+        raise ConfigError(f"{key}={value} must be a list")
     for item in value:
-        if not isinstance(item, str):
-            raise ConfigError(f"{key}: {item!r} is not text")
-        check_text(key, item)
+        if not isinstance(item, kind):
+            raise ConfigError(f"{key}: {item!r} is not {'text' if kind is str else 'an integer'}")
+        if isinstance(item, str):
+            check_text(key, item)

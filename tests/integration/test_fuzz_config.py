@@ -56,7 +56,8 @@ WRONG: dict[object, list[str]] = {
     float: ["fast", "nan", "-inf", "1e400", "1e39", "1e-50", "''", "true", *NOT_A_SECTION],
     bool: ["maybe", "2", "-1", "1.5", "''", *NOT_A_SECTION],
     str: ["''", "'  '", "'a\tb'", "'\x1b[31m'", "x" * 5000, *NOT_A_SECTION],
-    list[str]: ["a", "''", "[[a]]", "[null]", "['']", "{a: b}", "${steps}", "${precision}"],
+    list[str]: ["''", "[[a]]", "[null]", "['']", "{a: b}", "${steps}", "${precision}"],
+    list[int]: ["3", "a", "''", "[a, b]", "[[1], [2]]", "[null]", "[1.5, 2]", "${precision}"],
     Enum: ["nothing", "0.5", "''", "'two words'", *NOT_A_SECTION],
 }
 ANY_TEXT = ("data.sample_prompt",)
