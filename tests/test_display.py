@@ -1,4 +1,4 @@
-"""What a run shows: on a terminal, when piped, and in its log."""
+"""A run's output: on a terminal, when piped, and in its log."""
 
 import io
 import itertools

@@ -14,7 +14,7 @@ from diffllm.model.attention.base import AttentionConfig
 def variant_line(name: str, config: AttentionConfig) -> str:
     """The comment at the top of the variant's YAML, else the first sentence about its config's
     class; empty where there is neither."""
-    return yaml_comment("attention", name) or first_sentence(type(config))
+    return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
@@ -38,7 +38,7 @@ def comment(text: str) -> str:
     return " ".join(lines)
 
 
-def first_sentence(cls: type) -> str:
+def first_paragraph(cls: type) -> str:
     """A class's own docstring up to an empty line, as one line; a dataclass that has none gets its
     signature as one, which says nothing."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]

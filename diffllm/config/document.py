@@ -40,16 +40,13 @@ def document() -> str:
 
 def shapes() -> str:
     """A table of the models' sizes."""
-    keys = [*SIZES, *MORE_SIZES, "optim.lr"]
-    lines = [f"| `model=` | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
+    head = ["`model=`", *SIZES, *MORE_SIZES, "optim.lr"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in choices()["model"]:
         cfg = compose_config([f"model={name}"])
-        sizes = [OmegaConf.select(cfg.model, key) or 0 for key in (*SIZES, *MORE_SIZES)]
-        shown = [
-            f"{size:,}" if key in SIZES or cfg.model.moe.n_experts else ""
-            for key, size in zip(keys, sizes, strict=False)
-        ]
-        shown.append(f"{cfg.optim.lr:g}")
+        keys = (*SIZES, *MORE_SIZES) if cfg.model.moe.n_experts else SIZES
+        shown = [f"{OmegaConf.select(cfg.model, key) or 0:,}" for key in keys]
+        shown += [""] * (len(head) - 2 - len(shown)) + [f"{cfg.optim.lr:g}"]
         lines.append(f"| `{name}` | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 

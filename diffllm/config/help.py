@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from diffllm.config.compose import compose_config, hydra
-from diffllm.config.descriptions import yaml_comment
+from diffllm.config.descriptions import first_paragraph, yaml_comment
 from diffllm.config.overrides import FILLED_IN, GROUPS
 
 SENTENCE = re.compile(r"(?<=\.)\s+")
@@ -52,7 +52,7 @@ class Key(NamedTuple):
     @property
     def line(self) -> str:
         """The first sentence of its meaning, and the values that it takes."""
-        return " ".join(filter(None, [first_sentence(self.meaning), listed(self.allowed)]))
+        return " ".join(filter(None, [first_sentence(self.meaning), in_brackets(self.allowed)]))
 
 
 class Section(NamedTuple):
@@ -66,9 +66,7 @@ class Section(NamedTuple):
     @property
     def title(self) -> str:
         """The first sentence of the dataclass's docstring."""
-        text = self.config.__doc__ or ""
-        made_by_dataclass = text.startswith(f"{self.config.__name__}(")
-        return "" if made_by_dataclass else first_sentence(text)
+        return first_sentence(first_paragraph(self.config))
 
 
 def help_text(overrides: list[str]) -> str:
@@ -173,7 +171,7 @@ def values_of(declared: Any) -> list[str]:
     return []
 
 
-def listed(allowed: list[str]) -> str:
+def in_brackets(allowed: list[str]) -> str:
     """Return the values in brackets."""
     return f"({', '.join(allowed)})" if allowed else ""
 

@@ -24,7 +24,7 @@ class Found(NamedTuple):
     sweeps: list[Path]
     """Searched directories that hold a sweep.json; each once."""
     title: str
-    """What was named, in short."""
+    """The names that the user gave, in short."""
     home: Path | None
     """The named directory, or the closest one that holds all that were named; None where that one
     is in no way theirs."""
@@ -64,7 +64,7 @@ def outermost(directories: list[Path]) -> list[Path]:
 
 
 def title_of(named: list[Path], tops: list[Path]) -> str:
-    """What was asked for: "compare", "compare/*-seed0", "outputs: first, second".
+    """Name what was asked for: "compare", "compare/*-seed0", "outputs: first, second".
 
     Args:
         named: as the user wrote them.

@@ -91,7 +91,7 @@ class Finding(NamedTuple):
     sentence: str
     about: str
     group: str
-    """What tells its group from others, before the group's first row."""
+    """The keys that tell its group from others, before the group's first row."""
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[Finding]:

@@ -31,6 +31,11 @@ class Estimate:
     high: float | None = None
     seeds: int = 1
 
+    @property
+    def holds_zero(self) -> bool:
+        """Whether the interval holds 0, which of a gap shows no difference."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+
 
 @dataclass
 class Row:

@@ -42,7 +42,8 @@ from diffllm.report.text import gap_sentence
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
 )  # fmt: skip
-"""Of the report: first what attention variants differ in; sections of plugins follow."""
+"""Sections as the report has them: first what attention variants differ in; those of plugins
+follow."""
 FIRST, LATER = 0.2, 0.95
 """Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
 quantile of the values behind them that the scale goes to at least. Curves of few points have no

@@ -212,6 +212,6 @@ def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
         tag = diverged(row.baseline, f" of {row.baseline.label}")
     if not tag and not bounds:
         tag = "no interval from one seed"
-    if not tag and gap.low is not None and gap.high is not None and gap.low <= 0 <= gap.high:
+    if not tag and gap.holds_zero:
         tag = "no difference shown"
     return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag)

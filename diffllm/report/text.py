@@ -79,11 +79,6 @@ def unigram_entropy(row: Row) -> float | None:
     return row.runs[0].facts.get("heldout_unigram_entropy")
 
 
-def shows_no_difference(gap: Estimate | None) -> bool:
-    """Whether the interval holds 0."""
-    return gap is not None and None not in (gap.low, gap.high) and gap.low <= 0 <= gap.high  # type: ignore[operator]
-
-
 def table_text(comparison: Comparison) -> str:
     """Means, gaps and intervals, a line a row, in plain ASCII of at most `WIDTH` columns, unless a
     label alone is longer; where not all rows can be compared, what tells them apart."""
@@ -116,11 +111,11 @@ def aligned(lines: list[list[str]]) -> list[str]:
 
 
 def reading(comparison: Comparison) -> list[str]:
-    """What the numbers of a table are."""
+    """Explain the numbers of a table."""
     if not any(row.loss and row.loss.low is not None for row in comparison.rows):
         return ["Nats a token; one seed has no interval."]
     notes = ["Nats a token, means over seeds; in brackets 95% intervals."]
-    if any(shows_no_difference(row.gap) for row in comparison.rows):
+    if any(row.gap and row.gap.holds_zero for row in comparison.rows):
         notes.append("An interval that holds 0 shows no difference.")
     return notes
 

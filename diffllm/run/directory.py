@@ -75,11 +75,6 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
-    def summary(self) -> dict[str, Any] | None:
-        """The content of summary.json, None until the run has reached a last step."""
-        file = self.path / "summary.json"
-        return json.loads(file.read_text()) if file.is_file() else None
-
     def finished(self) -> bool:
         """Whether the run has reached its last step."""
         return is_finished(self.path, self.cfg.steps)
@@ -129,10 +124,16 @@ class RunDirectory:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
+def summary_of(path: Path) -> dict[str, Any] | None:
+    """Read the summary.json of the run at `path`; None until it has reached a last step."""
+    file = path / "summary.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
 def is_finished(path: Path, steps: int) -> bool:
     """Whether the run at `path` ended, and after that many steps or more."""
-    file = path / "summary.json"
-    return file.is_file() and json.loads(file.read_text())["steps"] >= steps
+    summary = summary_of(path)
+    return summary is not None and summary["steps"] >= steps
 
 
 def choose_path(cfg: TrainConfig) -> Path:

@@ -27,7 +27,7 @@ from diffllm.metrics.log import RunLog
 from diffllm.model import Transformer
 from diffllm.run.checks import check_fit, check_tokenizer, corpus_facts, data_order, shared_config
 from diffllm.run.continuation import Continuation, continuation
-from diffllm.run.directory import RunDirectory, choose_path
+from diffllm.run.directory import RunDirectory, choose_path, summary_of
 from diffllm.run.provenance import command
 from diffllm.state import LoopState, continued
 
@@ -82,7 +82,7 @@ class Session:
             self.directory.forget_requeue()
             return {
                 "path": str(path),
-                "summary": self.directory.summary() if self.past.finished else None,
+                "summary": summary_of(path) if self.past.finished else None,
                 "checkpoint": self.past.checkpoint and str(self.past.checkpoint),
                 "ranks": self.past.saved["ranks"] if self.past.saved else 0,
             }

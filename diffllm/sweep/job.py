@@ -54,7 +54,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the run's first process shows, start by start: it writes its standard output there
+        """The log of the run's first process, start by start: it writes its standard output there
         itself, and we its standard error."""
         return Path(f"{self.path}.log")
 
@@ -82,7 +82,7 @@ class JobProcess:
         with open(self.log, "a") as log:
             log.write(f"{when} on {socket.gethostname()}: {shlex.join(command)}\n")
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
-        """What the process says on standard error alone."""
+        """Standard error of this start alone."""
         self.tee = subprocess.Popen(  # a process, so that the child can still write without us
             ["tee", "-a", self.log, f"/dev/fd/{self.said.fileno()}"],
             stdin=subprocess.PIPE,

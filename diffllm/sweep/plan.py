@@ -116,7 +116,7 @@ def check_runs(
             raise ConfigError(
                 f"the sweep {directory.path} was made with another config ({described(changes)}, "
                 f"in {path.name}); choose another run.sweep, or go on with run.allow_changes=["
-                f"{','.join(key for key in changes)}]"
+                f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():
             raise ConfigError(f"{path} holds a run and resume=never; choose another run.sweep")

@@ -1,4 +1,4 @@
-"""What a report says first: sentences, intervals, what is folded, texts and what made them."""
+"""The first things that a report says: sentences, intervals, folded parts, texts and commands."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from test_report_page import Reader
 from written_runs import loaded, metric_lines, parameters, sweep, write_run
 
 from diffllm.config.compose import variant_config, variants
-from diffllm.config.descriptions import first_sentence, variant_line
+from diffllm.config.descriptions import first_paragraph, variant_line
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.report import comparison_text
 from diffllm.report.bands import over_seeds
@@ -189,7 +189,7 @@ def test_a_variant_without_a_comment_is_explained_by_its_class():
         pass
 
     assert variant_line("no_such_yaml", Mine()) == "My attention, in two lines."
-    assert first_sentence(Bare) == ""
+    assert first_paragraph(Bare) == ""
 
 
 def test_a_run_says_itself_what_its_variant_was(tmp_path):
