@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.report.budgets import equal_gaps
 from diffllm.report.find import find_runs, sweep_notes
 from diffllm.report.groups import Group, differences, make_groups
 from diffllm.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
@@ -75,6 +76,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
+        row.equal = equal_gaps(row)
         row.values = row_values(row, keys.incomparable)
     apart = differences(groups, keys.incomparable)
     return Comparison(title, rows, chosen, apart, groups, notes)

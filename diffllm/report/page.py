@@ -20,7 +20,7 @@ from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.report.sections import sections
 from diffllm.report.style import RC, RowStyle, row_styles
-from diffllm.report.table import csv_text, folded, table_columns
+from diffllm.report.table import cost_columns, csv_text, folded, table_columns
 from diffllm.report.text import apart_text, finding
 
 FEW, MOST = 8, 12
@@ -71,6 +71,7 @@ def page(comparison: Comparison) -> str:
         every_column=table_columns(comparison),
         constant=constant,
         first=first,
+        costs=cost_columns(comparison),
         sections=others,
         texts=texts(rows, styles),
         names=[[row.label, run_name(row)] for row in rows],

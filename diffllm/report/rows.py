@@ -37,6 +37,22 @@ class Estimate:
         return self.low is not None and self.high is not None and self.low <= 0 <= self.high
 
 
+COSTS = ("tokens", "flops", "seconds")
+"""What training uses up, by the name that columns have for it."""
+
+
+@dataclass(frozen=True)
+class EqualGap:
+    """A gap where both rows had spent the same."""
+
+    gap: Estimate
+    """Paired over the seeds that both have."""
+    at: float
+    """The amount: the most that all runs of both reached."""
+    error: float
+    """Nats a token by which reading the curves between evaluations may be off."""
+
+
 @dataclass
 class Row:
     """The runs of one combination of swept keys."""
@@ -63,6 +79,8 @@ class Row:
     """Finished runs whose loss is not finite: they are in no mean."""
     group: str = ""
     """The letter of the rows that it can be compared with; empty where all rows can be."""
+    equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps where as much was spent, by what: "tokens", "flops", "seconds"."""
 
     @property
     def finished(self) -> list[Run]:
@@ -195,12 +213,22 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "gap_low": gap and gap.low,
         "gap_high": gap and gap.high,
         "gap_seeds": gap and gap.seeds,
+        **{name: value for budget in COSTS for name, value in equal_values(row, budget).items()},
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
         "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
+
+
+def equal_values(row: Row, budget: str) -> dict[str, float | None]:
+    """The columns of a gap where as much of one budget was spent."""
+    names = [f"gap_at_{budget}{what}" for what in ("", "_low", "_high", "_error", "_of")]
+    if (found := row.equal.get(budget)) is None:
+        return dict.fromkeys(names)
+    values = (found.gap.mean, found.gap.low, found.gap.high, found.error, found.at)
+    return dict(zip(names, values, strict=True))
 
 
 def seconds_of(row: Row) -> list[float]:

@@ -28,6 +28,7 @@ from diffllm.metrics.table import (
     metric_of,
 )
 from diffllm.report import bands
+from diffllm.report.budgets import BUDGETS, same, spent_band
 from diffllm.report.comparison import Comparison
 from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
 from diffllm.report.find import listed
@@ -35,6 +36,7 @@ from diffllm.report.groups import keys_apart
 from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
 from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import short
+from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
 from diffllm.report.text import gap_sentence
@@ -48,6 +50,14 @@ FIRST, LATER = 0.2, 0.95
 """Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
 quantile of the values behind them that the scale goes to at least. Curves of few points have no
 first steps."""
+
+
+COSTS_INTRO = (
+    "A variant may need more FLOPs or more time for a token. Each curve goes to the end of its own "
+    "run; the table has gaps where both rows had spent the same, read off the curves. A run that "
+    "is read before its end had not let its learning rate fall to the last value, which counts "
+    "against it: model.match_flops_to makes runs that end at equal FLOPs."
+)
 
 
 class Card(NamedTuple):
@@ -69,6 +79,8 @@ class PageSection(NamedTuple):
     title: str
     intro: str
     figures: list[Card]
+    table: bool = False
+    """Whether the table of gaps at equal cost stands above the figures."""
 
     @property
     def shown(self) -> list[Card]:
@@ -98,6 +110,8 @@ def sections(
     first = draw.first_screen()
     shown = {card.title for card in first}
     found = []
+    if costs := draw.costs():
+        found.append(PageSection("At equal cost", COSTS_INTRO, costs, table=True))
     of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
     for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
         parts = [(section, draw.cards(section, shown)) for section in group]
@@ -217,8 +231,33 @@ class Figures:
             "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
             "below 0 the row is better than its baseline."
         )
+        floor = bands.noise_floor(self.compared())
+        if floor:
+            caption += (
+                " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
+                "lie, by the deviation between seeds."
+            )
         plot = Curve(f"Gap to {self.baseline} over training")
-        return self.curves(plot, caption, "nats a token", curves, zero=True)
+        return self.curves(plot, caption, "nats a token", curves, zero=True, floor=floor)
+
+    def compared(self) -> list[Row]:
+        """The rows that have a gap, and those that these are measured from."""
+        bases = [row.baseline for row in self.rows if row.gap]
+        return [row for row in self.rows if row.gap or any(row is base for base in bases)]
+
+    def costs(self) -> list[Card]:
+        """Held-out loss over FLOPs and over seconds, where some row has a gap."""
+        if not any(row.equal for row in self.rows):
+            return []
+        cards = []
+        for budget in (BUDGETS["flops"], BUDGETS["seconds"]):
+            if not same(budget, self.rows):
+                continue
+            curves = [spent_band(row, budget) for row in self.rows]
+            plot = Curve(f"Held-out loss against {budget.unit}", clip=True)
+            caption = f"{budget.meaning}.{{incomparable}}".format(**self.fields)
+            cards += self.curves(plot, caption, "nats a token", curves, across=budget.unit)
+        return cards
 
     def second_half(self) -> list[Card]:
         """Training loss behind the middle, where it falls slowly."""
@@ -256,7 +295,8 @@ class Figures:
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
         log, mark = plot.log and highest > 0, mark_of(plot)
         drawing = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
-        return [self.card(plot, caption + scale_note(values, log), drawing, "tokens")]
+        across = how.get("across", "tokens")
+        return [self.card(plot, caption + scale_note(values, log), drawing, across)]
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
         """One figure over layers, if there is a value other than 0."""
