@@ -32,6 +32,7 @@ def draw_curves(
     bands: Bands,
     styles: list[RowStyle],
     unit: str,
+    fit: Bands,
     spikes: Sequence[np.ndarray] = (),
     log: bool = False,
     zero: bool = False,
@@ -44,6 +45,7 @@ def draw_curves(
     """Means as lines, seeds as bands and alone as thin lines, over tokens or what else was spent.
 
     Args:
+        fit: those that the scales go by, None for others.
         spikes: of every row, the tokens to mark in a lane below the curves.
         log: leaves out what is not positive.
         zero: whether to draw a line at zero.
@@ -55,7 +57,7 @@ def draw_curves(
     """
     lanes = len(styles) * LANE + 8 if any(map(len, spikes)) else 0
     figure, axes = draw_bands(bands, styles, unit, log, across, lanes, mark)
-    axes.margins(x=0.01)
+    fit_scales(axes, fit, log, mark)
     axes.set_xlim(left=start)
     if zero:
         axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
@@ -71,6 +73,20 @@ def draw_curves(
     last.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
     last.xaxis.set_major_formatter(AMOUNT)
     return figure
+
+
+def fit_scales(axes: Axes, bands: Bands, log: bool, mark: tuple[float, str] | None) -> None:
+    """Let the scales end a little beyond these curves and a mark."""
+    x = np.concatenate([band.x for band in bands if band is not None])
+    values = [
+        *(band.drawn for band in bands if band is not None),
+        np.array([mark[0]] if mark else []),
+    ]
+    y = shown(np.concatenate(values), log)
+    corners = np.array([[x.min(), np.nanmin(y)], [x.max(), np.nanmax(y)]])
+    axes.dataLim.set_points(corners)
+    axes.margins(x=0.01)
+    axes.autoscale_view()
 
 
 def draw_layers(

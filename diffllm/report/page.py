@@ -54,7 +54,7 @@ def page(comparison: Comparison) -> str:
     runs = [run for row in rows for run in row.runs]
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first, others = sections(comparison, styles)
+        first, others = sections(comparison, styles, hidden(comparison))
     columns, constant = folded(table_columns(comparison))
     root = os.path.commonpath([run.path.absolute().parent for run in runs])
     return environment.get_template("page.html.jinja").render(

@@ -103,10 +103,14 @@ class PageSection(NamedTuple):
 
 
 def sections(
-    comparison: Comparison, styles: list[RowStyle]
+    comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
-    """The figures of the first screen, and the sections that have a figure besides these."""
-    draw = Figures(comparison, styles)
+    """The figures of the first screen, and the sections that have a figure besides these.
+
+    Args:
+        hidden: rows that figures leave out until asked for: scales are those of the others.
+    """
+    draw = Figures(comparison, styles, hidden)
     first = draw.first_screen()
     shown = {card.title for card in first}
     found = []
@@ -125,7 +129,10 @@ def sections(
 class Figures:
     """Draws the figures of one comparison."""
 
-    def __init__(self, comparison: Comparison, styles: list[RowStyle]):
+    def __init__(
+        self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
+    ):
+        self.hidden = hidden
         self.rows, self.styles, self.baseline = comparison.rows, styles, comparison.baseline
         self.runs = [run for row in self.rows for run in row.runs]
         self.count = 0
@@ -139,7 +146,8 @@ class Figures:
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",
             "uniform": f" ({short(n**-0.5)} at n = {n:,})" if n else "",
-            "incomparable": f" Rows are not comparable: they differ in {keys}." if keys else "",
+            "incomparable": f" Rows are not comparable: they differ in {keys}."
+            if keys and not hidden else "",
         }  # fmt: skip
         """Texts that the table of metrics leaves open."""
 
@@ -209,8 +217,12 @@ class Figures:
 
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
-        gaps = [row.gap for row in self.rows if row.gap]
-        styles = [s for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
+        shown = [
+            (row.gap, style)
+            for i, (row, style) in enumerate(zip(self.rows, self.styles, strict=True))
+            if row.gap and i not in self.hidden
+        ]
+        gaps, styles = [gap for gap, _ in shown], [style for _, style in shown]
         title = f"Gap to {self.baseline} at the end"
         caption = (
             "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
@@ -241,9 +253,10 @@ class Figures:
         return self.curves(plot, caption, "nats a token", curves, zero=True, floor=floor)
 
     def compared(self) -> list[Row]:
-        """The rows that have a gap, and those that these are measured from."""
-        bases = [row.baseline for row in self.rows if row.gap]
-        return [row for row in self.rows if row.gap or any(row is base for base in bases)]
+        """The shown rows that have a gap, and those that these are measured from."""
+        shown = [row for i, row in enumerate(self.rows) if i not in self.hidden]
+        bases = [row.baseline for row in shown if row.gap]
+        return [row for row in shown if row.gap or any(row is base for base in bases)]
 
     def costs(self) -> list[Card]:
         """Held-out loss over FLOPs and over seconds, where some row has a gap."""
@@ -289,12 +302,15 @@ class Figures:
                     " Strokes below, a lane a row in the legend's order, its seeds together: "
                     f"{what} spiked, by the 128-step definition, since the previous logged step."
                 )
-        highest, top = float(values.max()), top_of(curves)
+        drawn = [None if i in self.hidden else band for i, band in enumerate(curves)]
+        values = values_of(drawn) if any(drawn) else values
+        highest, top = float(values.max()), top_of(drawn)
         if plot.clip and highest > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
         log, mark = plot.log and highest > 0, mark_of(plot)
-        drawing = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
+        fit = drawn if any(drawn) else curves
+        drawing = draw_curves(curves, self.styles, unit, fit=fit, log=log, mark=mark, **how)
         across = how.get("across", "tokens")
         return [self.card(plot, caption + scale_note(values, log), drawing, across)]
 
