@@ -31,6 +31,7 @@ from diffllm.report import bands
 from diffllm.report.comparison import Comparison
 from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
 from diffllm.report.find import listed
+from diffllm.report.gap_statistics import family, survives
 from diffllm.report.groups import keys_apart
 from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
 from diffllm.report.intervals import draw_gaps
@@ -38,6 +39,7 @@ from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
 from diffllm.report.text import gap_sentence
+from diffllm.statistics.families import ALPHA
 
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
@@ -196,6 +198,8 @@ class Figures:
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
         gaps = [row.gap for row in self.rows if row.gap]
+        tested = len(family(self.rows))
+        hollow = [tested > 0 and not survives(row) for row in self.rows if row.gap]
         styles = [s for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
         title = f"Gap to {self.baseline} at the end"
         caption = (
@@ -203,7 +207,11 @@ class Figures:
             "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
             "no difference."
         )
-        name, drawing = self.next_name(), draw_gaps(gaps, styles)
+        if tested > 1:
+            caption += f" Filled: survives Holm's correction over the {tested} gaps of this page."
+        elif tested:
+            caption += f" Filled: shown at {ALPHA:g}."
+        name, drawing = self.next_name(), draw_gaps(gaps, styles, hollow=hollow)
         said = [
             replace(style, label=gap_sentence(row))
             for row, style in zip(self.rows, self.styles, strict=True)

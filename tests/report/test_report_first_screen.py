@@ -64,6 +64,7 @@ def test_a_comparison_as_text(swept, tmp_path):
     assert lines[4:] == [
         "Nats a token, means over seeds; in brackets 95% intervals.",
         "An interval that holds 0 shows no difference.",
+        "0 of 2 gaps survive Holm's correction at 0.05.",
     ]
     assert comparison_text([swept], "diff_v2").splitlines()[0].split()[2:5] == [
         "gap",
