@@ -26,6 +26,7 @@ FLOORS = (
     ("trainer",),
     ("plan", "run"),
     ("sweep",),
+    ("study",),
     ("tools",),
 )
 """The rooms of the package, from the ground up: each imports only from floors below its own."""

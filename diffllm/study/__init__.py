@@ -1,0 +1,1 @@
+"""Studies: what a pilot says of the seeds that a claim takes."""
