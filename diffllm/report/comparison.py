@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.report.budgets import equal_gaps
 from diffllm.report.find import find_runs, sweep_notes
 from diffllm.report.groups import Group, differences, make_groups
-from diffllm.report.keys import ATTENTION, MATCH, distinguish, overrides
+from diffllm.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
 from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.report.rows import Row, make_rows, row_values
 from diffllm.report.runs import Run, load_run
@@ -77,6 +78,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
+        row.equal = equal_gaps(row)
         row.values = row_values(row, keys.incomparable)
     apart = differences(groups, keys.incomparable)
     return Comparison(title, rows, chosen, apart, groups, notes)
@@ -113,7 +115,7 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None, alone: list[Ro
         and all(
             other.keys[key] == value
             for key, value in row.keys.items()
-            if key not in ("attention", MATCH) and not key.startswith(ATTENTION)
+            if key not in ("attention", *MATCHES) and not key.startswith(ATTENTION)
         )
     ]
     found = equally_matched(row, found, rows)
@@ -140,23 +142,23 @@ def no_gap_notes(alone: list[Row], baseline: str | None) -> list[str]:
 
 
 def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
-    """Those of `found` with parameters matched as the row's are.
+    """Those of `found` with their total matched as the row's is.
 
-    The target of a matching needs none to have the parameters of those that are matched to it.
+    The target of a matching needs none to have the total of those that are matched to it.
     """
-    variant, target = row.keys["attention"], row.keys.get(MATCH)
-    targets = [target]
-    if target is None and not any(
-        other.keys["attention"] == other.keys.get(MATCH) == variant for other in rows
-    ):
-        targets = [variant, None]
-    for wanted in targets:
-        matched = [other for other in found if other.keys.get(MATCH) == wanted]
-        if not matched:  # then the target itself
+    variant, own = row.keys["attention"], match_of(row.keys)
+    wanted = [own]
+    if own is None:
+        as_target = [(key, variant) for key in MATCHES]
+        taken = [match_of(r.keys) for r in rows if r.keys["attention"] == variant]
+        wanted = [*(match for match in as_target if match not in taken), None]
+    for match in wanted:
+        matched = [other for other in found if match_of(other.keys) == match]
+        if match and not matched:  # then the target itself
             matched = [
                 other
                 for other in found
-                if other.keys["attention"] == wanted and other.keys.get(MATCH) is None
+                if other.keys["attention"] == match[1] and match_of(other.keys) is None
             ]
         if matched:
             return matched

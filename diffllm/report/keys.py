@@ -28,7 +28,8 @@ FACTS = {"corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision"
 CAUSES = {**FACTS, "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)}
 """Where a difference in such a fact can come from; then a label need not tell it too."""
 
-MATCH = "model.match_params_to"
+MATCHES = ("model.match_params_to", "model.match_flops_to")
+"""Keys that name the variant whose total a run has."""
 CHANGED = "changed"
 """Not a key of a config: what was changed on the way of a run."""
 IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
@@ -42,7 +43,7 @@ INCOMPARABLE = (
     CHANGED,
 )  # fmt: skip
 SWEEPABLE = (
-    "model.ffn_dim", "model.match_params_to", "model.init_std", "model.z_loss", "model.attention",
+    "model.ffn_dim", *MATCHES, "model.init_std", "model.z_loss", "model.attention",
     "model.moe.expert_dim", "model.moe.bias_update_rate", "model.moe.balance_loss",
     "model.moe.balance_over", "model.moe.router_z_loss",
 )  # fmt: skip
@@ -119,13 +120,19 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """A target has its own parameters: it counts as matched where all other variants are."""
-    targets = {each[MATCH] for each in values} - {None}
-    if len(targets) == 1 and all(
-        each["attention"] in targets for each in values if not each[MATCH]
-    ):
-        for each in values:
-            each[MATCH] = next(iter(targets))
+    """A target has its own total: it counts as matched where all other variants are."""
+    for match in MATCHES:
+        targets = {each[match] for each in values} - {None}
+        if len(targets) == 1 and all(
+            each["attention"] in targets for each in values if not each[match]
+        ):
+            for each in values:
+                each[match] = next(iter(targets))
+
+
+def match_of(values: dict[str, Any]) -> tuple[str, str] | None:
+    """The key of `MATCHES` that a run has, and the variant that it names; None for neither."""
+    return next(((key, values[key]) for key in MATCHES if values.get(key) is not None), None)
 
 
 def overrides(run: Run) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The sentences of a report: what its reader has to know besides the numbers, and what was run."""
 
 from diffllm.config.matching import width_of
-from diffllm.report.keys import FACTS, SPEED, as_text, differs, overrides, text_of
+from diffllm.report.keys import FACTS, MATCHES, SPEED, as_text, differs, overrides, text_of
 from diffllm.report.numbers import clock, compact
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
@@ -21,7 +21,7 @@ LINES = {
     ),
     "Model": (
         "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.head_dim",
-        "model.match_params_to",
+        *MATCHES,
     ),
     "Held-out": ("data.heldout_fraction", "eval.sequences"),
     "Machine": ("device", "ranks", "precision", "compute_dtype", "torch"),
@@ -90,8 +90,9 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
         )
         target = larger.runs[0].variant
         mend = f"; model.match_params_to={target} makes them equal"
-        if target in matched_to or overrides(larger.runs[0]):
-            mend = ""  # it is there already, or its YAML does not have these parameters
+        by_flops = any(run.cfg.model.match_flops_to for side in (row, base) for run in side.runs)
+        if target in matched_to or by_flops or overrides(larger.runs[0]):
+            mend = ""  # it is there already, not wanted, or its YAML does not have these parameters
         notes.append(f"{row.label} has {more} parameters than {base.label}{mend}.")
     return notes
 

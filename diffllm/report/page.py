@@ -21,7 +21,7 @@ from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.report.sections import sections
 from diffllm.report.style import RC, RowStyle, row_styles
-from diffllm.report.table import csv_text, folded, table_columns
+from diffllm.report.table import cost_columns, csv_text, folded, table_columns
 from diffllm.report.text import apart_text, finding
 
 FEW, MOST = 8, 12
@@ -55,7 +55,7 @@ def page(comparison: Comparison) -> str:
     runs = [run for row in rows for run in row.runs]
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first, others = sections(comparison, styles)
+        first, others = sections(comparison, styles, hidden(comparison))
     columns, constant = folded(table_columns(comparison))
     root = os.path.commonpath([run.path.absolute().parent for run in runs])
     return environment.get_template("page.html.jinja").render(
@@ -76,6 +76,7 @@ def page(comparison: Comparison) -> str:
         every_column=table_columns(comparison),
         constant=constant,
         first=first,
+        costs=cost_columns(comparison),
         sections=others,
         texts=texts(rows, styles),
         names=[[row.label, run_name(row)] for row in rows],

@@ -22,6 +22,22 @@ def measured() -> list[Metric]:
     return [metric for metric in METRICS if metric.column]
 
 
+COSTS = ("tokens", "flops", "seconds")
+"""What training uses up, by the name that columns have for it."""
+
+
+@dataclass(frozen=True)
+class EqualGap:
+    """A gap where both rows had spent the same."""
+
+    gap: Estimate
+    """Paired over the seeds that both have."""
+    at: float
+    """The amount: the most that all runs of both reached."""
+    error: float
+    """Nats a token by which reading the curves between evaluations may be off."""
+
+
 @dataclass
 class Row:
     """The runs of one combination of swept keys."""
@@ -55,6 +71,8 @@ class Row:
     """Finished runs whose loss is not finite: they are in no mean."""
     group: str = ""
     """The letter of the rows that it can be compared with; empty where all rows can be."""
+    equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps where as much was spent, by what: "tokens", "flops", "seconds"."""
 
     @property
     def finished(self) -> list[Run]:
@@ -154,6 +172,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "gap_high": gap and gap.high,
         "gap_seeds": gap and gap.seeds,
         **test_values(row),
+        **{name: value for budget in COSTS for name, value in equal_values(row, budget).items()},
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
@@ -177,6 +196,15 @@ def test_values(row: Row) -> dict[str, float | None]:
         "diverged_high": high,
         "diverged_p": against.p_diverged if against else None,
     }
+
+
+def equal_values(row: Row, budget: str) -> dict[str, float | None]:
+    """The columns of a gap where as much of one budget was spent."""
+    names = [f"gap_at_{budget}{what}" for what in ("", "_low", "_high", "_error", "_of")]
+    if (found := row.equal.get(budget)) is None:
+        return dict.fromkeys(names)
+    values = (found.gap.mean, found.gap.low, found.gap.high, found.error, found.at)
+    return dict(zip(names, values, strict=True))
 
 
 def seconds_of(row: Row) -> list[float]:

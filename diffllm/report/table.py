@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,12 +11,22 @@ from typing import Any
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
+from diffllm.report.budgets import BUDGETS
 from diffllm.report.comparison import Comparison
 from diffllm.report.gap_statistics import family, survives
 from diffllm.report.numbers import MISSING, clock, compact, finite, fixed, percent, short
 from diffllm.report.rows import Row, measured
 from diffllm.statistics.intervals import Estimate
 
+EQUAL = {
+    "": "held-out loss minus the baseline's where both had spent equal {}, read off evaluations "
+    "during training, mean over the seeds that both have",
+    "_low": "lower end of its 95% interval, paired Student's t over these seeds",
+    "_high": "upper end of its 95% interval",
+    "_error": "nats a token that it may be off by, for evaluations lie apart",
+    "_of": "the {} that both had spent",
+}
+"""Endings of the columns of a gap at equal cost, and what they mean of a cost."""
 COLUMNS = {
     "variant": "choice of attention=; a column for every other swept key comes after it",
     "parameters": "of the whole decoder",
@@ -43,6 +54,11 @@ COLUMNS = {
     "Pearson's",
     "diverged_high": "upper end of it",
     "diverged_p": "p of Fisher's exact test that as many diverge as of the baseline",
+    **{
+        f"gap_at_{budget}{suffix}": words.format(what)
+        for budget, what in (("tokens", "tokens"), ("flops", "FLOPs"), ("seconds", "seconds"))
+        for suffix, words in EQUAL.items()
+    },
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
@@ -153,6 +169,28 @@ def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
         values = [f"{part} {each.cells[0].text}" for part, each in zip(parts, same, strict=True)]
         said.append(f"The same in all rows: {', '.join(values)}.")
     return [each for each in columns if each not in zero and each not in same], said
+
+
+def cost_columns(comparison: Comparison) -> list[TableColumn]:
+    """The gaps at equal cost, a column a cost that some row has one for."""
+    made = []
+    for name, budget in BUDGETS.items():
+        cells = [equal_cell(row, name) for row in comparison.rows]
+        if any(name in row.equal for row in comparison.rows):
+            hint = f"{budget.meaning}; {meaning(f'gap_at_{name}')}"
+            made.append(TableColumn(f"At equal {budget.unit}", "nats a token", hint, cells))
+    return made
+
+
+def equal_cell(row: Row, budget: str) -> Cell:
+    """A gap at equal cost, its interval, how far reading may be off, and the amount."""
+    if (found := row.equal.get(budget)) is None:
+        return Cell(MISSING)
+    off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
+    parts = [in_words(found.gap, signed=True), off if found.error else ""]
+    tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
+    mean = found.gap.mean
+    return Cell(fixed(mean, signed=True), mean, "; ".join(filter(None, parts)), tag)
 
 
 def interval_unit(estimates: list[Estimate | None], kind: str) -> str:

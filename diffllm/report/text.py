@@ -15,6 +15,8 @@ WIDTH = 100
 """Columns of a terminal that a table takes at most."""
 EQUAL = 0.0005
 """Share by which totals of parameters may differ and be called equal."""
+NOTES = 10
+"""Notes that are printed at most; the page has all."""
 SMALL = 0.01
 """Gaps below it have four decimals."""
 
@@ -95,6 +97,14 @@ def table_text(comparison: Comparison) -> str:
     if len(comparison.groups) > 1:
         text += ["", *groups_text(comparison)]
     return "\n".join(ascii_minus(line.rstrip()) for line in text)
+
+
+def whole_text(comparison: Comparison) -> str:
+    """The table, and the first notes below it, a line each."""
+    notes = [f"note: {note}" for note in comparison.notes[:NOTES]]
+    if more := len(comparison.notes[NOTES:]):
+        notes.append(f"note: the page has {more} more notes")
+    return "\n".join([table_text(comparison), *([""] if notes else []), *notes])
 
 
 def aligned(lines: list[list[str]]) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffllm.statistics.gaps import FEWEST, ROUNDING, Seed, arrays
+from diffllm.statistics.gaps import FEWEST, ROUNDING, Seed, arrays, largest
 from diffllm.statistics.intervals import CONFIDENCE, t_interval
 
 
@@ -34,10 +34,21 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> Spread | None:
     samples = [arrays(arm) for arm in arms if len(arm) > 1]
     if not samples:
         return None
+    variance, df = pooled_variance(samples)
+    sd = float(np.sqrt(variance))
+    return Spread(0.0 if sd <= ROUNDING * largest(*samples) else sd, df)
+
+
+def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    """Variance over the first axis, pooled over samples of two values or more, and its degrees of
+    freedom.
+
+    Args:
+        samples: (n, ...) each, alike but in n.
+    """
     df = sum(len(sample) - 1 for sample in samples)
-    squares = sum(float(((sample - sample.mean()) ** 2).sum()) for sample in samples)
-    none = np.sqrt(squares / df) <= ROUNDING * max(np.abs(sample).max() for sample in samples)
-    return Spread(0.0 if none else float(np.sqrt(squares / df)), df)
+    squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
+    return np.sum(squares, axis=0) / df, df
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,7 @@ def slope(tokens: np.ndarray, arms: Sequence[Mapping[Seed, np.ndarray]]) -> floa
     several = [np.stack(list(arm.values())) for arm in arms if len(arm) > 1]
     if not several or len(tokens) < 2:
         return None
-    squares = sum(((y - y.mean(axis=0)) ** 2).sum(axis=0) for y in several)
-    variance = squares / sum(len(y) - 1 for y in several)
+    variance, _ = pooled_variance(several)
     if not (variance > 0).all():
         return None
     x = np.log(np.asarray(tokens, np.float64))

@@ -259,6 +259,33 @@ def test_the_target_itself_counts_as_matched(tmp_path):
     assert found.notes == []
 
 
+def test_equal_flops_are_measured_from_equal_flops(tmp_path):
+    sweep(tmp_path / "a", {"standard": [4.0], "diff_v2": [3.9]})
+    sweep(tmp_path / "b", {"standard": [3.97]}, "model.match_params_to=diff_v2")
+    sweep(tmp_path / "c", {"diff_v2": [3.93]}, "model.match_flops_to=standard")
+    runs = loaded(sorted(tmp_path.glob("*/*")))
+    found = compare(runs)
+    gaps = {row.label: round(row.gap.mean, 6) for row in found.rows if row.gap}
+    assert gaps == {
+        "diff_v2 match_flops_to=null match_params_to=null": -0.07,
+        "diff_v2 match_flops_to=standard match_params_to=null": -0.07,
+    }
+    bases = [row.baseline and row.baseline.label for row in found.rows]
+    assert bases[2] == "standard match_flops_to=null match_params_to=diff_v2"
+    assert bases[3] == "standard match_flops_to=null match_params_to=null"
+    alone = compare([run for run in runs if run.path.parent.name != "b"][:2])
+    assert labels(alone) == ["standard", "diff_v2"]
+
+
+def test_a_target_of_flops_counts_as_matched(tmp_path):
+    sweep(tmp_path / "a", {"standard": [4.0]})
+    sweep(tmp_path / "b", {"diff_v2": [3.93], "gated": [3.9]}, "model.match_flops_to=standard")
+    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
+    assert labels(found) == ["standard", "gated", "diff_v2"]
+    assert row_of(found, "diff_v2").gap.mean == pytest.approx(-0.07)
+    assert not said(found, "makes them equal")
+
+
 def test_a_model_size_is_called_by_its_choice(tmp_path):
     for size in ("tiny", "mini"):
         sweep(tmp_path / size, {"standard": [4.0], "diff_v2": [3.9]}, f"model={size}")
