@@ -50,7 +50,7 @@ def p_text(p: float | None) -> str:
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
-class TestedGap(NamedTuple):
+class GapLine(NamedTuple):
     """A line of the table of tests, as text."""
 
     row: int
@@ -68,7 +68,7 @@ class TestedGap(NamedTuple):
     note: str
 
 
-def tested_gaps(rows: list[Row]) -> list[TestedGap]:
+def gap_lines(rows: list[Row]) -> list[GapLine]:
     """A line for every row that was compared with a baseline, also where its runs all diverged."""
     found = []
     for index, row in enumerate(rows):
@@ -77,7 +77,7 @@ def tested_gaps(rows: list[Row]) -> list[TestedGap]:
             continue
         paired, unpaired, r = against.paired, against.welch, against.correlation
         found.append(
-            TestedGap(
+            GapLine(
                 index,
                 base.label,
                 str(paired.seeds) if paired else "0",

@@ -13,7 +13,7 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
-from diffllm.report.gap_statistics import family, holm_sentence, pairing_text, tested_gaps
+from diffllm.report.gap_statistics import family, holm_sentence, pairing_text, gap_lines
 from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import clock, compact, fixed
@@ -67,7 +67,7 @@ def page(comparison: Comparison) -> str:
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
         holm=holm_sentence(rows),
-        tested=tested_gaps(rows),
+        tested=gap_lines(rows),
         family=len(family(rows)),
         pairing=pairing_text(rows),
         styles=styles,
