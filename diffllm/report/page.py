@@ -13,7 +13,7 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
-from diffllm.report.gap_statistics import family, holm_sentence, pairing_text, gap_lines
+from diffllm.report.gap_statistics import family, gap_lines, holm_sentence, pairing_text
 from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import clock, compact, fixed

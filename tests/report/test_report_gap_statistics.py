@@ -3,19 +3,21 @@
 import csv
 import io
 import re
+from dataclasses import replace
 
 import pytest
+import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader
-from written_runs import loaded, sweep
 
 from diffllm.report.comparison import compare
-from diffllm.report.gap_statistics import holm_sentence, p_text, gap_lines
+from diffllm.report.gap_statistics import gap_lines, holm_sentence, p_text
 from diffllm.report.page import page
+from diffllm.report.rows import Row
 from diffllm.report.sections import sections
 from diffllm.report.style import row_styles
 from diffllm.report.table import csv_text, table_columns
-from diffllm.report.text import table_text
+from diffllm.report.text import one_line, table_text
 from diffllm.statistics.outcomes import Share
 
 LOSSES = {
@@ -26,9 +28,19 @@ LOSSES = {
 }
 
 
+def compared(losses):
+    """A comparison with these final losses: {"standard": [of seed 0, of seed 1, ...], ...}."""
+    runs = []
+    for variant, by_seed in losses.items():
+        for seed, loss in enumerate(by_seed):
+            run = sample.run(variant, seed, 12)
+            runs.append(replace(run, summary={"heldout_loss": loss}))
+    return compare(runs, title="made")
+
+
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return compare(loaded(sweep(tmp_path_factory.mktemp("four"), LOSSES)), title="four")
+def four():
+    return compared(LOSSES)
 
 
 def test_every_gap_has_its_tests_in_the_table(four):
@@ -81,9 +93,9 @@ def test_the_folded_table_says_what_the_tests_are_of(four):
     assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in text
 
 
-def test_a_gap_without_variance_or_from_one_seed_is_never_shown(tmp_path):
+def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
-    found = compare(loaded(sweep(tmp_path, losses)))
+    found = compared(losses)
     gated, diff_v2 = found.rows[1:]
     assert (gated.p_holm, gated.values["gap_p"]) == (1, 1)
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
@@ -95,14 +107,14 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown(tmp_path):
     page(found)
 
 
-def test_a_row_that_diverged_more_is_never_better(tmp_path):
+def test_a_row_that_diverged_more_is_never_better():
     losses = {
         "standard": [4.00, 4.10, 4.20, 4.05],
         "gated": [3.50, 3.61, 3.70, float("nan")],
         "diff_v1": [4.50, 4.61, 4.70, float("nan")],
         "diff_v2": [float("nan")] * 4,
     }
-    found = compare(loaded(sweep(tmp_path, losses)))
+    found = compared(losses)
     gated, diff_v1, diff_v2 = found.rows[1:]
     assert gated.outcome.paired.p < 0.01
     assert gated.p_holm == 1
@@ -126,13 +138,12 @@ def test_a_p_is_written_with_two_digits():
     ]  # fmt: skip
 
 
-def test_many_gaps_fit_a_line(tmp_path):
-    rates = range(1, 9)
-    for rate in rates:
-        both = {"standard": [4.0, 4.1, 4.2], "diff_v2": [3.0, 3.11, 3.2]}
-        sweep(tmp_path / f"{rate}", both, f"optim.lr={rate}e-3", "optim.beta2=0.9876")
-    found = compare(loaded(sorted(tmp_path.glob("*/*"))))
-    (line,) = (line for line in table_text(found).splitlines() if "Holm" in line)
-    assert line.startswith("8 of 8 gaps survive Holm's correction at 0.05: diff_v2 lr=0.001")
+def test_many_gaps_fit_a_line():
+    rows = [Row(f"diff_v2 lr=0.00{i} beta2=0.9876", {}, [], p_holm=0.001) for i in range(8)]
+    (line,) = one_line(rows)
+    assert line.startswith("8 of 8 gaps survive Holm's correction at 0.05: diff_v2 lr=0.000")
     assert len(line) <= 100
-    assert line.endswith("more.")
+    assert line.endswith(" more.")
+    rows[0].label = "x" * 100
+    assert one_line(rows) == ["8 of 8 gaps survive Holm's correction at 0.05."]
+    assert one_line([]) == []
