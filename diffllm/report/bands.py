@@ -6,8 +6,10 @@ from functools import reduce
 
 import numpy as np
 
-from diffllm.report.rows import CONFIDENCE, Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
+from diffllm.statistics.intervals import CONFIDENCE
+from diffllm.statistics.spread import pooled_variance
 
 Array = np.ndarray
 POINTS = 300
@@ -174,8 +176,7 @@ def noise_floor(rows: list[Row]) -> Floor | None:
 
     x = reduce(np.intersect1d, [curve.tokens for row in curves for curve in row])
     losses = [np.stack([curve.values[np.isin(curve.tokens, x)] for curve in row]) for row in curves]
-    free = sum(len(row) - 1 for row in losses)
-    variance = sum((len(row) - 1) * row.var(axis=0, ddof=1) for row in losses) / free
+    variance, free = pooled_variance(losses)
     fewest = min(map(len, losses))
     half = stdtrit(free, (1 + CONFIDENCE) / 2) * np.sqrt(variance * 2 / fewest)
     known = np.isfinite(half)

@@ -8,8 +8,9 @@ import numpy as np
 
 from diffllm.report.bands import Array, Band, band_of
 from diffllm.report.numbers import finite
-from diffllm.report.rows import EqualGap, Row, estimate
+from diffllm.report.rows import EqualGap, Row
 from diffllm.report.runs import Run, Series
+from diffllm.statistics.intervals import estimate
 
 LOSS = "eval/loss"
 MACHINE = ("device", "ranks", "torch")

@@ -13,6 +13,7 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
+from diffllm.report.gap_statistics import family, gap_lines, holm_sentence, pairing_text
 from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import clock, compact, fixed
@@ -65,6 +66,10 @@ def page(comparison: Comparison) -> str:
         open=findings_in_the_open(comparison),
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
+        holm=holm_sentence(rows),
+        tested=gap_lines(rows),
+        family=len(family(rows)),
+        pairing=pairing_text(rows),
         styles=styles,
         hidden=hidden(comparison),
         columns=columns,

@@ -1,6 +1,5 @@
 """Rows: the runs of one combination of swept keys, its seeds side by side, and its numbers."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,30 +10,16 @@ from diffllm.metrics.table import METRICS
 from diffllm.report.keys import Keys, as_text
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
+from diffllm.statistics.intervals import Estimate, estimate
+from diffllm.statistics.outcomes import Outcome, Share
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
-CONFIDENCE = 0.95
 
 
 def measured() -> list[Metric]:
     """List the metrics that have a column."""
     return [metric for metric in METRICS if metric.column]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, with its 95% interval; no interval from a single seed."""
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
-    seeds: int = 1
-
-    @property
-    def holds_zero(self) -> bool:
-        """Whether the interval holds 0, which of a gap shows no difference."""
-        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
 
 
 COSTS = ("tokens", "flops", "seconds")
@@ -75,6 +60,13 @@ class Row:
     """All columns of the CSV, in order."""
     baseline: "Row | None" = None
     """The row that the gap is measured from; None where `gap` is."""
+    against: "Row | None" = None
+    """The row that `outcome` is against."""
+    outcome: Outcome | None = None
+    """Its runs against those of the baseline, diverged ones too; None where they cannot be
+    compared."""
+    p_holm: float | None = None
+    """The gap's p, adjusted for all gaps of the comparison; None where there is no test."""
     diverged: int = 0
     """Finished runs whose loss is not finite: they are in no mean."""
     group: str = ""
@@ -87,44 +79,10 @@ class Row:
         """The runs that have reached their last step."""
         return [run for run in self.runs if run.summary is not None]
 
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
-
-    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval;
-    no value at all raises ValueError.
-    """
-    if not len(values):
-        raise ValueError("an estimate needs at least one value")
-    sample = np.asarray(values, dtype=np.float64)
-    n, mean = len(sample), float(sample.mean())
-    if n == 1:
-        return Estimate(mean)
-    from scipy.special import stdtrit  # a third of a second that a single run does not need
-
-    quantile = stdtrit(n - 1, (1 + CONFIDENCE) / 2)
-    half = float(quantile * sample.std(ddof=1) / np.sqrt(n))
-    return Estimate(mean, mean - half, mean + half, n)
-
-
-def paired_gap(
-    values: Mapping[tuple[int, int], float], baseline: Mapping[tuple[int, int], float]
-) -> Estimate | None:
-    """Mean of value - baseline over the seeds that both have, and its paired t interval.
-
-    Runs of one seed see the same samples in the same order and start from the same initial values,
-    whatever their variant. What that draw adds to the loss of both is no part of their difference,
-    so the differences of the pairs are the sample: an interval for two independent groups would
-    count the noise that they share twice, and come out too wide.
-
-    Args:
-        values, baseline: loss by (seed, model.init_seed).
-
-    Returns:
-        None where no seed is common.
-    """
-    common = sorted(values.keys() & baseline.keys())
-    return estimate([values[seed] - baseline[seed] for seed in common]) if common else None
+    @property
+    def losses(self) -> dict[tuple[int, int], float | None]:
+        """Final loss of every finished run by its seeds, None for one that diverged."""
+        return {run.seeds: run.final_loss for run in self.finished}
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
@@ -213,12 +171,30 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "gap_low": gap and gap.low,
         "gap_high": gap and gap.high,
         "gap_seeds": gap and gap.seeds,
+        **test_values(row),
         **{name: value for budget in COSTS for name, value in equal_values(row, budget).items()},
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
         "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
+    }
+
+
+def test_values(row: Row) -> dict[str, float | None]:
+    """The columns of the tests of a gap, and of the share of runs that diverged."""
+    against, finished = row.outcome, len(row.finished)
+    paired, unpaired = (against.paired, against.welch) if against else (None, None)
+    low, high = Share(row.diverged, finished).interval if finished else (None, None)
+    return {
+        "gap_p": paired.p if paired else None,
+        "gap_p_holm": row.p_holm,
+        "gap_welch_low": unpaired.low if unpaired else None,
+        "gap_welch_high": unpaired.high if unpaired else None,
+        "seed_correlation": against.correlation if against else None,
+        "diverged_low": low,
+        "diverged_high": high,
+        "diverged_p": against.p_diverged if against else None,
     }
 
 

@@ -32,6 +32,7 @@ from diffllm.report.budgets import BUDGETS, same, spent_band
 from diffllm.report.comparison import Comparison
 from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
 from diffllm.report.find import listed
+from diffllm.report.gap_statistics import family, survives
 from diffllm.report.groups import keys_apart
 from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
 from diffllm.report.intervals import draw_gaps
@@ -40,6 +41,7 @@ from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
 from diffllm.report.text import gap_sentence
+from diffllm.statistics.families import ALPHA
 
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
@@ -218,18 +220,24 @@ class Figures:
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
         shown = [
-            (row.gap, style)
+            (row, style)
             for i, (row, style) in enumerate(zip(self.rows, self.styles, strict=True))
             if row.gap and i not in self.hidden
         ]
-        gaps, styles = [gap for gap, _ in shown], [style for _, style in shown]
+        tested = len(family(self.rows))
+        hollow = [tested > 0 and not survives(row) for row, _ in shown]
+        gaps, styles = [row.gap for row, _ in shown if row.gap], [style for _, style in shown]
         title = f"Gap to {self.baseline} at the end"
         caption = (
             "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
             "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
             "no difference."
         )
-        name, drawing = self.next_name(), draw_gaps(gaps, styles)
+        if tested > 1:
+            caption += f" Filled: survives Holm's correction over the {tested} gaps of this page."
+        elif tested:
+            caption += f" Filled: shown at {ALPHA:g}."
+        name, drawing = self.next_name(), draw_gaps(gaps, styles, hollow=hollow)
         said = [
             replace(style, label=gap_sentence(row))
             for row, style in zip(self.rows, self.styles, strict=True)

@@ -13,8 +13,10 @@ from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.report.budgets import BUDGETS
 from diffllm.report.comparison import Comparison
+from diffllm.report.gap_statistics import family, survives
 from diffllm.report.numbers import MISSING, clock, compact, finite, fixed, percent, short
-from diffllm.report.rows import Estimate, Row, measured
+from diffllm.report.rows import Row, measured
+from diffllm.statistics.intervals import Estimate
 
 EQUAL = {
     "": "held-out loss minus the baseline's where both had spent equal {}, read off evaluations "
@@ -40,6 +42,18 @@ COLUMNS = {
     "gap_low": "lower end of its 95% interval, paired Student's t over these seeds",
     "gap_high": "upper end of its 95% interval",
     "gap_seeds": "how many seeds these are",
+    "gap_p": "two-sided p of the paired t test; 1 where seeds do not vary",
+    "gap_p_holm": "that p after Holm's correction over all gaps of the report; a gap in favour of "
+    "the side that diverged more enters with 1",
+    "gap_welch_low": "lower end of the gap's 95% interval by Welch's t test, unpaired, over all "
+    "finite seeds of both",
+    "gap_welch_high": "upper end of it",
+    "seed_correlation": "correlation of the losses with the baseline's over common seeds; from "
+    "three on",
+    "diverged_low": "lower end of the 95% interval of the share of runs that diverge, Clopper and "
+    "Pearson's",
+    "diverged_high": "upper end of it",
+    "diverged_p": "p of Fisher's exact test that as many diverge as of the baseline",
     **{
         f"gap_at_{budget}{suffix}": words.format(what)
         for budget, what in (("tokens", "tokens"), ("flops", "FLOPs"), ("seconds", "seconds"))
@@ -119,8 +133,10 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     unit = interval_unit([row.loss for row in rows], "95% interval")
     column("Held-out loss", unit, ["loss"], loss_cell)
     unit = interval_unit([row.gap for row in rows], "95% interval, paired")
-    bases = [row.baseline for row in rows]
-    column(f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases))
+    bases, several = [row.baseline for row in rows], len(family(rows)) > 1
+    column(
+        f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases, several)
+    )
     column("Parameters", "", ["parameters", "active_parameters"], size_cell)
     flops = "flops_per_token"
     column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
@@ -234,11 +250,12 @@ def in_words(estimate: Estimate, signed: bool = False) -> str:
     return f"{low} to {high}"
 
 
-def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
+def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:
     """A gap, its interval, and whether it shows a difference.
 
     Args:
         baselines: the rows that the gaps of others are measured from.
+        several: whether Holm's correction is over several gaps.
     """
     gap = row.gap
     if gap is None:
@@ -252,4 +269,8 @@ def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
         tag = "no interval from one seed"
     if not tag and gap.holds_zero:
         tag = "no difference shown"
+    if not tag and row.outcome and row.outcome.paired and row.outcome.paired.zero_variance:
+        tag = "seeds do not vary"
+    if not tag and several and not survives(row):
+        tag = "not after Holm"
     return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag)

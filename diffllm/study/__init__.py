@@ -1,1 +1,1 @@
-"""Studies: a claim, the runs that decide it, and the rule, written down before the first step."""
+"""Studies: what a comparison takes, and a claim with the runs and the rule that decide it."""

@@ -18,6 +18,7 @@ COMMANDS = {
     "consolidate": "a checkpoint's parameters as safetensors, for inference",
     "generate": "continue a prompt with a trained run",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
+    "power": "seeds, tokens and hours that a gap takes, from a pilot's runs",
     "attention-map": "what the heads of a trained run attend to, as a figure",
     "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
@@ -25,7 +26,7 @@ COMMANDS = {
 
 READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "dashboard")
 """Commands with the argument plugins=[...]."""
-COMPOSE = ("prepare", "count", "plan", "report")
+COMPOSE = ("prepare", "count", "plan", "report", "power")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""
 
 

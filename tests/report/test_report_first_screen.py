@@ -61,12 +61,13 @@ def test_a_comparison_as_text(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (-0.200 to -0.200)  2 ")
-    assert lines[4:7] == [
+    assert lines[4:8] == [
         "Nats a token, means over seeds; in brackets 95% intervals.",
         "An interval that holds 0 shows no difference.",
+        "0 of 2 gaps survive Holm's correction at 0.05.",
         "",
     ]
-    assert lines[7].startswith("note: gated has ")
+    assert lines[8].startswith("note: gated has ")
     assert comparison_text([swept], "diff_v2").splitlines()[0].split()[2:5] == [
         "gap",
         "to",

@@ -20,10 +20,11 @@ from diffllm.report.intervals import ends
 from diffllm.report.notes import settings
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
-from diffllm.report.rows import Estimate, Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.style import RC, row_styles
 from diffllm.report.table import COLUMNS, Cell, table_columns
+from diffllm.statistics.intervals import Estimate
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
