@@ -10,7 +10,7 @@ from diffllm.study.command import next_runs
 from diffllm.study.file import load_study
 from diffllm.study.page import markdown, page, verdict_text
 from diffllm.study.rates import choose
-from diffllm.study.verdict import Arm, judge, apply_rules
+from diffllm.study.verdict import Arm, apply_rules, judge
 from diffllm.tools import main
 from tests.study.written_study import study_file, write_arms, write_ended, write_rates
 
