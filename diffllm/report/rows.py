@@ -198,14 +198,16 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
-        "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
+        "seconds": mean_of_finished(row, "seconds"),
+        "bits_per_byte": mean_of_finished(row, "heldout_bits_per_byte"),
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
 
 
-def seconds_of(row: Row) -> list[float]:
-    """How long its finished runs took, where their summaries say so."""
-    return [x for run in row.finished if (x := finite((run.summary or {}).get("seconds")))]
+def mean_of_finished(row: Row, name: str) -> float | None:
+    """The mean of a number over the summaries of finished runs that have it; None without one."""
+    known = [x for run in row.finished if (x := finite((run.summary or {}).get(name)))]
+    return float(np.mean(known)) if known else None
 
 
 def over_seeds(row: Row, metric: Metric) -> float | None:

@@ -34,6 +34,7 @@ COLUMNS = {
     "JSON; empty where all rows are comparable",
     "group": "letter of the rows that it can be compared with; empty where all rows can be",
     "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
+    "bits_per_byte": "held-out loss after the last step, bits a byte of text, mean over seeds",
     **{metric.quantity: metric.column_meaning for metric in measured()},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
@@ -105,6 +106,8 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     unit = interval_unit([row.gap for row in rows], "95% interval, paired")
     bases = [row.baseline for row in rows]
     column(f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases))
+    bits = "bits_per_byte"
+    column("Bits", "a byte", [bits], lambda row: number_cell(row.values[bits], fixed))
     column("Parameters", "", ["parameters", "active_parameters"], size_cell)
     flops = "flops_per_token"
     column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
