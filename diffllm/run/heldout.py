@@ -15,13 +15,13 @@ from diffllm.heldout import DocumentLosses
 from diffllm.run.session import Session
 
 
-class Stopped(Exception):
+class StoppedLate(Exception):
     """A signal, the argument, ended the evaluation on all ranks; nothing of it is kept."""
 
 
 def measure_documents(session: Session, t: Training) -> DocumentLosses:
     """Compute the loss of each of `eval.tokens` held-out documents; every rank calls it, after the
-    last step. Raises Stopped, on all ranks at one batch, where one of them got a signal."""
+    last step. Raises StoppedLate, on all ranks at one batch, where one of them got a signal."""
     cfg, data = t.cfg, session.data
     rank, world_size = dist.get_rank(), dist.get_world_size()
     session.watch.reached("the choice of held-out documents")
@@ -43,13 +43,13 @@ def measure_documents(session: Session, t: Training) -> DocumentLosses:
 def until_stopped(
     session: Session, batches: Iterator[OwnedBatch], rounds: int, tokens: int
 ) -> Iterator[OwnedBatch]:
-    """Yield the batches of a rank, say how far they are, and raise Stopped on all ranks at once."""
+    """Yield a rank's batches, tell how far they are, and raise StoppedLate on all ranks at once."""
     agreement = Agreement(session.stop, session.cfg.distributed.timeout)
     for i, batch in enumerate(batches):
         stopping, _ = agreement.step(save=False)
         if stopping:
             agreement.close()
-            raise Stopped(stopping)
+            raise StoppedLate(stopping)
         session.watch.reached(f"held-out batch {i + 1} of {rounds}")
         session.display.evaluate(i * tokens // rounds, tokens)
         yield batch

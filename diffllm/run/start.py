@@ -27,7 +27,7 @@ from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
 from diffllm.run.checks import check_named, learning_rate_jump
 from diffllm.run.directory import choose_path, request_requeue
-from diffllm.run.heldout import Stopped, measure_documents
+from diffllm.run.heldout import StoppedLate, measure_documents
 from diffllm.run.initial import match_initial_values
 from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
@@ -102,7 +102,7 @@ def train_and_report(session: Session) -> Outcome:
         )
         stopped = train(t, state, data, recorder, checkpointer, profiler, session.stop, watch)
         losses = None if stopped else measure_documents(session, t)
-    except Stopped as late:
+    except StoppedLate as late:
         (stopped,) = late.args
     except UserError as error:
         checkpointer.settle(SETTLE_S)
