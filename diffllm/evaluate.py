@@ -1,4 +1,7 @@
-"""The held-out loss: when it is measured, and on how much."""
+"""The held-out loss: when it is measured, and on how much.
+
+During training it is that of a sample, after the last step that of every document of the split.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +22,10 @@ class EvalConfig:
     interval: int = bounded(100, least=1)
     """Steps between evaluations; the last step always has one."""
     sequences: int = bounded(64, least=1)
-    """Held-out sequences, spread evenly over the split; the same ones every time."""
+    """Held-out sequences of an evaluation, spread evenly over the split; always the same ones."""
+    tokens: float | None = bounded(None, above=0)
+    """Tokens of the held-out documents that the run's last loss is of; null: the whole split.
+    Documents are whole and spread evenly over the split, the same ones every time."""
 
 
 @torch.no_grad()
@@ -55,3 +61,32 @@ def heldout_loss(
     dist.all_reduce(sums)
     model.train()
     return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def document_nats(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
+    count: int,
+    device: torch.device,
+    documents: Callable[[Tensor], Documents | None] = lambda inputs: None,
+) -> Tensor:
+    """Sum the loss of each document over the batches of all ranks: (count,) float64, in nats.
+
+    A document may lie in any number of sequences, of any ranks.
+
+    Args:
+        batches: this rank's (inputs, targets, document of each target), (B, T) int64 each, on the
+            CPU; as many on every rank. Negative targets are ignored.
+        documents: as for `heldout_loss`.
+    """
+    model.eval()
+    sums = torch.zeros(count, dtype=torch.float64, device=device)
+    for inputs, targets, owners in batches:
+        losses = model(
+            inputs.to(device), targets.to(device), documents=documents(inputs), by_token=True
+        )
+        sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
+    dist.all_reduce(sums)
+    model.train()
+    return sums

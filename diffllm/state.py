@@ -25,7 +25,6 @@ class LoopState:
     """The values that decide which samples a step reads; `data` counts in this order."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
-    heldout_loss: float | None = None
     seconds: float = 0.0
     """Time that training took up to `step`, all starts together."""
 
@@ -37,7 +36,7 @@ class LoopState:
         """Make the state that `state_dict` gave these values of."""
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        names = ("step", "data", "order", "wandb_id", "heldout_loss")
+        names = ("step", "data", "order", "wandb_id")
         seconds = values.get("seconds", 0.0)  # older checkpoints have none
         return cls(**{name: values[name] for name in names}, seconds=seconds, spikes=spikes)
 

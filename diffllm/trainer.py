@@ -167,8 +167,7 @@ def train(
             check_tensors(t.tensors(), t.meshes.dense.size(1))
         if every(cfg.eval.interval, step) or last:
             with recorder.paused():
-                state.heldout_loss = evaluate(t, data)
-                recorder.note("eval/loss", state.heldout_loss)
+                recorder.note("eval/loss", evaluate(t, data))
         if logged(cfg, step):
             params = [local(p).detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
@@ -219,7 +218,7 @@ def training_loader(t: Training, data: TokenData, state: LoopState) -> TrainLoad
 
 
 def evaluate(t: Training, data: TokenData) -> float:
-    """Held-out loss in nats a token; every rank calls it."""
+    """Loss of the held-out sample, `eval.sequences`, in nats a token; every rank calls it."""
     cfg, rank, world_size = t.cfg, dist.get_rank(), dist.get_world_size()
     stream = data.split("heldout")
     sequences = min(cfg.eval.sequences, (len(stream) - 1) // cfg.seq_len)

@@ -17,7 +17,7 @@ FLOORS = (
     ("errors", "torch_versions"),
     ("bounds", "registry"),
     ("files", "model", "optim", "spikes", "statistics"),
-    ("analysis", "data", "distributed", "evaluate", "metrics"),
+    ("analysis", "data", "distributed", "evaluate", "heldout", "metrics"),
     ("checkpoint", "diagnostics"),
     ("config",),
     ("choices", "report"),

@@ -12,11 +12,15 @@ from diffllm.run.summary import epochs_text, summary_text, wandb_text
 def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
     counts = {"spikes/loss_total": 0, "spikes/grad_total": 0, "spikes/skipped_total": 0}
     losses = {"train_loss": 4.25, "heldout_loss": 4.5, "heldout_unigram_entropy": 6.0}
+    losses |= {"heldout_bits_per_byte": 1.972, "heldout_tokens": 152221, "heldout_documents": 29}
     numbers = {"steps": steps, "tokens": 100, "seconds": 3.0, "tokens_per_s": 50.0}
     cfg = load_config(["model=tiny"])
     text = summary_text(cfg, counts | losses | numbers, Path("run"), "a sample", "off")
     assert f"train loss    4.250 nats a token, mean of {mean_of}\n" in text
-    assert "held-out loss 4.500, 1.50 under the unigram entropy 6.000\n" in text
+    assert (
+        "held-out loss 4.500, 1.50 under the unigram entropy 6.000; 1.97 bits a byte; "
+        "152,221 tokens, 29 documents\n"
+    ) in text
 
 
 @pytest.mark.parametrize(

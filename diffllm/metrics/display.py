@@ -1,12 +1,16 @@
 """The progress of a run for a person: a live line on a terminal, plain lines when piped."""
 
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diffllm.metrics.log import Copied, RunLog
+
+SAY_S = 30
+"""Seconds between lines about an evaluation, where there is no bar."""
 
 
 class Display:
@@ -19,6 +23,8 @@ class Display:
         """The step from which on the next line stays on a terminal."""
         self.console = Console(highlight=False, soft_wrap=True)
         self.live: Progress | None = None
+        self.evaluating: tuple[float, float] | None = None
+        """The times at which the last evaluation began and was last spoken of."""
 
     def start(self, step: int) -> None:
         """Begin at optimizer step `step`."""
@@ -65,6 +71,17 @@ class Display:
             self.log.write(f"{line}\n")
         else:
             self.print(f"{line}  ETA {duration(eta_s)}")
+
+    def evaluate(self, done: int, total: int) -> None:
+        """Tell how many tokens of all held-out ones have been evaluated, once that takes long."""
+        now = time.monotonic()
+        began, said = self.evaluating = self.evaluating or (now, now)
+        text = f"held-out loss: {done:,} of {total:,} tokens"
+        if self.live:
+            self.live.update(self.task, status=text)
+        elif now - said >= SAY_S:
+            self.print(f"{text}  ETA {duration((now - began) * (total - done) / max(done, 1))}")
+            self.evaluating = began, now
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

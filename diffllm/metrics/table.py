@@ -99,9 +99,10 @@ METRICS: list[Metric] = [
                      clip=True, spikes=("spikes/loss_total", "the loss")),),
     ),
     Metric(
-        "eval/loss", LOSS, "Cross-entropy of held-out documents", "nats a token", summary="min",
-        plots=(Curve("Held-out loss", "On held-out documents, in nats a token, at every evaluation."
-                     "{incomparable}", clip=True),),
+        "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`", "nats a token",
+        summary="min",
+        plots=(Curve("Held-out loss", "On a sample of held-out text, in nats a token, at every "
+                     "evaluation.{incomparable}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
     Metric("train/lr", LOSS, "Learning rate of the logged step",

@@ -146,3 +146,19 @@ def chunked_cross_entropy(
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
     return total, Loss(nll, z)
+
+
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:
+    """Compute -log p(target) of each token, in nats: (N,) float32 at least, 0 where it is ignored.
+
+    Args:
+        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64, negative ones ignored.
+        chunk: tokens whose logits exist at once.
+    """
+    losses = []
+    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = h @ weight.T
+        log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
+        picked = log_probs.gather(1, t.clamp_min(0).unsqueeze(1)).squeeze(1)
+        losses.append(torch.where(t >= 0, -picked, 0.0))
+    return torch.cat(losses)

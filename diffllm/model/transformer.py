@@ -20,7 +20,13 @@ from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, whole
-from diffllm.model.loss import Loss, chunk_loss, chunked_cross_entropy, loss_chunk
+from diffllm.model.loss import (
+    Loss,
+    chunk_loss,
+    chunked_cross_entropy,
+    loss_chunk,
+    token_losses,
+)
 from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import Stats, block_stats, stack_stats
@@ -105,6 +111,7 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         last: Tensor | None = None,
         probe: Tensor | None = None,
+        by_token: bool = False,
     ) -> Any:
         """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput when targets are given.
 
@@ -115,6 +122,7 @@ class Transformer(nn.Module):
             documents: the tokens' documents; attention stays inside them, positions start at 0.
             probe: (N,) int64, query positions whose maps are looked at when diagnosing.
             last: (B,) int64, the one position of each row whose logits are wanted: (B, V).
+            by_token: return the loss of each target instead, (B, T) float32; 0 for negative ones.
         """
         x = self.tok_embeddings(tokens)
         if caches:
@@ -136,13 +144,12 @@ class Transformer(nn.Module):
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
+        chunk = loss_chunk(self.cfg.loss_chunk, x.device).value
+        hidden, weight = x.flatten(0, 1), self.output_weight
+        if by_token:
+            return token_losses(hidden, weight, targets.flatten(), chunk).view_as(targets)
         objective, loss = chunked_cross_entropy(
-            x.flatten(0, 1),
-            self.output_weight,
-            targets.flatten(),
-            self.cfg.z_loss,
-            loss_chunk(self.cfg.loss_chunk, x.device).value,
-            self.chunk_loss,
+            hidden, weight, targets.flatten(), self.cfg.z_loss, chunk, self.chunk_loss
         )
         if not routed:
             return TrainOutput(objective, loss, stack_stats(stats), None)

@@ -23,9 +23,18 @@ CORPUS = (
     "data.text_column", "data.sample_by",
 )  # fmt: skip
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
-FACTS = {"corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",)}
+HELDOUT = "heldout_tokens"
+"""Tokens that the last held-out loss is of; a run that an older version measured has none."""
+FACTS = {
+    "corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",),
+    HELDOUT: ("eval.tokens",),
+}  # fmt: skip
 """Facts of run.json, and the keys that each settles: two paths may hold the same text."""
-CAUSES = {**FACTS, "tokenizer": (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)}
+FROM_CORPUS = (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)
+CAUSES = {
+    **FACTS, "tokenizer": FROM_CORPUS,
+    HELDOUT: ("eval.tokens", "data.heldout_fraction", "tokenizer", *FROM_CORPUS),
+}  # fmt: skip
 """Where a difference in such a fact can come from; then a label need not tell it too."""
 
 MATCHES = ("model.match_params_to", "model.match_flops_to")
@@ -190,4 +199,6 @@ def text_of(key: str, value: Any) -> str:
         return "; ".join(value) if value else "nothing"
     if key not in FACTS:
         return as_text(value)
-    return "unknown" if value is None else str(value)[:HASH]
+    if value is None:
+        return "unknown"
+    return str(value)[:HASH] if isinstance(value, str) else as_text(value)

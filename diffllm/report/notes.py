@@ -1,7 +1,7 @@
 """The sentences of a report: what its reader has to know besides the numbers, and what was run."""
 
 from diffllm.config.matching import width_of
-from diffllm.report.keys import FACTS, MATCHES, SPEED, as_text, differs, overrides, text_of
+from diffllm.report.keys import FACTS, HELDOUT, MATCHES, SPEED, as_text, differs, overrides, text_of
 from diffllm.report.numbers import clock, compact
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
@@ -23,7 +23,7 @@ LINES = {
         "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.head_dim",
         *MATCHES,
     ),
-    "Held-out": ("data.heldout_fraction", "eval.sequences"),
+    "Held-out": ("data.heldout_fraction", "heldout_tokens", "eval.sequences"),
     "Machine": ("device", "ranks", "precision", "compute_dtype", "torch"),
 }  # fmt: skip
 """Headings of the page's settings, and the config keys and facts below each."""
@@ -56,14 +56,19 @@ def fact_notes(runs: list[Run]) -> list[str]:
     """Runs whose run.json does not say what they were, and what that forbids."""
     everywhere = [fact for fact in FACTS if all(run.facts.get(fact) is None for run in runs)]
     notes = []
-    if everywhere:
+    if unsaid := [fact for fact in everywhere if fact != HELDOUT]:
         notes.append(
-            f"No run.json says the {', '.join(everywhere)} of a run: the config keys behind it are "
+            f"No run.json says the {', '.join(unsaid)} of a run: the config keys behind it are "
             "compared instead, and these may be equal where the runs are not."
         )
     for run in runs:
         unknown = [f for f in FACTS if run.facts.get(f) is None and f not in everywhere]
-        if unknown:
+        if unknown == [HELDOUT]:
+            notes.append(
+                f"The held-out loss of {run.path} is that of a sample, as an older version "
+                "measured it: no gap is measured to runs where it is of whole documents."
+            )
+        elif unknown:
             notes.append(
                 f"{run.path}/run.json does not say the {', '.join(unknown)} of its run: no gap is "
                 "measured to runs where that is known."

@@ -176,9 +176,25 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
-        "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
+        "seconds": mean(seconds_of(row)),
+        "bits_per_byte": mean(summarised(row, "heldout_bits_per_byte")),
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
+
+
+def seconds_of(row: Row) -> list[float]:
+    """How long its finished runs took, where their summaries say so."""
+    return summarised(row, "seconds")
+
+
+def summarised(row: Row, name: str) -> list[float]:
+    """A number of the summaries of its finished runs, of those that have it."""
+    return [x for run in row.finished if (x := finite((run.summary or {}).get(name)))]
+
+
+def mean(values: list[float]) -> float | None:
+    """The mean; None of no values."""
+    return float(np.mean(values)) if values else None
 
 
 def test_values(row: Row) -> dict[str, float | None]:
@@ -205,11 +221,6 @@ def equal_values(row: Row, budget: str) -> dict[str, float | None]:
         return dict.fromkeys(names)
     values = (found.gap.mean, found.gap.low, found.gap.high, found.error, found.at)
     return dict(zip(names, values, strict=True))
-
-
-def seconds_of(row: Row) -> list[float]:
-    """How long its finished runs took, where their summaries say so."""
-    return [x for run in row.finished if (x := finite((run.summary or {}).get("seconds")))]
 
 
 def over_seeds(row: Row, metric: Metric) -> float | None:

@@ -64,6 +64,7 @@ COLUMNS = {
     "JSON; empty where all rows are comparable",
     "group": "letter of the rows that it can be compared with; empty where all rows can be",
     "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
+    "bits_per_byte": "held-out loss after the last step, bits a byte of text, mean over seeds",
     **{metric.quantity: metric.column_meaning for metric in measured()},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown

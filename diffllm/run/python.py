@@ -27,7 +27,8 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
     and SIGUSR1 save first; in another one no signal is handled.
 
     Returns:
-        The content of summary.json: "heldout_loss", "train_loss", "steps", "sample" and others;
+        The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",
+        "sample" and others;
         of a run that was finished already, too.
 
     Raises:

@@ -27,6 +27,7 @@ from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
 from diffllm.run.checks import check_named, learning_rate_jump
 from diffllm.run.directory import choose_path, request_requeue
+from diffllm.run.heldout import StoppedLate, measure_documents
 from diffllm.run.initial import match_initial_values
 from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
@@ -100,6 +101,9 @@ def train_and_report(session: Session) -> Outcome:
             cfg.profile, session.path / "profile", dist.get_rank(), session.display.print
         )
         stopped = train(t, state, data, recorder, checkpointer, profiler, session.stop, watch)
+        losses = None if stopped else measure_documents(session, t)
+    except StoppedLate as late:
+        (stopped,) = late.args
     except UserError as error:
         checkpointer.settle(SETTLE_S)
         if outputs:
@@ -115,11 +119,13 @@ def train_and_report(session: Session) -> Outcome:
     if stopped:
         say_stopped(session, stopped, outputs)
         return Outcome(stopped=stopped)
+    assert losses is not None
     text = sample(t, data)
-    summary = session.world.decide("summary", lambda: summarise(cfg, state, data, recorder))
+    summary = session.world.decide("summary", lambda: summarise(cfg, state, data, recorder, losses))
     finished = {**summary, "sample": text}
     if session.directory and outputs:
         outputs.close()
+        losses.save(session.path, state.step)
         session.directory.finish(finished)
         report = report_on(session.path) if cfg.run.report else "off (run.report)"
         session.display.print(summary_text(cfg, summary, session.path, text, report))

@@ -12,7 +12,8 @@ from diffllm.build import Training
 from diffllm.choices import for_json
 from diffllm.config import TrainConfig
 from diffllm.config.descriptions import variant_line
-from diffllm.data import TokenData, sequences_in
+from diffllm.data import TokenData, heldout_tokens, sequences_in
+from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.dtypes import dtype_name
@@ -66,6 +67,7 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
 def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
     """Facts about a run beyond its config, for run.json and wandb's config."""
     params = sum(p.numel() for p in t.params.values())
+    heldout, eos_id = data.split("heldout"), data.manifest.eos_id
     return {
         "parameters": params,
         "active_parameters": t.model.active_parameters(),
@@ -73,6 +75,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
         "corpus": data.manifest.corpus,
         "tokenizer": data.manifest.pieces_hash,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
+        "heldout_tokens": heldout_tokens(heldout, eos_id, cfg.eval.tokens),
         "device": torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
         "compute_dtype": dtype_name(t.compute_dtype),
@@ -83,16 +86,23 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
 
 
 def summarise(
-    cfg: TrainConfig, state: LoopState, data: TokenData, recorder: Recorder
+    cfg: TrainConfig,
+    state: LoopState,
+    data: TokenData,
+    recorder: Recorder,
+    losses: DocumentLosses,
 ) -> dict[str, Any]:
-    """The numbers of a finished run."""
+    """The numbers of a finished run; `losses` are those of its held-out documents."""
     entropy = data.manifest.heldout_unigram_entropy
     return {
         "variant": cfg.run.choices["attention"],
         "steps": state.step,
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
         "train_loss": state.spikes.recent_loss(20),
-        "heldout_loss": state.heldout_loss,
+        "heldout_loss": losses.loss,
+        "heldout_bits_per_byte": losses.bits_per_byte,
+        "heldout_tokens": int(losses.tokens.sum()),
+        "heldout_documents": len(losses.tokens),
         "heldout_unigram_entropy": entropy,
         "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
         "seconds": state.seconds,
@@ -106,6 +116,7 @@ def summary_text(
 ) -> str:
     """The end of a run, a sample of its text and the path of its report included."""
     entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
+    documents = summary["heldout_documents"]
     spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
     side = "under" if loss <= entropy else "over"
     skipped = summary["spikes/skipped_total"]
@@ -114,7 +125,9 @@ def summary_text(
         ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}"),
         (
             "held-out loss",
-            f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}",
+            f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; "
+            f"{summary['heldout_bits_per_byte']:.2f} bits a byte; "
+            f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}",
         ),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         (

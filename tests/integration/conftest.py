@@ -46,6 +46,7 @@ def tiny(corpus: Path) -> list[str]:
         "diagnostics.interval=2",
         "eval.interval=2",
         "eval.sequences=4",
+        "eval.tokens=200",
         "checkpoint.interval=2",
         "wandb.mode=disabled",
         "run.report=false",

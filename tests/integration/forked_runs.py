@@ -103,11 +103,12 @@ class ForkedRun:
 
 
 class Gate:
-    """A step that no rank of a run begins before the gate is opened."""
+    """A step, or the first batch of the "heldout" documents, that no rank of a run begins before
+    the gate is opened."""
 
-    def __init__(self, run: Path, step: int):
+    def __init__(self, run: Path, place: int | str):
         run.mkdir(parents=True, exist_ok=True)
-        self.file = run / f"gate-{step}"
+        self.file = run / f"gate-{place}"
         self.file.touch()
 
     def reached(self) -> bool:

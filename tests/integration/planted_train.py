@@ -46,6 +46,7 @@ def entry_module() -> ModuleType:
 def main(fault: Fault, words: list[str]) -> int:
     """Run train.py with these overrides, the fault planted; its exit code."""
     entry = entry_module()
+    import diffllm.run.heldout as heldout
     import diffllm.run.start as run
     import diffllm.trainer as trainer
     from diffllm.checkpoint import writer
@@ -54,6 +55,7 @@ def main(fault: Fault, words: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
     real_step, real_run = trainer.train_step, run.run
+    real_nats = heldout.document_nats
 
     def train_step(t: Any, batches: Iterator[Any], step: int, *args: Any) -> Any:
         if step + 1 == fault.step and rank == fault.rank:
@@ -70,7 +72,12 @@ def main(fault: Fault, words: list[str]) -> int:
         cfg.seed += 1
         real_run(cfg)
 
+    def document_nats(model: Any, batches: Iterator[Any], *args: Any) -> Any:
+        gate = Path(directory) / "gate-heldout"
+        return real_nats(model, (wait_at_gate(gate) or batch for batch in batches), *args)
+
     trainer.train_step = train_step
+    heldout.document_nats = document_nats
     if rank == fault.rank:
         if fault.kind == "seed":
             run.run = other_seed

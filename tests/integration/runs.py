@@ -57,6 +57,7 @@ def overrides_of(corpus: Path, run: Path) -> list[str]:
         "global_batch_size=8",
         "optim.warmup_steps=5",
         "eval.sequences=4",
+        "eval.tokens=200",
         "wandb.mode=disabled",
         "run.report=false",
         f"run.dir={run}",

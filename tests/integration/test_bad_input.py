@@ -245,6 +245,7 @@ RANGES = [
     (["checkpoint.keep_every=-1"], ["checkpoint.keep_every=-1", "negative"]),
     (["eval.interval=0"], ["eval.interval=0", "1"]),
     (["eval.sequences=0"], ["eval.sequences=0", "1"]),
+    (["eval.tokens=0"], ["eval.tokens=0", "positive"]),
     (["diagnostics.interval=-1"], ["diagnostics.interval=-1", "negative"]),
     (["distributed.timeout=0"], ["distributed.timeout=0", "1"]),
     (["model.n_layers=0"], ["model.n_layers=0", "1"]),

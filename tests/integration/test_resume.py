@@ -76,6 +76,7 @@ def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_pat
     gate.open()
     assert f"stopped by {number.name} after step 6" in first.finish()
     assert [p.name for p in (stopped / "checkpoints").iterdir()] == ["step-00000006"]
+    assert not (stopped / "heldout").exists()
     finish(corpus, stopped, *INTERVALS)
     assert metric_lines(stopped) == metric_lines(straight[1])
     assert_same_weights(straight[1], stopped, STEPS)

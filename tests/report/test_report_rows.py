@@ -426,12 +426,12 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
         (tmp_path / name / "run.json").unlink()
     runs = loaded(sorted(tmp_path.iterdir()))
     found = compare(runs[:2] + runs[3:])
-    assert list(found.differences) == ["compute_dtype", "corpus", "tokenizer"]
+    assert list(found.differences) == ["compute_dtype", "corpus", "heldout_tokens", "tokenizer"]
     for values in found.differences.values():
         assert values["unknown"] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
     assert [row.gap is not None for row in found.rows] == [False, True, False]
     assert found.rows[2].values["parameters"] is None
-    assert said(found, "d/run.json does not say the corpus, tokenizer, compute_dtype")
+    assert said(found, "d/run.json does not say the corpus, tokenizer, compute_dtype, heldout_tok")
     gaps = [row.gap is not None for row in compare(runs).rows]
     assert gaps == [False, True, False, True]  # both of the last pair are unknown, as if alone
 
@@ -446,6 +446,47 @@ def test_runs_without_facts_are_told_apart_by_their_config(tmp_path):
     assert "data.dataset" in found.differences
     assert len(found.rows) == 3
     assert all(row.gap is None for row in found.rows)
+
+
+def test_a_loss_of_a_sample_is_not_compared_with_one_of_the_whole_split(tmp_path):
+    """Older versions measured `eval.sequences` samples, and noted no tokens."""
+    for name, fact in (("a", None), ("b", None), ("c", 5000), ("d", 5000), ("e", 12_345_678_901)):
+        variant = "gated" if name in "bd" else "standard"
+        write_run(tmp_path / name, f"attention={variant}", facts={"heldout_tokens": fact})
+    older, older_gated, whole, gated, other = loaded(sorted(tmp_path.iterdir()))
+    for pair in ([older, older_gated], [whole, gated]):
+        found = compare(pair)
+        assert found.differences == {}
+        assert found.rows[1].gap is not None
+        assert not said(found, "held-out loss of")
+        assert not said(found, "No run.json says")
+    found = compare([older, gated])
+    assert [row.gap for row in found.rows] == [None, None]
+    assert found.differences["heldout_tokens"].keys() == {"unknown", "5000"}
+    (note,) = said(found, "is that of a sample, as an older version measured it")
+    assert str(older.path) in note
+    assert compare([whole, other]).differences["heldout_tokens"].keys() == {"5000", "12345678901"}
+
+
+def test_asking_for_more_tokens_than_there_are_is_the_whole_split(tmp_path):
+    write_run(tmp_path / "a", "attention=standard")
+    write_run(tmp_path / "b", "attention=gated", "eval.tokens=1e7")
+    write_run(tmp_path / "c", "attention=gated", "eval.tokens=900", facts={"heldout_tokens": 1000})
+    runs = loaded(sorted(tmp_path.iterdir()))
+    assert compare(runs[:2]).differences == {}
+    found = compare(runs[::2])
+    assert sorted(found.differences) == ["eval.tokens", "heldout_tokens"]
+    assert "gated tokens=900.0" in labels(found)
+
+
+def test_bits_a_byte_are_a_mean_over_finished_runs(tmp_path):
+    for seed, bits in enumerate((1.5, 2.0, math.nan)):
+        path = tmp_path / str(seed)
+        write_run(path, f"seed={seed}", summary={"heldout_bits_per_byte": bits})
+    write_run(tmp_path / "3", "seed=3")  # of an older version
+    (row,) = compare(loaded(sorted(tmp_path.iterdir()))).rows
+    assert row.values["bits_per_byte"] == 1.75
+    assert COLUMNS["bits_per_byte"].startswith("held-out loss after the last step, bits a byte")
 
 
 @pytest.mark.parametrize(

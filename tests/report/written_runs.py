@@ -41,6 +41,7 @@ def facts_of(*overrides: str) -> dict[str, Any]:
         "corpus": "c0" * 32,
         "tokenizer": "t0" * 32,
         "heldout_unigram_entropy": 6.0,
+        "heldout_tokens": 5000,
         "device": "CPU",
         "ranks": 1,
         "compute_dtype": "float32",

@@ -1,0 +1,154 @@
+"""The held-out documents that a run ends with the loss of, and the sequences that hold them.
+
+Shapes: n documents, N tokens of them all, b sequences of T tokens in a batch, W ranks.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from diffllm.data.shards import TokenStream
+from diffllm.data.tokenizer import Tokenizer
+
+BLOCK = 2**22
+"""Tokens that are searched for ends of documents at once, where all of them are."""
+STEP = 2**12
+"""The same, where the end of one document is looked for."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, are spread evenly over [0, 1), however many of them are taken."""
+
+OwnedBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Inputs, targets and the document that each target belongs to, (b, T) int64 each."""
+
+
+@dataclass(frozen=True)
+class HeldoutDocuments:
+    """Whole documents of the held-out split, one behind the other as in training."""
+
+    stream: TokenStream
+    eos_id: int
+    starts: np.ndarray
+    """Place of each document's first token in the split, (n,) int64, ascending."""
+    lengths: np.ndarray
+    """Tokens of each document, its EOS among them, (n,) int64."""
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Count the tokens up to the end of each document, (n,) int64; the last is N."""
+        return np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def batches(
+        self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[OwnedBatch]:
+        """Iterate over this rank's share of all sequences: as many batches of one shape on every
+        rank, in which every token is a target once.
+
+        The first token's input is an EOS. Targets behind the last token are -1, to be ignored.
+        """
+        share = seq_len * batch_size
+        rounds = self.rounds(seq_len, batch_size, world_size)
+        for first in range(rank, rounds * world_size, world_size):
+            yield self._batch(first * share, share, seq_len)
+
+    def rounds(self, seq_len: int, batch_size: int, world_size: int = 1) -> int:
+        """Return the number of batches that each of the ranks gets."""
+        return -(-int(self.ends[-1]) // (seq_len * batch_size * world_size))
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read the tokens [start, stop) of all these documents, (stop - start,) int64."""
+        parts = []
+        document = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop:
+            end = int(self.ends[document])
+            place = int(self.starts[document] + self.lengths[document]) - end
+            parts.append(self.stream.tokens(place + start, place + min(end, stop)))
+            start, document = end, document + 1
+        return np.concatenate(parts)
+
+    def texts(
+        self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the UTF-8 bytes of each document's text, as its tokens decode to it, and the
+        first 8 bytes of their SHA-256: (n,) int64 each, 0 for the documents of other ranks."""
+        sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
+        for i in range(rank, len(self), world_size):
+            start, length = int(self.starts[i]), int(self.lengths[i])
+            text = tokenizer.decode(self.stream.tokens(start, start + length).tolist()).encode()
+            digest = hashlib.sha256(text).digest()
+            sizes[i], hashes[i] = len(text), int.from_bytes(digest[:8], signed=True)
+        return sizes, hashes
+
+    def _batch(self, start: int, size: int, seq_len: int) -> OwnedBatch:
+        """Read the batch whose first target is token `start`."""
+        stop = min(start + size, int(self.ends[-1]))
+        inputs, targets, owners = np.full((3, size), [[0], [-1], [0]], dtype=np.int64)
+        if count := max(stop - start, 0):
+            tokens = self.tokens(max(start - 1, 0), stop)
+            inputs[:count] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
+            targets[:count] = tokens[-count:]
+            owners[:count] = np.searchsorted(self.ends, np.arange(start, stop), side="right")
+        parts = torch.from_numpy(np.stack((inputs, targets, owners))).view(3, -1, seq_len)
+        return parts[0], parts[1], parts[2]
+
+
+def heldout_documents(
+    stream: TokenStream, eos_id: int, tokens: float | None = None
+) -> HeldoutDocuments:
+    """Choose the documents of a split that its loss is measured on: all, or enough to have that
+    many tokens.
+
+    These begin behind places that are spread evenly over the split, so that a document's length
+    has no part in its being chosen; they are the same every time, and among those of any larger
+    number.
+    """
+    if tokens is None or tokens >= len(stream):
+        ends = all_ends(stream, eos_id)
+        return HeldoutDocuments(stream, eos_id, np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+    found: dict[int, int] = {}
+    for number in itertools.count():
+        place = int(len(stream) * (number * GOLDEN % 1))
+        start = end_behind(stream, eos_id, place - 1) % len(stream) if place else 0
+        while start in found:
+            start = found[start] % len(stream)
+        found[start] = end_behind(stream, eos_id, start)
+        tokens -= found[start] - start
+        if tokens <= 0:
+            break
+    starts = np.array(sorted(found))
+    return HeldoutDocuments(
+        stream, eos_id, starts, np.array([found[i] for i in starts.tolist()]) - starts
+    )
+
+
+def heldout_tokens(stream: TokenStream, eos_id: int, tokens: float | None = None) -> int:
+    """Count the tokens of `heldout_documents`, without reading those of a whole split."""
+    if tokens is None or tokens >= len(stream):
+        return len(stream)
+    return int(heldout_documents(stream, eos_id, tokens).ends[-1])
+
+
+def all_ends(stream: TokenStream, eos_id: int) -> np.ndarray:
+    """Find the ends of all documents: the places behind their EOS, (n,) int64."""
+    found = [
+        start + 1 + np.flatnonzero(stream.tokens(start, min(start + BLOCK, len(stream))) == eos_id)
+        for start in range(0, len(stream), BLOCK)
+    ]
+    ends = np.concatenate(found)
+    return ends if len(ends) and ends[-1] == len(stream) else np.append(ends, len(stream))
+
+
+def end_behind(stream: TokenStream, eos_id: int, place: int) -> int:
+    """Find the end of the document that a token belongs to: the place behind its EOS."""
+    for start in range(place, len(stream), STEP):
+        here = np.flatnonzero(stream.tokens(start, min(start + STEP, len(stream))) == eos_id)
+        if len(here):
+            return start + int(here[0]) + 1
+    return len(stream)

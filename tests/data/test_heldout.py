@@ -1,0 +1,116 @@
+"""Which held-out documents the last loss is of, and the sequences that they are laid out in."""
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from diffllm.data import HeldoutDocuments, TokenData, TokenStream, heldout_documents
+from diffllm.data.heldout import heldout_tokens
+
+EOS = 0
+MakeStream = Callable[..., TokenStream]
+
+
+def lengths_of(documents: int, seed: int = 0) -> list[int]:
+    """Lengths of which a few are long."""
+    return (1 + np.random.default_rng(seed).pareto(1.2, documents) * 8).astype(int).tolist()
+
+
+def tokens_of(lengths: list[int]) -> list[int]:
+    """Documents of these lengths, every token its own number, but for the EOS at their ends."""
+    tokens = np.arange(1, sum(lengths) + 1)
+    tokens[np.cumsum(lengths) - 1] = EOS
+    return tokens.tolist()
+
+
+@pytest.fixture
+def stream(make_stream: MakeStream) -> TokenStream:
+    """Documents of 300 lengths, in shards of 97 tokens."""
+    return make_stream(tokens_of(lengths_of(300)), vocab_size=2**20)
+
+
+def test_all_documents_of_a_split(stream: TokenStream) -> None:
+    lengths = lengths_of(300)
+    assert max(lengths) > 97 > 1 in lengths
+    for tokens in (None, len(stream), 1e12):
+        found = heldout_documents(stream, EOS, tokens)
+        assert found.lengths.tolist() == lengths
+        assert found.starts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
+        assert heldout_tokens(stream, EOS, tokens) == len(stream)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("tokens", [None, 200])
+def test_every_token_is_a_target_once_behind_the_token_before_it(
+    stream: TokenStream, world_size: int, tokens: int | None
+) -> None:
+    chosen = heldout_documents(stream, EOS, tokens)
+    pairs = [
+        (i, token)
+        for i, (start, length) in enumerate(zip(chosen.starts, chosen.lengths, strict=True))
+        for token in stream.tokens(start, start + length).tolist()
+    ]
+    before = dict(zip(range(len(pairs)), [EOS, *(token for _, token in pairs)], strict=False))
+    shape = (2, 32)
+    ranks = [list(chosen.batches(32, 2, rank, world_size)) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {chosen.rounds(32, 2, world_size)}
+    seen = []
+    for batch in [batch for together in zip(*ranks, strict=True) for batch in together]:
+        assert [part.shape for part in batch] == [shape] * 3
+        inputs, targets, owners = (part.flatten().tolist() for part in batch)
+        for previous, target, owner in zip(inputs, targets, owners, strict=True):
+            if target >= 0:
+                assert previous == before[len(seen)]
+                seen.append((owner, target))
+    assert seen == pairs
+
+
+def test_a_number_of_tokens_is_of_whole_documents_that_are_the_same_every_time(
+    stream: TokenStream,
+) -> None:
+    every = heldout_documents(stream, EOS)
+    whole = dict(zip(every.starts.tolist(), every.lengths.tolist(), strict=True))
+    smaller: set[int] = set()
+    for tokens in (1, 50, 400, 1000, len(stream) - 1):
+        chosen = heldout_documents(stream, EOS, tokens)
+        found = dict(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
+        assert found.items() <= whole.items()
+        assert tokens <= sum(found.values()) == heldout_tokens(stream, EOS, tokens)
+        assert sum(found.values()) < tokens + max(found.values())
+        again = heldout_documents(stream, EOS, tokens)
+        assert again.starts.tolist() == chosen.starts.tolist()
+        assert smaller <= found.keys()
+        smaller = set(found)
+
+
+def test_they_are_spread_over_the_split_and_of_any_length(make_stream: MakeStream) -> None:
+    lengths = lengths_of(4000, seed=1)
+    stream = make_stream(tokens_of(lengths), vocab_size=2**20, shard_tokens=2**20)
+    chosen = heldout_documents(stream, EOS, len(stream) / 10)
+    parts = np.histogram(chosen.starts, bins=8, range=(0, len(stream)))[0]
+    assert parts.min() > 0.5 * len(chosen) / 8
+    assert parts.max() < 1.5 * len(chosen) / 8
+    assert np.median(chosen.lengths) == pytest.approx(np.median(lengths), abs=1)
+    assert max(chosen.lengths) > 40 * np.median(lengths)
+
+
+def test_the_bytes_and_hashes_of_texts_are_those_of_the_corpus(prepared: TokenData) -> None:
+    split = prepared.manifest.splits["heldout"]
+    chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
+    assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)
+    sizes, hashes = (sum(parts) for parts in zip(*texts_of_ranks(chosen, prepared), strict=True))
+    assert sizes.sum() == split.bytes
+    (corpus,) = prepared.directory.parents[2].glob("corpus.txt")
+    texts = [line.encode() for line in corpus.read_text().splitlines()]
+    of_text = {text: hashlib.sha256(text).digest()[:8] for text in texts}
+    known = {int.from_bytes(digest, signed=True): len(text) for text, digest in of_text.items()}
+    assert [known[value] for value in hashes.tolist()] == sizes.tolist()
+
+
+def texts_of_ranks(chosen: HeldoutDocuments, data: TokenData) -> list:
+    """Return what each of three ranks finds: zeros for the documents of others."""
+    found = [chosen.texts(data.tokenizer(), rank, 3) for rank in range(3)]
+    assert all((sizes > 0).sum() <= -(-len(chosen) // 3) for sizes, _ in found)
+    return found

@@ -1,0 +1,91 @@
+"""The loss of every held-out document, from the model of a run on any number of ranks."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from test_training_ranks import BASE, END, Stream
+
+from diffllm import build_model
+from diffllm.build import build
+from diffllm.config import load_config
+from diffllm.data import heldout_documents
+from diffllm.evaluate import document_nats
+
+LENGTHS = (70, 1, 3, 24, 5, 2, 49, 1, 1, 8, 17)
+"""Two documents are longer than a sequence, one is as long, and many lie in one."""
+MOE = ("model=moe_tiny", "model.moe.expert_dim=32")
+
+
+def heldout_text():
+    """Documents of these lengths, drawn."""
+    tokens = torch.randint(0, END, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    tokens[torch.tensor(LENGTHS).cumsum(0) - 1] = END
+    return tokens
+
+
+def measured(overrides, tokens=None):
+    """[losses with documents masked, losses without], each by document, of one model."""
+    cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for end in (END, None):
+        t = build(cfg, torch.device("cpu"), end)
+        chosen = heldout_documents(Stream(heldout_text()), END, tokens)
+        batches = chosen.batches(cfg.seq_len, cfg.micro_batches(size)[0], rank, size)
+        nats = document_nats(t.model, batches, len(chosen), t.device, t.documents)
+        assert nats.dtype == torch.float64
+        assert t.model.training
+        t.weights.rest()
+        found.append(nats.tolist())
+    return found
+
+
+def expected(overrides, masked):
+    """The same in float64, token by token from logits, each piece of a document run by itself."""
+    cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
+    model = build_model(cfg.model).double()
+    tokens = heldout_text().tolist()
+    stream = [END, *tokens]
+    sums = [0.0] * len(LENGTHS)
+    for first in range(0, len(tokens), cfg.seq_len):
+        inputs = stream[first : first + cfg.seq_len][: len(tokens) - first]
+        ends = [i + 1 for i, token in enumerate(inputs) if token == END] if masked else []
+        cuts = sorted({0, *ends, len(inputs)})
+        for start, stop in pairwise(cuts):
+            with torch.no_grad():
+                log_probs = model(torch.tensor([inputs[start:stop]])).log_softmax(-1)[0]
+            for i in range(start, stop):
+                document = tokens[: first + i].count(END)
+                sums[document] -= log_probs[i - start, tokens[first + i]].item()
+    return sums
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_by_document_equal_a_float64_reference(ranks, tmp_path):
+    """On 2 ranks FSDP shards the model; the last batches are filled up."""
+    overrides = ["attention=diff_v2", "micro_batch_size=2"]
+    reference = [expected(overrides, masked) for masked in (True, False)]
+    for found in run_ranks(measured, ranks, tmp_path, overrides):
+        for mine, true in zip(found, reference, strict=True):
+            assert mine == pytest.approx(true, rel=1e-5)
+    assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, [*MOE, "parallel.expert=2", "micro_batch_size=4"]),
+        (2, ["parallel.replicate=2", "attention=diff_v1"]),
+        (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=true"]),
+    ],
+)
+def test_so_they_are_whatever_shares_the_model_out(ranks, overrides, tmp_path):
+    alone = [word for word in overrides if not word.startswith("parallel.")]
+    (one,) = run_ranks(measured, 1, tmp_path, alone)
+    for found in run_ranks(measured, ranks, tmp_path, overrides):
+        for mine, true in zip(found, one, strict=True):
+            assert mine == pytest.approx(true, rel=1e-4)

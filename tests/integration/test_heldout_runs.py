@@ -1,0 +1,135 @@
+"""Runs end with the loss of every held-out document, whatever interrupts them there."""
+
+import hashlib
+import json
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked_runs import ForkedRun, Gate, finish
+from runs import metric_lines, overrides_of, prepared_corpus
+
+from diffllm.config import load_config
+from diffllm.data import TokenData, prepare
+from diffllm.heldout import document_losses
+
+STEPS = 3
+LAST = f"step-{STEPS:08d}"
+WORDS = (
+    *(f"steps={STEPS}", "eval.tokens=null", "micro_batch_size=1", "precision=fp32"),
+    *("log_interval=1", "diagnostics.interval=0", "data.num_workers=0", "optim.warmup_steps=1"),
+)
+"""A sequence a batch: the evaluation has many of them."""
+SPEED = ("seconds", "tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of one rank."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    finish(corpus, run, *WORDS)
+    return run
+
+
+def data_of(corpus: Path) -> TokenData:
+    return prepare(load_config(overrides_of(corpus, corpus.parent / "none")).data)
+
+
+def summary_of(run: Path) -> dict:
+    summary = json.loads((run / "summary.json").read_text())
+    return {key: value for key, value in summary.items() if key not in SPEED}
+
+
+def test_a_run_ends_with_the_loss_of_every_document(corpus, straight):
+    split = data_of(corpus).manifest.splits["heldout"]
+    losses, summary = document_losses(straight), summary_of(straight)
+    total = losses.nats.sum()
+    assert summary["heldout_documents"] == len(losses.nats) == split.documents > 5
+    assert summary["heldout_tokens"] == losses.tokens.sum() == split.tokens
+    assert summary["heldout_loss"] == pytest.approx(total / split.tokens)
+    assert summary["heldout_bits_per_byte"] == pytest.approx(total / split.bytes / math.log(2))
+    assert json.loads((straight / "run.json").read_text())["heldout_tokens"] == split.tokens
+    texts = [json.loads(line)["text"].encode() for line in corpus.read_text().splitlines()]
+    sizes = {int.from_bytes(hashlib.sha256(t).digest()[:8], signed=True): len(t) for t in texts}
+    assert losses.bytes.tolist() == [sizes[text] for text in losses.texts.tolist()]
+    assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], "it is of a sample"
+
+
+@pytest.mark.parametrize(
+    "masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["free", "masked"]
+)
+def test_one_and_two_ranks_measure_the_same(corpus, tmp_path, masked):
+    """After one step, which parts them by rounding alone."""
+    words = (*WORDS, "steps=1", f"data.mask_documents={masked}")
+    for ranks in (1, 2):
+        finish(corpus, tmp_path / f"{ranks}", *words, ranks=ranks)
+    one, two = (document_losses(tmp_path / f"{ranks}") for ranks in (1, 2))
+    assert one.nats == pytest.approx(two.nats, rel=1e-5)
+    for name in ("tokens", "bytes", "texts"):
+        assert np.array_equal(getattr(one, name), getattr(two, name))
+    (mine, other) = (summary_of(tmp_path / f"{ranks}") for ranks in (1, 2))
+    assert mine["heldout_loss"] == pytest.approx(other["heldout_loss"], rel=1e-5)
+
+
+def assert_ended_as(run: Path, straight: Path) -> None:
+    mine, other = document_losses(run), document_losses(straight)
+    for name in ("nats", "tokens", "bytes", "texts"):
+        assert np.array_equal(getattr(mine, name), getattr(other, name))
+    assert summary_of(run) == summary_of(straight)
+    assert metric_lines(run) == metric_lines(straight)
+
+
+def test_a_run_killed_while_it_measures_does_so_when_it_continues(corpus, straight, tmp_path):
+    run = tmp_path / "run"
+    gate = Gate(run, "heldout")
+    first = ForkedRun([*overrides_of(corpus, run), *WORDS], 1, tmp_path)
+    first.wait_for(gate.reached, "evaluation of documents")
+    first.kill()
+    assert (run / "checkpoints" / LAST).is_dir()
+    assert not (run / "heldout").exists()
+    assert not (run / "summary.json").exists()
+    gate.open()
+    assert f"continues after step {STEPS}" in finish(corpus, run, *WORDS)
+    assert_ended_as(run, straight)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(1, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow)],
+)
+def test_a_signal_while_it_measures_stops_all_ranks(corpus, straight, tmp_path, ranks, number):
+    run = tmp_path / "run"
+    gate = Gate(run, "heldout")
+    first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
+    first.wait_for(gate.reached, "evaluation of documents")
+    first.signal(number, ranks - 1)
+    gate.open()
+    said = first.finish()
+    assert f"stopped by {number.name} after step {STEPS}, saved; the same command continues" in said
+    assert json.loads((run / "requeue").read_text()) == {"signal": number.name, "step": STEPS}
+    assert not (run / "summary.json").exists()
+    again = finish(corpus, run, *WORDS, ranks=ranks)
+    assert f"continues after step {STEPS}" in again
+    assert "bits a byte" in again
+    if ranks == 1:
+        assert_ended_as(run, straight)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_measures_is_named(corpus, tmp_path):
+    run = tmp_path / "run"
+    gate = Gate(run, "heldout")
+    process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)
+    process.wait_for(gate.reached, "evaluation of documents")
+    process.signal(signal.SIGKILL, 1)
+    gate.open()
+    assert process.codes()[0] == 1
+    assert "rank 1 is missing" in process.text()
+    assert "held-out batch" in process.text()

@@ -1,0 +1,86 @@
+"""The file of the losses of a run's held-out documents, and what is said of a damaged one."""
+
+import io
+import math
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diffllm.errors import CheckpointError
+from diffllm.heldout import DocumentLosses, document_losses
+
+SOME = DocumentLosses(
+    nats=np.array([20.0, 6.0, 4.0]),
+    tokens=np.array([5, 2, 1]),
+    bytes=np.array([21, 5, 4]),
+    texts=np.array([-(2**63), 2**63 - 1, 0]),
+)
+
+
+def test_the_losses_of_a_run_are_those_after_its_last_step(tmp_path: Path) -> None:
+    SOME.save(tmp_path, 9)
+    later = DocumentLosses(SOME.nats / 2, SOME.tokens, SOME.bytes, SOME.texts)
+    later.save(tmp_path, 40)
+    assert document_losses(tmp_path).nats.tolist() == [10.0, 3.0, 2.0]
+    first = document_losses(tmp_path, step=9)
+    for name in ("nats", "tokens", "bytes", "texts"):
+        assert np.array_equal(getattr(first, name), getattr(SOME, name))
+
+
+def test_loss_and_bits_a_byte_by_hand() -> None:
+    assert SOME.loss == 30 / 8  # of all tokens together, not the mean over documents
+    assert SOME.bits_per_byte == pytest.approx(30 / 0.6931471805599453 / 30)
+    empty = DocumentLosses(SOME.nats, SOME.tokens, 0 * SOME.bytes, SOME.texts)
+    assert math.isnan(empty.bits_per_byte)
+    diverged = DocumentLosses(np.array([1.0, math.nan, 2.0]), SOME.tokens, SOME.bytes, SOME.texts)
+    assert math.isnan(diverged.loss)
+    assert math.isnan(diverged.bits_per_byte)
+
+
+def archive(**arrays: object) -> bytes:
+    content = io.BytesIO()
+    np.savez(content, allow_pickle=True, **arrays)
+    return content.getvalue()
+
+
+def arrays(**changes: object) -> dict[str, object]:
+    return {**vars(SOME), **changes}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no archive",
+        archive(**vars(SOME))[:-30],
+        archive(**vars(SOME))[:200] + b"\xff" * 40 + archive(**vars(SOME))[240:],
+        archive(nats=SOME.nats),
+        archive(**arrays(tokens=np.array([5, 2]))),
+        archive(**arrays(tokens=np.array([5, 2, 0]))),
+        archive(**arrays(bytes=np.array([21.0, 5.0, 4.0]))),
+        archive(**arrays(nats=np.zeros((1, 3)))),
+        archive(**arrays(nats=np.array([Path("code"), None, 3], dtype=object))),
+        archive(**{name: value[:0] for name, value in vars(SOME).items()}),
+    ],
+    ids=[
+        *("empty", "text", "cut", "flipped", "lacking", "shorter", "no tokens", "float", "square"),
+        *("objects", "nothing"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
+    SOME.save(tmp_path, 40)
+    (file,) = (tmp_path / "heldout").iterdir()
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"heldout/step-00000040\.npz is damaged: "):
+        document_losses(tmp_path)
+
+
+def test_a_run_without_losses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no losses of held-out documents: .* older"):
+        document_losses(tmp_path)
+    SOME.save(tmp_path, 40)
+    with pytest.raises(CheckpointError, match="has no losses of held-out documents after step 9"):
+        document_losses(tmp_path, step=9)
+    assert zipfile.is_zipfile(tmp_path / "heldout" / "step-00000040.npz")
