@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import METRICS
+from diffllm.metrics.table import METRICS, metric_of
+from diffllm.report.counts import Counted, events_per_1000, share_of
 from diffllm.report.keys import Keys, as_text
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
@@ -15,6 +16,8 @@ from diffllm.report.runs import Run
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
 CONFIDENCE = 0.95
+EVENTS = {"": "count", "_judged": "of", "_per_1000": "value", "_low": "low", "_high": "high"}
+"""Ends of the names of columns of spike events, and the field of `Counted` that each shows."""
 
 
 def measured() -> list[Metric]:
@@ -60,7 +63,7 @@ class Row:
     baseline: "Row | None" = None
     """The row that the gap is measured from; None where `gap` is."""
     diverged: int = 0
-    """Finished runs whose loss is not finite: they are in no mean."""
+    """Runs that ended without a finite loss: they are in no mean."""
     group: str = ""
     """The letter of the rows that it can be compared with; empty where all rows can be."""
 
@@ -68,6 +71,26 @@ class Row:
     def finished(self) -> list[Run]:
         """The runs that have reached their last step."""
         return [run for run in self.runs if run.summary is not None]
+
+    @property
+    def ended(self) -> list[Run]:
+        """The finished runs, and those that stopped because they had diverged."""
+        return [run for run in self.runs if run.ended]
+
+    @property
+    def diverged_share(self) -> Counted | None:
+        """The share of ended runs that diverged; None where none ended."""
+        return share_of(self.diverged, len(self.ended))
+
+    def events(self, series: str) -> Counted | None:
+        """Spike events of "loss" or "grad" a thousand judged steps, of all ended runs; None where
+        none has counted them."""
+        counts = {}
+        for what in ("total", "judged"):
+            metric = metric_of(f"spikes_detrended/{series}_{what}")
+            known = [x for run in self.ended if (x := of_run(run, metric)) is not None]
+            counts[what] = round(sum(known))
+        return events_per_1000(counts["total"], counts["judged"])
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -126,7 +149,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         row = Row("", {key: values[key] for key in keys.swept}, same, values)
         losses = [run.final_loss for run in same if run.final_loss is not None]
         row.loss = estimate(losses) if losses else None
-        row.diverged = len(row.finished) - len(losses)
+        row.diverged = sum(run.diverged for run in same)
         rows.append(row)
     rows.sort(key=row_order)
     return rows
@@ -177,6 +200,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         incomparable: keys that no loss of the report can be compared across.
     """
     cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
+    share, events = row.diverged_share, {name: row.events(name) for name in ("loss", "grad")}
     facts = {
         name: next((v for run in row.runs if (v := run.facts.get(name)) is not None), None)
         for name in ("parameters", "active_parameters", "flops_per_token")
@@ -188,6 +212,9 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len,
         "seeds": loss.seeds if loss else 0,
         "seeds_diverged": row.diverged,
+        "seeds_ended": len(row.ended),
+        "diverged_low": share and share.low,
+        "diverged_high": share and share.high,
         "loss": loss and loss.mean,
         "loss_low": loss and loss.low,
         "loss_high": loss and loss.high,
@@ -198,6 +225,11 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
+        **{
+            f"{name}_events{end}": rate and getattr(rate, field)
+            for name, rate in events.items()
+            for end, field in EVENTS.items()
+        },
         "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }

@@ -29,6 +29,7 @@ def test_too_many_skips_in_a_row_save_and_stop(tmp_path, ranks):
     assert [line["train/grad_norm"] is None for line in lines] == [False, True, True]
     assert lines[2]["train/update_norm"] == 0
     assert not (run / "summary.json").exists()
+    assert json.loads((run / "diverged.json").read_text())["step"] == 10
     saved = checkpoint_tensors(run, 10)
     assert all(torch.isfinite(value).all() for value in saved.values())
     if ranks == 1:  # the same command goes on, for as many skips again

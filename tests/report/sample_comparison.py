@@ -12,7 +12,7 @@ import diffllm
 from diffllm.config import TrainConfig
 from diffllm.report.comparison import Comparison, compare
 from diffllm.report.groups import Group
-from diffllm.report.rows import Estimate
+from diffllm.report.rows import Estimate, Row
 from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
 
@@ -145,6 +145,13 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
         " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
     )
     return compare(runs, variants[0] if variants[1:] else None, title)
+
+
+def forget_events(row: Row) -> None:
+    """Make the runs of a row older than the count of spike events."""
+    for run in row.runs:
+        for name in [name for name in run.metrics.columns if name.startswith("spikes_detrended/")]:
+            del run.metrics.columns[name]
 
 
 def incomparable() -> Comparison:
