@@ -187,6 +187,22 @@ METRICS: list[Metric] = [
         combine="max", summary="max", plots=(Layers("Largest context RMS, by layer", log=True),),
         column=Column("last", "max", "max", unit="largest"),
     ),
+    Metric(
+        "context_over_value_rms/*", CONTEXT, "Context RMS of a token and head over the RMS of its "
+        "sequence's values, mean over tokens and heads", "ratio", combine="mean",
+        plots=(Layers("Mean context RMS over values' RMS, by layer", log=True, uniform=True),),
+        column=Column("last", "max", "mean"),
+    ),
+    Metric(
+        "context_over_value_rms_min/*", CONTEXT,
+        "Smallest context RMS of a token and head over the RMS of its sequence's values", "ratio",
+        combine="min", summary="min", column=Column("last", "min", "min"),
+    ),
+    Metric(
+        "context_over_value_rms_max/*", CONTEXT,
+        "Largest context RMS of a token and head over the RMS of its sequence's values", "ratio",
+        combine="max", summary="max", column=Column("last", "max", "max"),
+    ),
 
     Metric(
         "residual_rms/*", RESIDUAL,

@@ -18,11 +18,12 @@ COMMANDS = {
     "generate": "continue a prompt with a trained run",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
     "attention-map": "what the heads of a trained run attend to, as a figure",
+    "outliers": "outliers and sinks of a checkpoint over fixed tokens, layer by layer",
     "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 
-READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "dashboard")
+READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "outliers", "dashboard")
 """Commands with the argument plugins=[...]."""
 COMPOSE = ("prepare", "count", "plan", "report")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""
