@@ -65,10 +65,8 @@ class LayerOutliers:
         ratio = rms / values_rms(v)
         self.context.add(rms)
         self.ratio.add(ratio)
-        low, high = self.ratio_ends.tolist()
-        self.ratio_ends = torch.tensor(
-            [min(low, ratio.min().item()), max(high, ratio.max().item())]
-        )
+        self.least = min(self.least, ratio.min().item())
+        self.most = max(self.most, ratio.max().item())
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
         """Take a piece of the maps (B, h, N, T), before the softmax and after it."""

@@ -40,10 +40,10 @@ SIZES = {f"top-{k}": f"top_{k}" for k in TOP} | {
 }
 """Heads of columns, and the number below each."""
 READING = """\
-Top-k and percentiles are of |value|, percentiles within 0.1%; kurtosis is of all values together, 3
-for a normal law; "over channels" is that of a token, mean over tokens; the channel is that of top-1.
-Logits are q k / sqrt(d) of the keys that a query sees. Weights on the first token are means over
-heads, sequences and the queries that see more than themselves."""
+Top-k and percentiles are of |value|, percentiles within 0.1%; kurtosis is of all values together,
+3 for a normal law; "over channels" is that of a token, mean over tokens; the channel is that of
+top-1. Logits are q k / sqrt(d) of the keys that a query sees. Weights on the first token are means
+over heads, sequences and the queries that see more than themselves."""
 
 
 @dataclass
