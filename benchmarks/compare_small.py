@@ -20,9 +20,10 @@ from matplotlib.figure import Figure
 from diffllm.report.bands import band_of, smoothed
 from diffllm.report.comparison import Comparison, read
 from diffllm.report.intervals import draw_gaps as draw_gaps_of_report
-from diffllm.report.rows import Estimate, Row
+from diffllm.report.rows import Row
 from diffllm.report.style import RC, row_styles, to_svg
 from diffllm.report.table import csv_text
+from diffllm.statistics.intervals import Estimate
 
 RESULTS = Path(__file__).parent / "results" / "compare_small"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "compare_small.svg"

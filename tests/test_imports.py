@@ -16,7 +16,7 @@ BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions", "diffl
 FLOORS = (
     ("errors", "torch_versions"),
     ("bounds", "registry"),
-    ("files", "model", "optim", "spikes"),
+    ("files", "model", "optim", "spikes", "statistics"),
     ("analysis", "data", "distributed", "evaluate", "metrics"),
     ("checkpoint", "diagnostics"),
     ("config",),
@@ -26,6 +26,7 @@ FLOORS = (
     ("trainer",),
     ("plan", "run"),
     ("sweep",),
+    ("study",),
     ("tools",),
 )
 """The rooms of the package, from the ground up: each imports only from floors below its own."""

@@ -259,6 +259,27 @@ def test_a_finished_run_says_so(begun):
     assert not directory.finished(), "it was shorter"
 
 
+@pytest.mark.parametrize("change", ["steps=30", "seed=1"])
+def test_a_finished_run_is_neither_shortened_nor_made_otherwise(begun, change):
+    directory = RunDirectory(begun, tiny("run.allow_changes=[steps,optim,eval,seed]", change))
+    directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
+    before = snapshot(begun)
+    with pytest.raises(ConfigError, match=r"has made \d+ steps, and nothing of it"):
+        directory.check()
+    assert snapshot(begun) == before
+
+
+def test_a_run_beside_those_of_a_sweep_needs_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny("run.name=null", "run.sweep=first")
+    assert choose_path(cfg).parent == Path("outputs/first")
+    Path("outputs/first").mkdir(parents=True)
+    Path("outputs/first/sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.sweep=first is a sweep: -m goes on"):
+        choose_path(cfg)
+    assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
+
+
 # Whether it may be used
 
 

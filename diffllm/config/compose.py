@@ -71,6 +71,8 @@ def load_config(
             known in this process.
     """
     words = overrides or []
+    if isinstance(words, str):
+        raise ConfigError(f"load_config takes a list of overrides: [{words!r}]")
     bring(words, [Path(config_dir).expanduser().resolve()] if config_dir is not None else [])
     return without_imports(words)
 
@@ -198,8 +200,10 @@ def checked(cfg: TrainConfig) -> TrainConfig:
     check_fields(cfg)
     try:
         composed = OmegaConf.structured(cfg)
-    except OmegaConfBaseException as error:
-        raise ConfigError(with_key(error)) from error
+    except OmegaConfBaseException as error:  # which names a key without its section
+        named = [key for key, _, _ in leaves(cfg) if f".{key}".endswith(f".{error.full_key}")]
+        key = named[0] if len(named) == 1 else error.full_key
+        raise ConfigError(f"{key}: {one_line(error)}") from error
     again = typed(composed)
     again.run.schemas = dict(cfg.run.schemas)
     return again

@@ -30,6 +30,7 @@ COMPOSING = (
 
 LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
+NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
 NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"[+~]*(?:[\w/@]+\.)*{SECRET}", re.I)
@@ -173,6 +174,8 @@ def explain(error: Exception, words: list[str]) -> str:
         word, text = error.override or "", one_line(error)
         if len(word) > LONGEST_QUOTED or text.startswith("LexerNoViableAltException"):
             text = ""  # it says no more than the word again
+        if "missing EQUAL" in text:
+            text = ""
         shown = word if len(word) <= LONGEST_QUOTED else f"{word[:LONGEST_QUOTED]}..."
         return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -261,4 +264,5 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
     text = " ".join(line for line in lines if not line.startswith(internal))
+    text = NOT_A_LIST.sub("not a list, as [1,2] is", text)
     return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)

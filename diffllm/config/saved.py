@@ -55,8 +55,8 @@ def load_run_config(path: Path) -> TrainConfig:
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
 
 
-def no_run(path: Path) -> str:
-    """Say that there is no run, and which directories could be meant."""
+def no_run(path: Path, missing: str = "config.yaml") -> str:
+    """Say that there is no run, for something is missing, and which directories could be meant."""
     if not path.is_dir():
         there = [other.name for other in path.parent.glob("*") if other.is_dir()]
         close = difflib.get_close_matches(path.name, there, n=1)
@@ -64,7 +64,7 @@ def no_run(path: Path) -> str:
         return f"{path} is not a run directory: it does not exist{hint}"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
     hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
-    return f"{path} is not a run directory: it has no config.yaml{hint}"
+    return f"{path} is not a run directory: it has no {missing}{hint}"
 
 
 def check_plain(saved: Any) -> None:

@@ -98,7 +98,7 @@ def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     def load() -> "Dataset":
         # File by file: columns and types other than the text may differ between files, and an
         # error can name its file.
-        parts = [_load_file(path, cfg, cache_dir) for path in paths]
+        parts = [_load_file(path, cfg, cache_dir, len(paths) > 1) for path in paths]
         if len({part.features["text"].dtype for part in parts}) > 1:
             large = _datasets().Value("large_string")
             parts = [part.cast_column("text", large) for part in parts]
@@ -146,7 +146,8 @@ def _check_readable(path: Path, facts: FileFacts) -> None:
         raise DataError(f"{path}: not UTF-8 text")
 
 
-def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
+def _load_file(path: Path, cfg: DataConfig, cache_dir: Path, several: bool) -> "Dataset":
+    where = str(path)
     form, column = _format(path), cfg.text_column
     options: dict[str, Any] = {}
     if form == "text":
@@ -159,9 +160,9 @@ def _load_file(path: Path, cfg: DataConfig, cache_dir: Path) -> "Dataset":
             columns = pyarrow.parquet.read_schema(path)
         except Exception as error:
             raise DataError(f"{path}: {_reason(error)}") from error
-        _check_column({field.name: str(field.type) for field in columns}, column, str(path))
+        _check_column({field.name: str(field.type) for field in columns}, column, where, several)
         options = {"columns": [column]}
-    return _text_column(_load_files(form, [path], cache_dir, **options), column, str(path))
+    return _text_column(_load_files(form, [path], cache_dir, **options), column, where, several)
 
 
 @source("hub")
@@ -209,7 +210,9 @@ def _resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> st
         try:
             commit = HfApi().dataset_info(dataset, revision=revision).sha
         except Exception as error:
-            raise DataError(f"data.dataset={dataset}: {_reason(error)}") from error
+            silent = "Connect" in type(error).__name__ or isinstance(error, TimeoutError)
+            what = "the hub does not answer: " if silent else ""
+            raise DataError(f"data.dataset={dataset}: {what}{_reason(error)}") from error
         stored.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{stored}.lock"):
             if not stored.exists():  # the first process to resolve wins
@@ -256,16 +259,21 @@ def _reason(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _text_column(dataset: "Dataset", column: str, where: str) -> "Dataset":
+def _text_column(dataset: "Dataset", column: str, where: str, several: bool = False) -> "Dataset":
     """Return `dataset` with the column `column` alone, named "text"."""
     types = {name: str(getattr(kind, "dtype", kind)) for name, kind in dataset.features.items()}
-    _check_column(types, column, where)
+    _check_column(types, column, where, several)
     text = dataset.select_columns([column])
     return text if column == "text" else text.rename_column(column, "text")
 
 
-def _check_column(types: dict[str, str], column: str, where: str) -> None:
-    """Raise DataError unless the column is there and holds text; `types` are by column."""
+def _check_column(types: dict[str, str], column: str, where: str, several: bool = False) -> None:
+    """Raise DataError unless the column is there and holds text.
+
+    Args:
+        types: of the columns.
+        several: whether other files need the same column.
+    """
     if types.get(column) in TEXT_TYPES:
         return
     texts = [name for name, kind in types.items() if kind in TEXT_TYPES]
@@ -276,4 +284,6 @@ def _check_column(types: dict[str, str], column: str, where: str) -> None:
         problem = f"column {column!r} holds {types[column]}, not text"
     else:
         problem = f"no column {column!r}; it has {', '.join(types)}"
-    raise DataError(f"{where}: {problem}{f': use {hint}' if hint else ', none of them text'}")
+    advice = f": use {hint}" if hint else ", none of them text"
+    others = ", which all of the files need to have" if several and hint else ""
+    raise DataError(f"{where}: {problem}{advice}{others}")

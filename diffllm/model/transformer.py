@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, KVCache, Shown
 from diffllm.model.attention.ops import Mask, sdpa_for_any_length
 from diffllm.model.choice import Choice
@@ -281,7 +282,9 @@ def build_model(cfg: ModelConfig | HasModel) -> Transformer:
     Args:
         cfg: of the model, or of the whole run.
     """
-    cfg = cfg if isinstance(cfg, ModelConfig) else cfg.model
+    cfg = getattr(cfg, "model", cfg)
+    if not isinstance(cfg, ModelConfig):
+        raise ConfigError(f"build_model takes a config, which load_config returns, not {cfg!r}")
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)

@@ -23,7 +23,7 @@ def write_report(
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
-    """Means, gaps and 95% intervals of the runs in `paths`, as lines of at most 100 columns.
+    """Means, gaps and 95% intervals of the runs in `paths`, in at most 100 columns, and notes.
 
     Raises ConfigError as `write_report` does.
 
@@ -32,6 +32,6 @@ def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
         baseline: the variant that gaps are measured from; None takes `standard` if it is there.
     """
     from diffllm.report.comparison import read
-    from diffllm.report.text import table_text
+    from diffllm.report.text import whole_text
 
-    return table_text(read(paths, baseline)[0])
+    return whole_text(read(paths, baseline)[0])

@@ -8,6 +8,8 @@ import numpy as np
 
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
+from diffllm.statistics.intervals import CONFIDENCE
+from diffllm.statistics.spread import pooled_variance
 
 Array = np.ndarray
 POINTS = 300
@@ -36,6 +38,13 @@ class Band:
         """All finite values that a figure of it shows."""
         values = np.concatenate([self.low, self.high, *self.singles])
         return values[np.isfinite(values)]
+
+    def at(self, kept: Array) -> "Band":
+        """The curve at some of its places, (n,) bool."""
+        singles = [y[kept] for y in self.singles]
+        return Band(
+            self.x[kept], self.mean[kept], self.low[kept], self.high[kept], singles, self.stops
+        )
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
@@ -143,6 +152,35 @@ def gap_band(row: Row) -> Band | None:
             tokens, i, j = np.intersect1d(own.tokens, other.tokens, return_indices=True)
             gaps.append(Series(tokens, own.values[i] - other.values[j]))
     return over_seeds(gaps)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The noise floor of a gap, by tokens: half the width of a band around zero, each (n,)."""
+
+    x: Array
+    half: Array
+
+
+def noise_floor(rows: list[Row]) -> Floor | None:
+    """The gap that two rows of the same expectation would stay within, 95% of the time.
+
+    At every evaluation that all have in common, t s sqrt(2 / n): s is the deviation between seeds,
+    pooled over rows, n the seeds of the row that has fewest, and t Student's, of as many degrees of
+    freedom as s has. None where no row has two seeds.
+    """
+    curves = [[run.series("eval/loss") for run in row.runs] for row in rows if len(row.runs) > 1]
+    if not curves:
+        return None
+    from scipy.special import stdtrit
+
+    x = reduce(np.intersect1d, [curve.tokens for row in curves for curve in row])
+    losses = [np.stack([curve.values[np.isin(curve.tokens, x)] for curve in row]) for row in curves]
+    variance, free = pooled_variance(losses)
+    fewest = min(map(len, losses))
+    half = stdtrit(free, (1 + CONFIDENCE) / 2) * np.sqrt(variance * 2 / fewest)
+    known = np.isfinite(half)
+    return Floor(x[known], half[known]) if known.any() else None
 
 
 def over_time(row: Row, quantity: str, edges: Array) -> Array | None:

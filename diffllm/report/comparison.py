@@ -4,12 +4,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.report.budgets import equal_gaps
 from diffllm.report.find import find_runs, sweep_notes
 from diffllm.report.groups import Group, differences, make_groups
 from diffllm.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
 from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
-from diffllm.report.rows import Estimate, Row, make_rows, paired_gap, row_values
+from diffllm.report.rows import Row, make_rows, row_values
 from diffllm.report.runs import Run, load_run
+from diffllm.statistics.families import holm
+from diffllm.statistics.outcomes import outcome
 
 
 @dataclass
@@ -70,11 +73,12 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     pairs = [(row, base) for row in rows if (base := baseline_row(row, rows, chosen, alone))]
     notes += no_gap_notes(alone, chosen)
     for row, base in pairs:
-        row.gap = gap(row, base, notes)
-        row.baseline = base if row.gap else None
+        measure(row, base, notes)
+    adjust(rows)
     notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
     for row in rows:
+        row.equal = equal_gaps(row)
         row.values = row_values(row, keys.incomparable)
     apart = differences(groups, keys.incomparable)
     return Comparison(title, rows, chosen, apart, groups, notes)
@@ -173,21 +177,29 @@ def one_variant_notes(rows: list[Row]) -> list[str]:
     ]
 
 
-def gap(row: Row, base: Row, notes: list[str]) -> Estimate | None:
-    """The gap of the loss, paired over common seeds; a seed missing on one side is noted."""
+def measure(row: Row, base: Row, notes: list[str]) -> None:
+    """Set a row's outcome, gap and baseline; a seed missing on one side is noted."""
+    row.against, row.outcome = base, (found := outcome(row.losses, base.losses))
+    if found.paired is not None:
+        row.gap, row.baseline = found.paired.estimate, base
     own, theirs = (
-        {run.seeds: run.final_loss for run in side.runs if run.final_loss is not None}
-        for side in (row, base)
+        {seed for seed, loss in side.losses.items() if loss is not None} for side in (row, base)
     )
-    found = paired_gap(own, theirs)
-    if own and theirs and own.keys() != theirs.keys():
-        common = ", ".join(map(seed_text, sorted(own.keys() & theirs.keys())))
+    if own and theirs and own != theirs:
+        common = ", ".join(map(seed_text, sorted(own & theirs)))
         what = f"is over seed {common} alone" if common else "is unknown"
         notes.append(
             f"The gap of {row.label} to {base.label} {what}: they have other seeds otherwise, "
-            f"{', '.join(map(seed_text, sorted(own.keys() ^ theirs.keys())))}."
+            f"{', '.join(map(seed_text, sorted(own ^ theirs)))}."
         )
-    return found
+
+
+def adjust(rows: list[Row]) -> None:
+    """Set Holm's p of every gap that has a test: all of them are one family."""
+    tested = [(row, p) for row in rows if row.outcome and (p := row.outcome.p) is not None]
+    adjusted = holm([p for _, p in tested])
+    for (row, _), p in zip(tested, adjusted, strict=True):
+        row.p_holm = p
 
 
 def seed_text(seeds: tuple[int, int]) -> str:

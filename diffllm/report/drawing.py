@@ -9,13 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from diffllm.report.bands import Band, envelope, extremes
+from diffllm.report.bands import Band, Floor, envelope, extremes
 from diffllm.report.numbers import compact, short
 from diffllm.report.style import CHARACTER, HEIGHT, MUTED, RowStyle, new_figure, place
 
 Bands = Sequence[Band | None]
 """The band of every row, in the order of styles."""
-TOKENS = FuncFormatter(lambda x, _: compact(x))
+AMOUNT = FuncFormatter(lambda x, _: compact(x))
 WHOLE = FuncFormatter(lambda x, _: f"{x:.0f}")
 LEFT, TOP, RIGHT, BOTTOM = 48, 24, 14, 36
 LANE = 6
@@ -32,29 +32,37 @@ def draw_curves(
     bands: Bands,
     styles: list[RowStyle],
     unit: str,
+    fit: Bands,
     spikes: Sequence[np.ndarray] = (),
     log: bool = False,
     zero: bool = False,
     start: float = 0,
     top: float | None = None,
     mark: tuple[float, str] | None = None,
+    floor: Floor | None = None,
+    across: str = "tokens",
 ) -> Figure:
-    """Means as lines, seeds as bands and alone as thin lines, over tokens.
+    """Means as lines, seeds as bands and alone as thin lines, over tokens or what else was spent.
 
     Args:
+        fit: those that the scales go by, None for others.
         spikes: of every row, the tokens to mark in a lane below the curves.
         log: leaves out what is not positive.
         zero: whether to draw a line at zero.
         start: tokens at which the axis begins.
         top: where a linear scale ends; None shows everything.
         mark: a value to draw a line at, and its name.
+        floor: the noise floor, drawn around zero behind the curves.
+        across: the name of the horizontal axis.
     """
     lanes = len(styles) * LANE + 8 if any(map(len, spikes)) else 0
-    figure, axes = draw_bands(bands, styles, unit, log, "tokens", lanes, mark)
-    axes.margins(x=0.01)
+    figure, axes = draw_bands(bands, styles, unit, log, across, lanes, mark)
+    fit_scales(axes, fit, log, mark)
     axes.set_xlim(left=start)
     if zero:
         axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
+    if floor is not None:
+        axes.fill_between(floor.x, -floor.half, floor.half, color=MUTED, alpha=0.22, lw=0, zorder=0)
     if top is not None and not log:
         axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
     last = axes
@@ -63,8 +71,22 @@ def draw_curves(
         draw_lanes(last, spikes, styles)
         axes.tick_params(axis="x", labelbottom=False)
     last.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
-    last.xaxis.set_major_formatter(TOKENS)
+    last.xaxis.set_major_formatter(AMOUNT)
     return figure
+
+
+def fit_scales(axes: Axes, bands: Bands, log: bool, mark: tuple[float, str] | None) -> None:
+    """Let the scales end a little beyond these curves and a mark."""
+    x = np.concatenate([band.x for band in bands if band is not None])
+    values = [
+        *(band.drawn for band in bands if band is not None),
+        np.array([mark[0]] if mark else []),
+    ]
+    y = shown(np.concatenate(values), log)
+    corners = np.array([[x.min(), np.nanmin(y)], [x.max(), np.nanmax(y)]])
+    axes.dataLim.set_points(corners)
+    axes.margins(x=0.01)
+    axes.autoscale_view()
 
 
 def draw_layers(

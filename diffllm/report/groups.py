@@ -160,7 +160,8 @@ def in_short(group: Group, width: int) -> str:
     characters."""
     inner = {key for key in group.values if key.startswith("model.") and "model" in group.values}
     inner |= {key for key in (*FACTS, CHANGED) if key in group.values}
-    keys = sorted(group.values.keys() - inner, key=telling)
+    empty = {key for key, value in group.values.items() if value in ("[]", "null")}
+    keys = sorted(group.values.keys() - inner, key=lambda key: (key in empty, telling(key)))
     parts = [f"{key.rpartition('.')[2]}={group.values[key]}" for key in keys]
     if changed := group.rows[0].differing.get(CHANGED):
         parts.insert(0, f"changed ({text_of(CHANGED, changed)})")

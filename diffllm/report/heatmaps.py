@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.report.bands import over_time
-from diffllm.report.drawing import ROUND, TOKENS
+from diffllm.report.drawing import AMOUNT, ROUND
 from diffllm.report.numbers import short
 from diffllm.report.rows import Row
 from diffllm.report.style import MUTED, new_figure, place
@@ -77,7 +77,7 @@ def draw_map(grid: np.ndarray, maps: Heatmaps) -> Figure:
     axes.spines[:].set_visible(False)
     axes.set_yticks(range(len(grid)))
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
-    axes.xaxis.set_major_formatter(TOKENS)
+    axes.xaxis.set_major_formatter(AMOUNT)
     figure.text(0, 1 - 3 / height, "layer", ha="left", va="top", color=MUTED)
     figure.text(1, 3 / height, "tokens", ha="right", va="bottom", color=MUTED)
     return figure

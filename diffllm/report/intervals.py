@@ -1,22 +1,25 @@
 """The figure of gaps: each with its 95% interval, on one scale, better to the left."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.report.drawing import ROUND
 from diffllm.report.numbers import with_minus
-from diffllm.report.rows import Estimate
 from diffllm.report.style import (
     CHARACTER,
     FOREGROUND,
     HEIGHT,
     MUTED,
+    SURFACE,
     WIDTH,
     RowStyle,
     new_figure,
     place,
 )
+from diffllm.statistics.intervals import Estimate
 
 TOP, RIGHT, BOTTOM = 24, 14, 36
 LINE = 26
@@ -32,6 +35,7 @@ def draw_gaps(
     styles: list[RowStyle],
     width: float = WIDTH,
     across: str = "nats a token",
+    hollow: Sequence[bool] = (),
 ) -> Figure:
     """Gaps and their intervals from top to bottom; an arrow where one goes on beyond the scale.
 
@@ -39,6 +43,7 @@ def draw_gaps(
         gaps: one or more.
         styles: of their rows.
         across: the name of the scale.
+        hollow: whose mean is drawn as a ring; nobody's if empty.
     """
     names = [s.label if len(s.label) <= LONGEST else s.label[: LONGEST - 1] + "…" for s in styles]
     left = max(map(len, names)) * CHARACTER + 14
@@ -47,7 +52,8 @@ def draw_gaps(
     low, high = ends(gaps)
     axes.set(xlim=(low, high), ylim=(len(gaps) - 0.4, -0.6))
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
-    for y, (gap, style) in enumerate(zip(gaps, styles, strict=True)):
+    rings = hollow or [False] * len(gaps)
+    for y, (gap, style, ring) in enumerate(zip(gaps, styles, rings, strict=True)):
         how = {"color": style.colour, "gid": style.gid}
         if gap.low is not None and gap.high is not None:
             first, last = max(gap.low, low), min(gap.high, high)
@@ -55,7 +61,8 @@ def draw_gaps(
             for end, beyond, arrow in ((low, gap.low < low, "<"), (high, gap.high > high, ">")):
                 if beyond:
                     axes.plot(end, y, arrow, markersize=7, clip_on=False, **how)  # type: ignore[arg-type]
-        axes.plot(gap.mean, y, "o", markersize=7, **how)  # type: ignore[arg-type]
+        fill = {"markerfacecolor": SURFACE, "markeredgewidth": 1.8} if ring else {}
+        axes.plot(gap.mean, y, "o", markersize=7, **fill, **how)  # type: ignore[arg-type]
     axes.set_yticks(range(len(gaps)), names)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")

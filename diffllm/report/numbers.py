@@ -6,7 +6,7 @@ from typing import Any
 from diffllm.metrics.display import duration
 
 MISSING = "–"
-PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def finite(value: Any) -> float | None:

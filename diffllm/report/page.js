@@ -49,9 +49,10 @@ function written(x) {
   return x.toLocaleString("en", { maximumSignificantDigits: 4 });
 }
 
-function tokens(x) {
+function amount(x, unit) {
   const how = { notation: "compact", maximumSignificantDigits: 3 };
-  return `${x.toLocaleString("en", how).replace("K", "k")} tokens`;
+  const number = x < 1e15 ? x.toLocaleString("en", how).replace("K", "k") : x.toExponential(2);
+  return `${number} ${unit}`;
 }
 
 function segments(path) {
@@ -95,7 +96,7 @@ function ofMap(svg, x, y) {
   const [across, up] = [share(x, svg.across.ends), 1 - share(y, svg.up.ends)];
   const layer = rows[Math.min(Math.floor(up * rows.length), rows.length - 1)];
   const value = layer[Math.floor(across * layer.length)];
-  const head = `layer ${rows.indexOf(layer)}, ${tokens(svg.across.value(x))}`;
+  const head = `layer ${rows.indexOf(layer)}, ${amount(svg.across.value(x), "tokens")}`;
   return [line(null, true, head, value || "–")];
 }
 
@@ -122,7 +123,8 @@ function ofCurves(svg, x, y) {
     return made;
   });
   const where = svg.across.value(x);
-  const head = svg.dataset.across === "layer" ? `layer ${Math.round(where)}` : tokens(where);
+  const unit = svg.dataset.across;
+  const head = unit === "layer" ? `layer ${Math.round(where)}` : amount(where, unit);
   return lines.length ? [line(null, false, head, ""), ...lines.slice(0, 14)] : [];
 }
 

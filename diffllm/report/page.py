@@ -13,6 +13,7 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
+from diffllm.report.gap_statistics import family, gap_lines, holm_sentence, pairing_text
 from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import clock, compact, fixed
@@ -20,7 +21,7 @@ from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.report.sections import sections
 from diffllm.report.style import RC, RowStyle, row_styles
-from diffllm.report.table import csv_text, folded, table_columns
+from diffllm.report.table import cost_columns, csv_text, folded, table_columns
 from diffllm.report.text import apart_text, finding
 
 FEW, MOST = 8, 12
@@ -54,7 +55,7 @@ def page(comparison: Comparison) -> str:
     runs = [run for row in rows for run in row.runs]
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first, others = sections(comparison, styles)
+        first, others = sections(comparison, styles, hidden(comparison))
     columns, constant = folded(table_columns(comparison))
     root = os.path.commonpath([run.path.absolute().parent for run in runs])
     return environment.get_template("page.html.jinja").render(
@@ -65,12 +66,17 @@ def page(comparison: Comparison) -> str:
         open=findings_in_the_open(comparison),
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
+        holm=holm_sentence(rows),
+        tested=gap_lines(rows),
+        family=len(family(rows)),
+        pairing=pairing_text(rows),
         styles=styles,
         hidden=hidden(comparison),
         columns=columns,
         every_column=table_columns(comparison),
         constant=constant,
         first=first,
+        costs=cost_columns(comparison),
         sections=others,
         texts=texts(rows, styles),
         names=[[row.label, run_name(row)] for row in rows],

@@ -1,6 +1,5 @@
 """Rows: the runs of one combination of swept keys, its seeds side by side, and its numbers."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,16 +7,17 @@ import numpy as np
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS, metric_of
-from diffllm.report.counts import Counted, events_per_1000, share_of
 from diffllm.report.keys import Keys, as_text
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
+from diffllm.statistics.intervals import Estimate, estimate
+from diffllm.statistics.outcomes import Outcome, Share
+from diffllm.statistics.rates import Rate
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
-CONFIDENCE = 0.95
-EVENTS = {"": "count", "_judged": "of", "_per_1000": "value", "_low": "low", "_high": "high"}
-"""Ends of the names of columns of spike events, and the field of `Counted` that each shows."""
+EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
+"""Ends of the names of columns of spike events, and the attribute of `Rate` that each shows."""
 
 
 def measured() -> list[Metric]:
@@ -25,19 +25,20 @@ def measured() -> list[Metric]:
     return [metric for metric in METRICS if metric.column]
 
 
+COSTS = ("tokens", "flops", "seconds")
+"""What training uses up, by the name that columns have for it."""
+
+
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, with its 95% interval; no interval from a single seed."""
+class EqualGap:
+    """A gap where both rows had spent the same."""
 
-    mean: float
-    low: float | None = None
-    high: float | None = None
-    seeds: int = 1
-
-    @property
-    def holds_zero(self) -> bool:
-        """Whether the interval holds 0, which of a gap shows no difference."""
-        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+    gap: Estimate
+    """Paired over the seeds that both have."""
+    at: float
+    """The amount: the most that all runs of both reached."""
+    error: float
+    """Nats a token by which reading the curves between evaluations may be off."""
 
 
 @dataclass
@@ -62,10 +63,19 @@ class Row:
     """All columns of the CSV, in order."""
     baseline: "Row | None" = None
     """The row that the gap is measured from; None where `gap` is."""
+    against: "Row | None" = None
+    """The row that `outcome` is against."""
+    outcome: Outcome | None = None
+    """Its runs against those of the baseline, diverged ones too; None where they cannot be
+    compared."""
+    p_holm: float | None = None
+    """The gap's p, adjusted for all gaps of the comparison; None where there is no test."""
     diverged: int = 0
     """Runs that ended without a finite loss: they are in no mean."""
     group: str = ""
     """The letter of the rows that it can be compared with; empty where all rows can be."""
+    equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps where as much was spent, by what: "tokens", "flops", "seconds"."""
 
     @property
     def finished(self) -> list[Run]:
@@ -78,11 +88,11 @@ class Row:
         return [run for run in self.runs if run.ended]
 
     @property
-    def diverged_share(self) -> Counted | None:
-        """The share of ended runs that diverged; None where none ended."""
-        return share_of(self.diverged, len(self.ended))
+    def diverged_share(self) -> Share:
+        """How many of its ended runs diverged."""
+        return Share(self.diverged, len(self.ended))
 
-    def events(self, series: str) -> Counted | None:
+    def events(self, series: str) -> Rate | None:
         """Spike events of "loss" or "grad" a thousand judged steps, of all ended runs; None where
         none has counted them."""
         counts = {}
@@ -90,46 +100,12 @@ class Row:
             metric = metric_of(f"spikes_detrended/{series}_{what}")
             known = [x for run in self.ended if (x := of_run(run, metric)) is not None]
             counts[what] = round(sum(known))
-        return events_per_1000(counts["total"], counts["judged"])
+        return Rate(counts["total"], counts["judged"]) if counts["judged"] else None
 
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
-
-    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval;
-    no value at all raises ValueError.
-    """
-    if not len(values):
-        raise ValueError("an estimate needs at least one value")
-    sample = np.asarray(values, dtype=np.float64)
-    n, mean = len(sample), float(sample.mean())
-    if n == 1:
-        return Estimate(mean)
-    from scipy.special import stdtrit  # a third of a second that a single run does not need
-
-    quantile = stdtrit(n - 1, (1 + CONFIDENCE) / 2)
-    half = float(quantile * sample.std(ddof=1) / np.sqrt(n))
-    return Estimate(mean, mean - half, mean + half, n)
-
-
-def paired_gap(
-    values: Mapping[tuple[int, int], float], baseline: Mapping[tuple[int, int], float]
-) -> Estimate | None:
-    """Mean of value - baseline over the seeds that both have, and its paired t interval.
-
-    Runs of one seed see the same samples in the same order and start from the same initial values,
-    whatever their variant. What that draw adds to the loss of both is no part of their difference,
-    so the differences of the pairs are the sample: an interval for two independent groups would
-    count the noise that they share twice, and come out too wide.
-
-    Args:
-        values, baseline: loss by (seed, model.init_seed).
-
-    Returns:
-        None where no seed is common.
-    """
-    common = sorted(values.keys() & baseline.keys())
-    return estimate([values[seed] - baseline[seed] for seed in common]) if common else None
+    @property
+    def losses(self) -> dict[tuple[int, int], float | None]:
+        """Final loss of every ended run by its seeds, None for one that diverged."""
+        return {run.seeds: run.final_loss for run in self.ended}
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
@@ -200,7 +176,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         incomparable: keys that no loss of the report can be compared across.
     """
     cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
-    share, events = row.diverged_share, {name: row.events(name) for name in ("loss", "grad")}
+    events = {name: row.events(name) for name in ("loss", "grad")}
     facts = {
         name: next((v for run in row.runs if (v := run.facts.get(name)) is not None), None)
         for name in ("parameters", "active_parameters", "flops_per_token")
@@ -213,8 +189,6 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "seeds": loss.seeds if loss else 0,
         "seeds_diverged": row.diverged,
         "seeds_ended": len(row.ended),
-        "diverged_low": share and share.low,
-        "diverged_high": share and share.high,
         "loss": loss and loss.mean,
         "loss_low": loss and loss.low,
         "loss_high": loss and loss.high,
@@ -222,6 +196,8 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "gap_low": gap and gap.low,
         "gap_high": gap and gap.high,
         "gap_seeds": gap and gap.seeds,
+        **test_values(row),
+        **{name: value for budget in COSTS for name, value in equal_values(row, budget).items()},
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
@@ -233,6 +209,32 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "seconds": float(np.mean(seconds)) if (seconds := seconds_of(row)) else None,
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
+
+
+def test_values(row: Row) -> dict[str, float | None]:
+    """The columns of the tests of a gap, and of the share of runs that diverged."""
+    against, share = row.outcome, row.diverged_share
+    paired, unpaired = (against.paired, against.welch) if against else (None, None)
+    low, high = share.interval if share.runs else (None, None)
+    return {
+        "gap_p": paired.p if paired else None,
+        "gap_p_holm": row.p_holm,
+        "gap_welch_low": unpaired.low if unpaired else None,
+        "gap_welch_high": unpaired.high if unpaired else None,
+        "seed_correlation": against.correlation if against else None,
+        "diverged_low": low,
+        "diverged_high": high,
+        "diverged_p": against.p_diverged if against else None,
+    }
+
+
+def equal_values(row: Row, budget: str) -> dict[str, float | None]:
+    """The columns of a gap where as much of one budget was spent."""
+    names = [f"gap_at_{budget}{what}" for what in ("", "_low", "_high", "_error", "_of")]
+    if (found := row.equal.get(budget)) is None:
+        return dict.fromkeys(names)
+    values = (found.gap.mean, found.gap.low, found.gap.high, found.error, found.at)
+    return dict(zip(names, values, strict=True))
 
 
 def seconds_of(row: Row) -> list[float]:

@@ -28,16 +28,20 @@ from diffllm.metrics.table import (
     metric_of,
 )
 from diffllm.report import bands
+from diffllm.report.budgets import BUDGETS, same, spent_band
 from diffllm.report.comparison import Comparison
 from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
 from diffllm.report.find import listed
+from diffllm.report.gap_statistics import family, survives
 from diffllm.report.groups import keys_apart
 from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
 from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import short
+from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
 from diffllm.report.text import gap_sentence
+from diffllm.statistics.families import ALPHA
 
 ORDER = (
     CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
@@ -48,6 +52,14 @@ FIRST, LATER = 0.2, 0.95
 """Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
 quantile of the values behind them that the scale goes to at least. Curves of few points have no
 first steps."""
+
+
+COSTS_INTRO = (
+    "A variant may need more FLOPs or more time for a token. Each curve goes to the end of its own "
+    "run; the table has gaps where both rows had spent the same, read off the curves. A run that "
+    "is read before its end had not let its learning rate fall to the last value, which counts "
+    "against it: model.match_flops_to makes runs that end at equal FLOPs."
+)
 
 
 class Card(NamedTuple):
@@ -69,6 +81,8 @@ class PageSection(NamedTuple):
     title: str
     intro: str
     figures: list[Card]
+    table: bool = False
+    """Whether the table of gaps at equal cost stands above the figures."""
 
     @property
     def shown(self) -> list[Card]:
@@ -91,13 +105,19 @@ class PageSection(NamedTuple):
 
 
 def sections(
-    comparison: Comparison, styles: list[RowStyle]
+    comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
-    """The figures of the first screen, and the sections that have a figure besides these."""
-    draw = Figures(comparison, styles)
+    """The figures of the first screen, and the sections that have a figure besides these.
+
+    Args:
+        hidden: rows that figures leave out until asked for: scales are those of the others.
+    """
+    draw = Figures(comparison, styles, hidden)
     first = draw.first_screen()
     shown = {card.title for card in first}
     found = []
+    if costs := draw.costs():
+        found.append(PageSection("At equal cost", COSTS_INTRO, costs, table=True))
     of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
     for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
         parts = [(section, draw.cards(section, shown)) for section in group]
@@ -111,7 +131,10 @@ def sections(
 class Figures:
     """Draws the figures of one comparison."""
 
-    def __init__(self, comparison: Comparison, styles: list[RowStyle]):
+    def __init__(
+        self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
+    ):
+        self.hidden = hidden
         self.rows, self.styles, self.baseline = comparison.rows, styles, comparison.baseline
         self.runs = [run for row in self.rows for run in row.runs]
         self.count = 0
@@ -125,7 +148,8 @@ class Figures:
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",
             "uniform": f" ({short(n**-0.5)} at n = {n:,})" if n else "",
-            "incomparable": f" Rows are not comparable: they differ in {keys}." if keys else "",
+            "incomparable": f" Rows are not comparable: they differ in {keys}."
+            if keys and not hidden else "",
         }  # fmt: skip
         """Texts that the table of metrics leaves open."""
 
@@ -195,15 +219,25 @@ class Figures:
 
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
-        gaps = [row.gap for row in self.rows if row.gap]
-        styles = [s for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
+        shown = [
+            (row, style)
+            for i, (row, style) in enumerate(zip(self.rows, self.styles, strict=True))
+            if row.gap and i not in self.hidden
+        ]
+        tested = len(family(self.rows))
+        hollow = [tested > 0 and not survives(row) for row, _ in shown]
+        gaps, styles = [row.gap for row, _ in shown if row.gap], [style for _, style in shown]
         title = f"Gap to {self.baseline} at the end"
         caption = (
             "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
             "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
             "no difference."
         )
-        name, drawing = self.next_name(), draw_gaps(gaps, styles)
+        if tested > 1:
+            caption += f" Filled: survives Holm's correction over the {tested} gaps of this page."
+        elif tested:
+            caption += f" Filled: shown at {ALPHA:g}."
+        name, drawing = self.next_name(), draw_gaps(gaps, styles, hollow=hollow)
         said = [
             replace(style, label=gap_sentence(row))
             for row, style in zip(self.rows, self.styles, strict=True)
@@ -217,8 +251,34 @@ class Figures:
             "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
             "below 0 the row is better than its baseline."
         )
+        floor = bands.noise_floor(self.compared())
+        if floor:
+            caption += (
+                " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
+                "lie, by the deviation between seeds."
+            )
         plot = Curve(f"Gap to {self.baseline} over training")
-        return self.curves(plot, caption, "nats a token", curves, zero=True)
+        return self.curves(plot, caption, "nats a token", curves, zero=True, floor=floor)
+
+    def compared(self) -> list[Row]:
+        """The shown rows that have a gap, and those that these are measured from."""
+        shown = [row for i, row in enumerate(self.rows) if i not in self.hidden]
+        bases = [row.baseline for row in shown if row.gap]
+        return [row for row in shown if row.gap or any(row is base for base in bases)]
+
+    def costs(self) -> list[Card]:
+        """Held-out loss over FLOPs and over seconds, where some row has a gap."""
+        if not any(row.equal for row in self.rows):
+            return []
+        cards = []
+        for budget in (BUDGETS["flops"], BUDGETS["seconds"]):
+            if not same(budget, self.rows):
+                continue
+            curves = [spent_band(row, budget) for row in self.rows]
+            plot = Curve(f"Held-out loss against {budget.unit}", clip=True)
+            caption = f"{budget.meaning}.{{incomparable}}".format(**self.fields)
+            cards += self.curves(plot, caption, "nats a token", curves, across=budget.unit)
+        return cards
 
     def second_half(self) -> list[Card]:
         """Training loss behind the middle, where it falls slowly."""
@@ -245,13 +305,17 @@ class Figures:
         if plot.spikes is not None:
             how["spikes"], marks = self.marks(*plot.spikes)
             caption += marks
-        highest, top = float(values.max()), top_of(curves)
+        drawn = [None if i in self.hidden else band for i, band in enumerate(curves)]
+        values = values_of(drawn) if any(drawn) else values
+        highest, top = float(values.max()), top_of(drawn)
         if plot.clip and highest > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
         log, mark = plot.log and highest > 0, mark_of(plot)
-        drawing = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
-        return [self.card(plot, caption + scale_note(values, log), drawing, "tokens")]
+        fit = drawn if any(drawn) else curves
+        drawing = draw_curves(curves, self.styles, unit, fit=fit, log=log, mark=mark, **how)
+        across = how.get("across", "tokens")
+        return [self.card(plot, caption + scale_note(values, log), drawing, across)]
 
     def marks(self, counter: str, what: str) -> tuple[list[np.ndarray], str]:
         """The tokens at which each row's count of spikes rose, and the sentence about them.

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,11 +11,23 @@ from typing import Any
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import DEFINITIONS, metric_of
+from diffllm.report.budgets import BUDGETS
 from diffllm.report.comparison import Comparison
-from diffllm.report.counts import rate_text, share_text
+from diffllm.report.counts import rate_words, share_words
+from diffllm.report.gap_statistics import family, survives
 from diffllm.report.numbers import MISSING, clock, compact, finite, fixed, percent, short
-from diffllm.report.rows import Estimate, Row, measured
+from diffllm.report.rows import Row, measured
+from diffllm.statistics.intervals import Estimate
 
+EQUAL = {
+    "": "held-out loss minus the baseline's where both had spent equal {}, read off evaluations "
+    "during training, mean over the seeds that both have",
+    "_low": "lower end of its 95% interval, paired Student's t over these seeds",
+    "_high": "upper end of its 95% interval",
+    "_error": "nats a token that it may be off by, for evaluations lie apart",
+    "_of": "the {} that both had spent",
+}
+"""Endings of the columns of a gap at equal cost, and what they mean of a cost."""
 COLUMNS = {
     "variant": "choice of attention=; a column for every other swept key comes after it",
     "parameters": "of the whole decoder",
@@ -25,9 +38,6 @@ COLUMNS = {
     "seeds_diverged": "runs that ended without a finite held-out loss, at their last step or "
     "because too many updates in a row were skipped: in no loss or gap",
     "seeds_ended": "runs that ended, finished or diverged",
-    "diverged_low": "lower end of the exact 95% interval (Clopper, Pearson) of the share of ended "
-    "runs that diverge",
-    "diverged_high": "upper end of it",
     "loss": "held-out loss after the last step, nats a token, mean over seeds",
     "loss_low": "lower end of its 95% interval, Student's t over seeds",
     "loss_high": "upper end of its 95% interval",
@@ -35,6 +45,23 @@ COLUMNS = {
     "gap_low": "lower end of its 95% interval, paired Student's t over these seeds",
     "gap_high": "upper end of its 95% interval",
     "gap_seeds": "how many seeds these are",
+    "gap_p": "two-sided p of the paired t test; 1 where seeds do not vary",
+    "gap_p_holm": "that p after Holm's correction over all gaps of the report; a gap in favour of "
+    "the side that diverged more enters with 1",
+    "gap_welch_low": "lower end of the gap's 95% interval by Welch's t test, unpaired, over all "
+    "finite seeds of both",
+    "gap_welch_high": "upper end of it",
+    "seed_correlation": "correlation of the losses with the baseline's over common seeds; from "
+    "three on",
+    "diverged_low": "lower end of the 95% interval of the share of runs that diverge, Clopper and "
+    "Pearson's",
+    "diverged_high": "upper end of it",
+    "diverged_p": "p of Fisher's exact test that as many diverge as of the baseline",
+    **{
+        f"gap_at_{budget}{suffix}": words.format(what)
+        for budget, what in (("tokens", "tokens"), ("flops", "FLOPs"), ("seconds", "seconds"))
+        for suffix, words in EQUAL.items()
+    },
     "baseline": "label of the row that the gap is measured from; empty where there is no gap",
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
@@ -122,8 +149,10 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     unit = interval_unit([row.loss for row in rows], "95% interval")
     column("Held-out loss", unit, ["loss"], loss_cell)
     unit = interval_unit([row.gap for row in rows], "95% interval, paired")
-    bases = [row.baseline for row in rows]
-    column(f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases))
+    bases, several = [row.baseline for row in rows], len(family(rows)) > 1
+    column(
+        f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases, several)
+    )
     column("Parameters", "", ["parameters", "active_parameters"], size_cell)
     flops = "flops_per_token"
     column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
@@ -162,6 +191,28 @@ def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
     return [each for each in columns if each not in zero and each not in same], said
 
 
+def cost_columns(comparison: Comparison) -> list[TableColumn]:
+    """The gaps at equal cost, a column a cost that some row has one for."""
+    made = []
+    for name, budget in BUDGETS.items():
+        cells = [equal_cell(row, name) for row in comparison.rows]
+        if any(name in row.equal for row in comparison.rows):
+            hint = f"{budget.meaning}; {meaning(f'gap_at_{name}')}"
+            made.append(TableColumn(f"At equal {budget.unit}", "nats a token", hint, cells))
+    return made
+
+
+def equal_cell(row: Row, budget: str) -> Cell:
+    """A gap at equal cost, its interval, how far reading may be off, and the amount."""
+    if (found := row.equal.get(budget)) is None:
+        return Cell(MISSING)
+    off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
+    parts = [in_words(found.gap, signed=True), off if found.error else ""]
+    tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
+    mean = found.gap.mean
+    return Cell(fixed(mean, signed=True), mean, "; ".join(filter(None, parts)), tag)
+
+
 def interval_unit(estimates: list[Estimate | None], kind: str) -> str:
     """The unit of losses, with the kind of interval if there is one."""
     sure = any(estimate and in_words(estimate) for estimate in estimates)
@@ -195,7 +246,7 @@ def size_cell(row: Row) -> Cell:
 def seeds_cell(row: Row) -> Cell:
     """How many of all runs the loss is the mean of."""
     seeds, runs, share = row.values["seeds"], len(row.runs), row.diverged_share
-    tag = f"{row.diverged} diverged: {share_text(share)}" if share and row.diverged else ""
+    tag = f"{row.diverged} diverged: {share_words(share)}" if row.diverged else ""
     return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds, tag=tag)
 
 
@@ -219,7 +270,7 @@ def spikes_cell(row: Row, metric: Metric) -> Cell:
     if not rate:
         return Cell(MISSING, more=tuple(scores))
     # the upper end is never 0: no column of events is left out because all are
-    return Cell(short(rate.value, 2), rate.value, rate_text(rate), "", rate.high, tuple(scores))
+    return Cell(short(rate.value, 2), rate.value, rate_words(rate), "", rate.high, tuple(scores))
 
 
 def loss_cell(row: Row) -> Cell:
@@ -243,11 +294,12 @@ def in_words(estimate: Estimate, signed: bool = False) -> str:
     return f"{low} to {high}"
 
 
-def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
+def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:
     """A gap, its interval, and whether it shows a difference.
 
     Args:
         baselines: the rows that the gaps of others are measured from.
+        several: whether Holm's correction is over several gaps.
     """
     gap = row.gap
     if gap is None:
@@ -261,4 +313,8 @@ def gap_cell(row: Row, baselines: list[Row | None]) -> Cell:
         tag = "no interval from one seed"
     if not tag and gap.holds_zero:
         tag = "no difference shown"
+    if not tag and row.outcome and row.outcome.paired and row.outcome.paired.zero_variance:
+        tag = "seeds do not vary"
+    if not tag and several and not survives(row):
+        tag = "not after Holm"
     return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag)

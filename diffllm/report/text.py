@@ -4,16 +4,20 @@ import os
 from textwrap import wrap
 
 from diffllm.report.comparison import Comparison
-from diffllm.report.counts import share_text
+from diffllm.report.counts import share_words
 from diffllm.report.find import listed
+from diffllm.report.gap_statistics import NAMED, holm_sentence
 from diffllm.report.groups import in_short, keys_apart
 from diffllm.report.numbers import MISSING, compact, finite, fixed
-from diffllm.report.rows import Estimate, Row
+from diffllm.report.rows import Row
+from diffllm.statistics.intervals import Estimate
 
 WIDTH = 100
 """Columns of a terminal that a table takes at most."""
 EQUAL = 0.0005
 """Share by which totals of parameters may differ and be called equal."""
+NOTES = 10
+"""Notes that are printed at most; the page has all."""
 SMALL = 0.01
 """Gaps below it have four decimals."""
 
@@ -57,9 +61,9 @@ def gap_sentence(row: Row) -> str:
 def divergence(row: Row, of: str = "") -> str:
     """ "1 of 3 seeds diverged (33%, 0.84% to 91%)"; nothing if none did."""
     share = row.diverged_share
-    if not share or not row.diverged:
+    if not row.diverged:
         return ""
-    return f"{row.diverged} of {share.of} seeds{of} diverged ({share_text(share)})"
+    return f"{row.diverged} of {share.runs} seeds{of} diverged ({share_words(share)})"
 
 
 def finding(row: Row, bases: list[Row]) -> str:
@@ -104,6 +108,14 @@ def table_text(comparison: Comparison) -> str:
     return "\n".join(ascii_minus(line.rstrip()) for line in text)
 
 
+def whole_text(comparison: Comparison) -> str:
+    """The table, and the first notes below it, a line each."""
+    notes = [f"note: {note}" for note in comparison.notes[:NOTES]]
+    if more := len(comparison.notes[NOTES:]):
+        notes.append(f"note: the page has {more} more notes")
+    return "\n".join([table_text(comparison), *([""] if notes else []), *notes])
+
+
 def aligned(lines: list[list[str]]) -> list[str]:
     """Cells below each other; where that is too wide, the first has a line of its own."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -129,7 +141,14 @@ def reading(comparison: Comparison) -> list[str]:
     notes = ["Nats a token, means over seeds; in brackets 95% intervals."]
     if any(row.gap and row.gap.holds_zero for row in comparison.rows):
         notes.append("An interval that holds 0 shows no difference.")
-    return [*notes, *lost]
+    return [*notes, *one_line(comparison.rows), *lost]
+
+
+def one_line(rows: list[Row]) -> list[str]:
+    """Which gaps survive Holm's correction, as many of them named as a line holds."""
+    said = [holm_sentence(rows, most) for most in range(NAMED, 0, -1)]
+    short = [sentence for sentence in said if len(sentence) <= WIDTH]
+    return [text for text in short[:1] or [said[-1].partition(":")[0] + "."] if text]
 
 
 def groups_text(comparison: Comparison) -> list[str]:

@@ -62,6 +62,12 @@ class RunDirectory:
                 f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
+        done = (summary_of(self.path) or {"steps": 0})["steps"]
+        if done > self.cfg.steps or (done == self.cfg.steps and changes):
+            raise ConfigError(
+                f"{self.path} has made {done} steps, and nothing of it can be made otherwise "
+                f"({described(changes)}); choose another run.name, or more steps"
+            )
 
     @property
     def config_file(self) -> Path:
@@ -137,14 +143,19 @@ def summary_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_finished(path: Path, steps: int) -> bool:
-    """Whether the run at `path` ended, and after that many steps or more."""
+    """Whether the run at `path` ended after that many steps."""
     summary = summary_of(path)
-    return summary is not None and summary["steps"] >= steps
+    return summary is not None and summary["steps"] == steps
 
 
 def choose_path(cfg: TrainConfig) -> Path:
     """Return run.dir, or outputs/[<sweep>/]<name>, with a fresh name if none is set."""
     name = cfg.run.name
+    if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
+        raise ConfigError(
+            f"run.sweep={cfg.run.sweep} is a sweep: -m goes on with it, and run.name=... with one "
+            "of its runs"
+        )
     if name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         experiment, model = cfg.run.choices["experiment"], cfg.run.choices["model"]

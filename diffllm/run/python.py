@@ -5,6 +5,7 @@ from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.compose import checked
+from diffllm.errors import ConfigError
 from diffllm.run.start import run
 
 
@@ -33,6 +34,8 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
         UserError: something outside the code is wrong, such as a config that cannot run.
         Stopped: a signal came; a KeyboardInterrupt.
     """
+    if not isinstance(cfg, TrainConfig):
+        raise ConfigError(f"train takes a config, which load_config returns, not {cfg!r}")
     outcome = run(checked(cfg))
     if outcome.summary is None:
         assert outcome.stopped

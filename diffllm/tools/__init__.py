@@ -1,5 +1,6 @@
 """The `diffllm` console script: one module a subcommand."""
 
+import difflib
 import importlib
 import os
 import sys
@@ -17,6 +18,7 @@ COMMANDS = {
     "consolidate": "a checkpoint's parameters as safetensors, for inference",
     "generate": "continue a prompt with a trained run",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
+    "power": "seeds, tokens and hours that a gap takes, from a pilot's runs",
     "attention-map": "what the heads of a trained run attend to, as a figure",
     "outliers": "outliers and sinks of a checkpoint over fixed tokens, layer by layer",
     "dashboard": "a saved wandb view that compares variants",
@@ -25,7 +27,7 @@ COMMANDS = {
 
 READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "outliers", "dashboard")
 """Commands with the argument plugins=[...]."""
-COMPOSE = ("prepare", "count", "plan", "report")
+COMPOSE = ("prepare", "count", "plan", "report", "power")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""
 
 
@@ -74,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if args else 2
     try:
         if args[0] not in COMMANDS:
-            raise UserError(f"unknown command {args[0]!r}; choose from {', '.join(COMMANDS)}")
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise UserError(f"unknown command {args[0]!r}; {hint}choose from {', '.join(COMMANDS)}")
         words = bring(args[1:], args[0] in COMPOSE) if args[0] in READ_RUNS + COMPOSE else args[1:]
         tool = importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}")
         with suppressed_at_end_of_reading() if args[0] != "train" else nullcontext():

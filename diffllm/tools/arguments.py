@@ -3,6 +3,7 @@
 import difflib
 import sys
 from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from diffllm.errors import ConfigError
@@ -37,6 +38,8 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
         name, equals, text = word.partition("=")
         if not equals or name not in known:
             close = difflib.get_close_matches(name, known, n=1)
+            if not equals and "run" in known and Path(word).is_dir():
+                raise ConfigError(f"unknown argument {word!r}; did you mean run={word}?")
             hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
             raise ConfigError(f"unknown argument {word!r}{hint}")
         try:

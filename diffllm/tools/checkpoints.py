@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
     args = parse(Arguments, [word for word in argv if word != "--json"], __doc__)
     directory = Path(args.run) / "checkpoints"
     if not directory.is_dir():
-        raise CheckpointError(f"{args.run} is not a run directory: it has no checkpoints/")
+        from diffllm.config.saved import no_run  # and with it Hydra
+
+        raise CheckpointError(no_run(Path(args.run), "checkpoints/"))
     listed = []
     for path in list_checkpoints(directory) + list_incomplete(directory):
         with suppress(FileNotFoundError):  # a run deletes old ones, and renames the one it wrote

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffllm.report.comparison import read
 from diffllm.report.page import write
-from diffllm.report.text import table_text
+from diffllm.report.text import whole_text
 from diffllm.tools.arguments import parse, plugins_field
 
 WHAT = """\
@@ -20,8 +20,6 @@ gap is measured between them.
 
 diffllm report outputs/sweep-20261120-195742
 diffllm report 'outputs/cmp*' baseline=gated out=reports"""
-NOTES = 10
-"""How many notes are printed; the page has all."""
 OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 
@@ -43,10 +41,6 @@ def main(argv: list[str]) -> None:
     directories = [Path(word) for word in argv if word not in options]
     comparison, home = read(directories, args.baseline or None)
     written = write(comparison, Path(args.out).expanduser() if args.out else home)
-    print(f"{table_text(comparison)}\n")
-    for note in comparison.notes[:NOTES]:
-        print(f"note: {note}")
-    if more := len(comparison.notes[NOTES:]):
-        print(f"note: the page has {more} more notes")
+    print(f"{whole_text(comparison)}\n")
     for file in written:
         print(file)

@@ -12,9 +12,10 @@ import diffllm
 from diffllm.config import TrainConfig
 from diffllm.report.comparison import Comparison, compare
 from diffllm.report.groups import Group
-from diffllm.report.rows import Estimate, Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
+from diffllm.statistics.intervals import Estimate
 
 FOUR = ("standard", "gated", "diff_v1", "diff_v2")
 NINE = (

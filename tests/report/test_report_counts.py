@@ -13,10 +13,10 @@ from test_report_rows import loaded
 from written_runs import write_run
 
 from diffllm.report.comparison import compare
-from diffllm.report.counts import events_per_1000, share_of
 from diffllm.report.page import page
 from diffllm.report.table import csv_text, folded, table_columns
 from diffllm.report.text import table_text
+from diffllm.statistics.rates import Rate
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.report import report
@@ -24,7 +24,7 @@ from diffllm.sweep.report import report
 
 @pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])
 def test_a_rate_has_garwoods_interval(events, steps):
-    rate = events_per_1000(events, steps)
+    rate = Rate(events, steps)
     low, high = (stats.chi2.ppf(q, 2 * k) / 2 for q, k in ((0.025, events), (0.975, events + 1)))
     assert rate.value == 1000 * events / steps
     assert (rate.low, rate.high) == pytest.approx(
@@ -32,18 +32,6 @@ def test_a_rate_has_garwoods_interval(events, steps):
     )
     # the ends are where so few, or so many, events have a chance of 2.5%
     assert stats.poisson.cdf(events, rate.high * steps / 1000) == pytest.approx(0.025)
-
-
-@pytest.mark.parametrize(("count", "runs"), [(0, 3), (1, 3), (3, 3), (5, 8)])
-def test_a_share_has_the_interval_of_clopper_and_pearson(count, runs):
-    share = share_of(count, runs)
-    expected = stats.binomtest(count, runs).proportion_ci(method="exact")
-    assert (share.low, share.high) == pytest.approx((expected.low, expected.high))
-
-
-def test_nothing_counted_has_no_interval():
-    assert events_per_1000(0, 0) is None
-    assert share_of(0, 0) is None
 
 
 def diverging(root, *, gave_up=False):
@@ -129,8 +117,8 @@ def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path
     found = compare(loaded(sorted(tmp_path.iterdir())))
     standard, gated = found.rows
     rate = standard.events("loss")
-    assert (rate.count, rate.of, rate.value) == (3, 500, 6.0)
-    assert rate == events_per_1000(3, 500)
+    assert (rate.count, rate.steps, rate.value) == (3, 500, 6.0)
+    assert rate == Rate(3, 500)
     assert standard.events("grad") is None
     columns = {each.title: each for each in table_columns(found)}
     cell, none = columns["Loss spikes"].cells

@@ -61,20 +61,24 @@ def test_a_comparison_as_text(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (-0.200 to -0.200)  2 ")
-    assert lines[4:] == [
+    assert lines[4:8] == [
         "Nats a token, means over seeds; in brackets 95% intervals.",
         "An interval that holds 0 shows no difference.",
+        "0 of 2 gaps survive Holm's correction at 0.05.",
+        "",
     ]
+    assert lines[8].startswith("note: gated has ")
     assert comparison_text([swept], "diff_v2").splitlines()[0].split()[2:5] == [
         "gap",
         "to",
         "diff_v2",
     ]
-    assert all(line.isascii() and len(line) <= 100 for line in lines)
+    table = lines[: lines.index("")]
+    assert all(line.isascii() and len(line) <= 100 for line in table)
     long = ("optim.lr=1e-3", "optim.beta1=0.85", "optim.beta2=0.99", "optim.weight_decay=0.05")
     sweep(tmp_path / "b", LOSSES, *long)
     wide = comparison_text([swept, tmp_path / "b"]).splitlines()
-    assert max(map(len, wide)) <= 100
+    assert max(len(line) for line in wide if not line.startswith("note: ")) <= 100
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
 
 

@@ -20,10 +20,11 @@ from diffllm.report.intervals import ends
 from diffllm.report.notes import settings
 from diffllm.report.numbers import compact, fixed, percent, short
 from diffllm.report.page import page
-from diffllm.report.rows import Estimate, Row
+from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.style import RC, row_styles
 from diffllm.report.table import COLUMNS, Cell, table_columns
+from diffllm.statistics.intervals import Estimate
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),
@@ -379,15 +380,26 @@ def test_captions_say_which_runs_are_shown():
     assert "Negative attention weights" not in text, "all zero"
 
 
-def drawn(y: list[np.ndarray], **how: Any) -> Axes:
-    """The axes of curves, a row each."""
+def drawn(y: list[np.ndarray], hidden: tuple[int, ...] = (), **how: Any) -> Axes:
+    """The axes of curves, a row each, fitted to those that are not hidden."""
     rows = [
         Row(f"row {i}", {"attention": variant}, [])
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
     ]
     curves = [bands.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
+    fit = [None if i in hidden else curve for i, curve in enumerate(curves)]
     with matplotlib.rc_context(RC):
-        return draw_curves(curves, row_styles(rows), "unit", **how).axes[0]
+        return draw_curves(curves, row_styles(rows), "unit", fit, **how).axes[0]
+
+
+def test_a_hidden_curve_does_not_set_the_scale():
+    shown, hidden = np.linspace(9, 3, 50), np.linspace(90, 1, 500)
+    axes = drawn([shown, hidden], hidden=(1,))
+    assert axes.get_xlim()[1] < 51
+    low, high = axes.get_ylim()
+    assert 2 < low < 3
+    assert 9 < high < 10
+    assert drawn([shown, hidden]).get_ylim()[1] > 90
 
 
 def test_a_spike_does_not_set_the_scale():

@@ -11,9 +11,9 @@ from written_runs import facts_of, loaded, metric_lines, parameters, sweep, writ
 
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.comparison import compare
-from diffllm.report.rows import estimate
 from diffllm.report.runs import Metrics, load_run
 from diffllm.report.table import COLUMNS, csv_text
+from diffllm.statistics.intervals import estimate
 
 SPIKES = [
     f"{definition}/{series}_{what}"

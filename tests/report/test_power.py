@@ -1,0 +1,133 @@
+"""`diffllm power`: what a pilot's runs say of the seeds, tokens and hours that a gap takes."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from written_runs import metric_lines, sweep, write_run
+
+from diffllm import tools
+from diffllm.statistics.power import paired_power, welch_power
+
+LOSSES = {"standard": [4.00, 4.02, 4.05], "diff_v2": [3.91, 3.96, 3.96]}
+"""Variances 0.0019 / 3 and 0.0025 / 3: pooled 0.0022 / 3."""
+POOLED = math.sqrt(0.0022 / 3)
+
+
+@pytest.fixture
+def power(capsys, tmp_path):
+    """Run the command on pilots below `tmp_path`: exit code, stdout, stderr."""
+
+    def run(*words):
+        code = tools.main(["power", *(word.replace("@", f"{tmp_path}/") for word in words)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_seeds_of_a_gap_follow_from_the_pilot(power, tmp_path):
+    for variant, losses in LOSSES.items():
+        for seed, loss in enumerate(losses):
+            words = (f"attention={variant}", f"seed={seed}")
+            path = tmp_path / "pilot" / f"{variant}{seed}"
+            write_run(path, *words, loss=loss, summary={"seconds": 1800.0})
+    code, out, err = power("pilot=@pilot", "gap=0.06", "--json")
+    said = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (said["sd"], said["df"], said["runs"]) == (pytest.approx(POOLED), 4, 6)
+    low, high = said["sd_low"], said["sd_high"]
+    assert (low, high) == pytest.approx((POOLED * 0.599, POOLED * 2.874), rel=2e-3)
+    assert [arm["seeds"] for arm in said["arms"]] == [3, 3]
+    differences = np.subtract(*LOSSES.values()).std(ddof=1)
+    assert said["sd_of_differences"] == pytest.approx(differences)
+    assert said["correlation"] == pytest.approx(1 - differences**2 / (2 * POOLED**2))
+    assert said["trend"] is None
+    assert "eval.interval" in said["no_trend"]
+    tests = {"unpaired": (POOLED, welch_power), "paired": (differences, paired_power)}
+    assert [need["design"] for need in said["needs"]] == list(tests)
+    for need in said["needs"]:
+        sd, test = tests[need["design"]]
+        n = need["seeds"]
+        assert 0.8 <= need["power"] == pytest.approx(test(0.06, sd, n))
+        assert n == 2 or test(0.06, sd, n - 1) < 0.8
+        assert need["seeds_low"] <= n <= need["seeds_high"]
+        assert need["total_tokens"] == 2 * n * 20 * 8 * 32
+        assert need["hours"] == pytest.approx(2 * n * 0.5)
+        assert need["power_by_seeds"]["5"] == pytest.approx(test(0.06, sd, 5))
+    one_sided = json.loads(power("pilot=@pilot", "gap=0.06", "sides=1", "--json")[1])
+    three = json.loads(power("pilot=@pilot", "gap=0.06", "comparisons=3", "--json")[1])
+    seeds = [each["needs"][0]["seeds"] for each in (one_sided, said, three)]
+    assert seeds == sorted(set(seeds))
+    text = power("pilot=@pilot", "gap=0.06")[1]
+    assert f"sd {POOLED:.4f} nats a token" in text
+    assert "unpaired" in text
+    assert "paired" in text
+
+
+def test_longer_runs_are_told_of_where_the_spread_is_a_power_of_tokens(power, tmp_path):
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        draw = rng.normal(0, 0.02)
+        lines = metric_lines(100, 256, 4.0)
+        for line in lines:
+            line["eval/loss"] = 4 + draw * (line["step"] / 100) ** -0.5
+        words = ("attention=standard", "steps=100", f"seed={seed}")
+        write_run(tmp_path / f"p/{seed}", *words, loss=4 + draw, lines=lines)
+    said = json.loads(power("pilot=@p", "gap=0.01", "--json")[1])
+    assert said["trend"]["slope"] == pytest.approx(-0.5)
+    assert said["no_trend"] is None
+    assert [need["factor"] for need in said["needs"]] == [1, 2, 4]
+    sds = [need["sd"] for need in said["needs"]]
+    assert sds[2] == pytest.approx(sds[0] / 2)
+    assert said["needs"][2]["tokens"] == 4 * said["tokens"]
+    assert said["correlation"] is None
+    assert "sd ~ tokens^-0.50" in power("pilot=@p", "gap=0.01")[1]
+
+
+def test_diverged_and_unlike_runs_are_said(power, tmp_path):
+    sweep(tmp_path / "a", LOSSES)
+    write_run(tmp_path / "a/lost", "attention=gated", summary={"heldout_loss": None})
+    sweep(tmp_path / "b", {"standard": [4.0, 5.0]}, "steps=40")
+    code, out, _ = power("pilot=@a", "pilot=@b", "gap=0.05")
+    assert code == 0
+    assert "1 of 7 runs diverged" in out
+    assert "cannot be compared with the others: B: standard" in out or "steps=40" in out
+    assert power("pilot=@a", "@b", "gap=0.05")[1] == out
+    said = json.loads(power("pilot=@a", "pilot=@b", "gap=0.05", "--json")[1])
+    assert (said["diverged"], said["sd"]) == (1, pytest.approx(POOLED))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pilot=@two", "gap=0"], "gap=0 must be above 0"),
+        (["pilot=@two", "gap=-0.02"], "gap=-0.02 must be above 0"),
+        (["pilot=@two", "gap=nan"], "gap=nan must be above 0"),
+        (["pilot=@two", "gap=big"], "gap='big' is not float"),
+        (["pilot=@two", "gap=0.1", "alpha=1.5"], "alpha=1.5 must lie between 0 and 1"),
+        (["pilot=@two", "gap=0.1", "power=0.01"], "between alpha=0.05 and 1"),
+        (["pilot=@two", "gap=0.1", "sides=3"], "sides=3 must be 1 or 2"),
+        (["pilot=@two", "gap=0.1", "comparisons=0"], "comparisons=0 must be 1 or more"),
+        (["pilot=@two", "gap=0.1", "pwoer=0.9"], "did you mean power=?"),
+        (["pilot=@two"], "missing gap="),
+        (["gap=0.1"], "missing pilot="),
+        (["pilot=@nothing", "gap=0.1"], "does not exist"),
+        (["pilot=@empty", "gap=0.1"], "empty"),
+        (["pilot=@one", "gap=0.1"], "needs at least 2 seeds"),
+        (["pilot=@unfinished", "gap=0.1"], "none of its runs has finished"),
+        (["pilot=@same", "gap=0.1"], "do not vary"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(power, tmp_path, words, said):
+    name = next((word.partition("@")[2] for word in words if "@" in word), "")
+    losses = {
+        "two": [4.0, 4.1], "one": [4.0], "unfinished": [None, None], "same": [4.0, 4.0],
+    }.get(name)  # fmt: skip
+    if losses:
+        sweep(tmp_path / name, {"standard": losses})
+    (tmp_path / "empty").mkdir()
+    code, out, err = power(*words, "--json")
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,164 @@
+"""Gaps at equal tokens, FLOPs and seconds, on curves whose values are known everywhere."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import stdtrit
+
+from diffllm.report.bands import noise_floor
+from diffllm.report.budgets import BUDGETS, read, spent_band
+from diffllm.report.comparison import compare
+from diffllm.report.page import page
+from diffllm.report.rows import COSTS
+from diffllm.report.runs import Series
+from diffllm.report.table import COLUMNS
+from tests.report.written_runs import loaded, write_run
+
+TOKENS = 8 * 32
+FLOPS = {"standard": 2e6, "gated": 3e6}
+STEP_MS = {"standard": 100.0, "gated": 125.0}
+SLOPE = 0.5
+
+
+def loss(variant, tokens, seed=0):
+    """A line over the logarithm of tokens, on which reading between evaluations is exact."""
+    return 6 - SLOPE * math.log(tokens) - 0.1 * (variant == "gated") + 0.01 * seed
+
+
+def written(path, variant, seed=0, curve=loss, steps=(5, 10, 15, 20), **facts):
+    lines = [
+        {
+            "step": step,
+            "tokens": step * TOKENS,
+            "train/loss": 5.0,
+            "eval/loss": curve(variant, step * TOKENS, seed),
+            "perf/step_ms": STEP_MS[variant],
+        }
+        for step in steps
+    ]
+    known = {"flops_per_token": FLOPS[variant], **facts}
+    last = lines[-1]["eval/loss"]
+    overrides = (f"attention={variant}", f"seed={seed}")
+    return write_run(path, *overrides, lines=lines, facts=known, loss=last)
+
+
+def compared(tmp_path, **how):
+    for variant in ("standard", "gated"):
+        for seed in (0, 1):
+            written(tmp_path / f"{variant}{seed}", variant, seed, **how)
+    return compare(loaded(sorted(tmp_path.iterdir())))
+
+
+def test_costs_have_one_set_of_names():
+    assert tuple(BUDGETS) == COSTS
+    assert {name for name in COLUMNS if name.startswith("gap_at_")} == {
+        f"gap_at_{cost}{end}" for cost in COSTS for end in ("", "_low", "_high", "_error", "_of")
+    }
+
+
+def test_gaps_at_equal_cost_are_read_off_the_curves(tmp_path):
+    (_, gated) = compared(tmp_path).rows
+    end = 20 * TOKENS
+    for cost, share in (("tokens", 1.0), ("flops", 2 / 3), ("seconds", 100 / 125)):
+        found = gated.equal[cost]
+        assert found.gap.mean == pytest.approx(-0.1 - SLOPE * math.log(share), abs=1e-6)
+        assert found.gap.seeds == 2
+        assert found.error == pytest.approx(0, abs=1e-6)
+        assert gated.values[f"gap_at_{cost}"] == found.gap.mean
+    assert gated.equal["tokens"].at == end
+    assert gated.equal["flops"].at == pytest.approx(end * FLOPS["standard"])
+    assert gated.equal["seconds"].at == pytest.approx(20 * 0.1)
+
+
+def test_the_error_of_reading_bounds_how_far_a_curved_curve_is_off(tmp_path):
+    def bent(variant, tokens, seed):
+        return 6 - 0.1 * (variant == "gated") + 40 / tokens**0.5
+
+    (_, gated) = compared(tmp_path, curve=bent).rows
+    found, at = gated.equal["flops"], 20 * TOKENS * 2 / 3
+    truth = bent("gated", at, 0) - bent("standard", 20 * TOKENS, 0)
+    assert 0 < abs(found.gap.mean - truth) <= found.error < 0.05
+    assert gated.equal["tokens"].error == 0
+
+
+def test_an_evaluation_is_read_as_it_is_and_two_leave_the_error_unknown():
+    curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
+    assert read(curve, 20.0) == (2.0, 0.0)
+    assert read(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
+
+
+def test_what_is_unknown_has_no_gap(tmp_path):
+    (_, gated) = compared(tmp_path, flops_per_token=None).rows
+    assert sorted(gated.equal) == ["seconds", "tokens"]
+    assert gated.values["gap_at_flops"] is None
+
+
+def test_times_of_different_machines_are_not_compared(tmp_path):
+    written(tmp_path / "a", "standard", device="H100")
+    written(tmp_path / "b", "gated", device="CPU")
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert sorted(found.rows[1].equal) == ["flops", "tokens"]
+    assert "Held-out loss against FLOPs" in page(found)
+    assert "Held-out loss against seconds" not in page(found)
+
+
+def test_a_run_that_diverged_is_in_no_gap_at_equal_cost(tmp_path):
+    for seed in (0, 1):
+        written(tmp_path / f"a{seed}", "standard", seed)
+    written(tmp_path / "b0", "gated", 0)
+    path = written(tmp_path / "b1", "gated", 1, curve=lambda *_: math.nan)
+    (path / "summary.json").write_text('{"heldout_loss": NaN, "steps": 20}')
+    (_, gated) = compare(loaded(sorted(tmp_path.iterdir()))).rows
+    assert gated.diverged == 1
+    assert {found.gap.seeds for found in gated.equal.values()} == {1}
+
+
+def test_a_curve_over_what_was_spent_has_the_losses_of_the_curve_over_tokens(tmp_path):
+    (standard, gated) = compared(tmp_path).rows
+    for row, variant in ((standard, "standard"), (gated, "gated")):
+        for cost, each in (("flops", FLOPS[variant]), ("seconds", STEP_MS[variant] / 1e3 / TOKENS)):
+            band = spent_band(row, BUDGETS[cost])
+            tokens = np.array([5, 10, 15, 20]) * TOKENS
+            assert np.allclose(band.x, tokens * each)
+            assert np.allclose(band.mean, [loss(variant, t) + 0.005 for t in tokens])
+
+
+def test_the_noise_floor_is_that_of_pooled_seeds(tmp_path):
+    deviation = {"standard": 0.02, "gated": 0.04}
+
+    def noisy(variant, tokens, seed):
+        return loss(variant, tokens) + deviation[variant] * (2 * seed - 1) / math.sqrt(2)
+
+    rows = compared(tmp_path, curve=noisy).rows
+    floor = noise_floor(rows)
+    pooled = math.sqrt((0.02**2 + 0.04**2) / 2)
+    assert np.allclose(floor.half, stdtrit(2, 0.975) * pooled * math.sqrt(2 / 2))
+    assert list(floor.x) == [step * TOKENS for step in (5, 10, 15, 20)]
+    assert noise_floor([rows[0]]).half[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
+
+
+def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
+    rng = np.random.default_rng(0)
+
+    class Drawn:
+        def __init__(self, values):
+            self.values = values
+
+        def series(self, name):
+            return Series(np.arange(1, 4001), self.values)
+
+    class Rows:
+        def __init__(self):
+            self.runs = [Drawn(each) for each in rng.normal(size=(3, 4000))]
+
+    rows = [Rows(), Rows()]
+    floor = noise_floor(rows)
+    means = [np.mean([run.values for run in row.runs], axis=0) for row in rows]
+    assert np.mean(np.abs(means[1] - means[0]) <= floor.half) == pytest.approx(0.95, abs=0.012)
+
+
+def test_the_page_has_the_table_and_the_floor(tmp_path):
+    text = page(compared(tmp_path))
+    for said in ("At equal cost", "At equal FLOPs", "Held-out loss against seconds", "noise floor"):
+        assert said in text

@@ -1,0 +1,149 @@
+"""What a report says of the tests behind its gaps: p, Holm, Welch, correlation, divergence."""
+
+import csv
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import sample_comparison as sample
+from scipy import stats
+from test_report_page import Reader
+
+from diffllm.report.comparison import compare
+from diffllm.report.gap_statistics import gap_lines, holm_sentence, p_text
+from diffllm.report.page import page
+from diffllm.report.rows import Row
+from diffllm.report.sections import sections
+from diffllm.report.style import row_styles
+from diffllm.report.table import csv_text, table_columns
+from diffllm.report.text import one_line, table_text
+from diffllm.statistics.outcomes import Share
+
+LOSSES = {
+    "standard": [4.00, 4.10, 4.20, 4.05],
+    "gated": [3.90, 4.01, 4.09, 3.95],  # shown
+    "diff_v1": [3.98, 4.06, 4.19, 4.03],  # alone, but not after Holm
+    "diff_v2": [4.05, 4.02, 4.20, 4.09],
+}
+
+
+def compared(losses):
+    """A comparison with these final losses: {"standard": [of seed 0, of seed 1, ...], ...}."""
+    runs = []
+    for variant, by_seed in losses.items():
+        for seed, loss in enumerate(by_seed):
+            run = sample.run(variant, seed, 12)
+            runs.append(replace(run, summary={"heldout_loss": loss}))
+    return compare(runs, title="made")
+
+
+@pytest.fixture(scope="module")
+def four():
+    return compared(LOSSES)
+
+
+def test_every_gap_has_its_tests_in_the_table(four):
+    lines = list(csv.DictReader(io.StringIO(csv_text(four))))
+    base = LOSSES["standard"]
+    ps = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines[1:]]
+    assert [float(line["gap_p"]) for line in lines[1:]] == pytest.approx(ps)
+    assert ps[0] < ps[1] < 0.05 < ps[2]
+    holm = [3 * ps[0], 2 * ps[1], ps[2]]
+    assert [float(line["gap_p_holm"]) for line in lines[1:]] == pytest.approx(holm)
+    for line in lines[1:]:
+        own = LOSSES[line["variant"]]
+        interval = stats.ttest_ind(own, base, equal_var=False).confidence_interval()
+        found = float(line["gap_welch_low"]), float(line["gap_welch_high"])
+        assert found == pytest.approx(tuple(interval))
+        assert float(line["seed_correlation"]) == pytest.approx(stats.pearsonr(own, base)[0])
+        assert (line["diverged_low"], line["diverged_p"]) == ("0.0", "1.0")
+    assert {lines[0][name] for name in ("gap_p", "gap_p_holm", "seed_correlation")} == {""}
+
+
+def test_the_first_screen_says_which_gaps_survive(four):
+    assert holm_sentence(four.rows) == "1 of 3 gaps survives Holm's correction at 0.05: gated."
+    text = page(four)
+    shown = " ".join(Reader(text).text.split())
+    assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
+    assert holm_sentence(four.rows) in table_text(four).splitlines()
+    (tags,) = (
+        [cell.tag for cell in column.cells]
+        for column in table_columns(four)
+        if column.title == "Gap to standard"
+    )
+    assert tags == ["baseline", "", "not after Holm", "no difference shown"]
+
+
+def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
+    (card, *_), _ = sections(four, row_styles(four.rows))
+    assert "survives Holm's correction over the 3 gaps" in card.caption
+    marks = re.findall(r'class="row (row-\d)">(?:(?!<g class).)*? style="([^"]*)"><use', card.svg)
+    hollow = {row: "var(--surface)" in style for row, style in marks}
+    assert hollow == {"row-1": False, "row-2": True, "row-3": True}
+
+
+def test_the_folded_table_says_what_the_tests_are_of(four):
+    gated = gap_lines(four.rows)[0]
+    assert (gated.row, gated.base, gated.seeds) == (1, "standard", "4")
+    assert (gated.diverged, gated.diverged_p, gated.note) == ("no run", "", "")
+    text = " ".join(Reader(page(four)).text.split())
+    assert "Statistics of the gaps" in text
+    assert "over all gaps of this page that have a test: 3." in text
+    assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in text
+
+
+def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
+    losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
+    found = compared(losses)
+    gated, diff_v2 = found.rows[1:]
+    assert (gated.p_holm, gated.values["gap_p"]) == (1, 1)
+    assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
+    notes = [line.note for line in gap_lines(found.rows)]
+    assert notes == ["seeds do not vary: p counts as 1", "no test from one seed"]
+    assert holm_sentence(found.rows) == (
+        "The one gap with a test has p 1.00: not shown at 0.05, nothing to correct."
+    )
+    page(found)
+
+
+def test_a_row_that_diverged_more_is_never_better():
+    losses = {
+        "standard": [4.00, 4.10, 4.20, 4.05],
+        "gated": [3.50, 3.61, 3.70, float("nan")],
+        "diff_v1": [4.50, 4.61, 4.70, float("nan")],
+        "diff_v2": [float("nan")] * 4,
+    }
+    found = compared(losses)
+    gated, diff_v1, diff_v2 = found.rows[1:]
+    assert gated.outcome.paired.p < 0.01
+    assert gated.p_holm == 1
+    assert diff_v1.p_holm < 0.05
+    assert diff_v2.gap is diff_v2.baseline is diff_v2.p_holm is None
+    assert diff_v2.outcome.own == Share(4, 4)
+    assert diff_v2.values["diverged_p"] == pytest.approx(stats.fisher_exact([[4, 0], [0, 4]])[1])
+    assert diff_v2.values["diverged_low"] == pytest.approx(0.025**0.25)
+    lines = gap_lines(found.rows)
+    assert [line.row for line in lines] == [1, 2, 3]
+    assert lines[0].diverged.startswith("1 of 4 (1% to 81%) against 0 of 4")
+    assert "in favour of the side that diverged more" in lines[0].note
+    assert lines[2].note == "no seed ended finite in both"
+    assert holm_sentence(found.rows) == "1 of 2 gaps survives Holm's correction at 0.05: diff_v1."
+    assert "4 of 4 (40% to 100%) against 0 of 4" in Reader(page(found)).text
+
+
+def test_a_p_is_written_with_two_digits():
+    assert [p_text(p) for p in (None, 1.0, 0.4321, 0.0312, 0.00123, 1e-9)] == [
+        "–", "1.00", "0.43", "0.031", "0.0012", "<0.0001",
+    ]  # fmt: skip
+
+
+def test_many_gaps_fit_a_line():
+    rows = [Row(f"diff_v2 lr=0.00{i} beta2=0.9876", {}, [], p_holm=0.001) for i in range(8)]
+    (line,) = one_line(rows)
+    assert line.startswith("8 of 8 gaps survive Holm's correction at 0.05: diff_v2 lr=0.000")
+    assert len(line) <= 100
+    assert line.endswith(" more.")
+    rows[0].label = "x" * 100
+    assert one_line(rows) == ["8 of 8 gaps survive Holm's correction at 0.05."]
+    assert one_line([]) == []

@@ -1,0 +1,230 @@
+"""Tests of gaps against values worked out by hand, and what they say where nothing can be said."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, LEAST_SEEDS, bootstrap, withheld
+from diffllm.statistics.equivalence import equivalence
+from diffllm.statistics.families import holm
+from diffllm.statistics.gaps import paired, pairing_pays_above, seed_correlation, welch
+from diffllm.statistics.outcomes import Share, diverged_more, fisher, outcome
+from diffllm.statistics.spread import Spread, pairs, pooled, trend
+
+
+def by_seed(values):
+    return dict(enumerate(values))
+
+
+OWN, BASE = [3.8, 3.9, 4.3, 4.0], [4.0, 4.2, 4.4, 4.1]
+
+
+def test_both_tests_are_those_of_scipy():
+    found = paired(by_seed(OWN), by_seed(BASE))
+    expected = stats.ttest_rel(OWN, BASE)
+    assert (found.p, found.df) == (pytest.approx(expected.pvalue), 3)
+    assert found.p_below() == pytest.approx(stats.ttest_rel(OWN, BASE, alternative="less").pvalue)
+    assert found.p_above() == pytest.approx(1 - found.p_below())
+    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
+    other = welch(by_seed(OWN), by_seed([*BASE, 5.0]))
+    expected = stats.ttest_ind(OWN, [*BASE, 5.0], equal_var=False)
+    assert (other.p, other.df) == pytest.approx((expected.pvalue, expected.df))
+    assert (other.low, other.high) == pytest.approx(tuple(expected.confidence_interval()))
+    assert (other.seeds, other.base_seeds) == (4, 5)
+
+
+def test_a_bound_moves_the_null():
+    found = paired(by_seed(OWN), by_seed(BASE))
+    shifted = paired(by_seed(OWN), by_seed(np.subtract(BASE, 0.05)))
+    assert found.p_below(-0.05) == pytest.approx(shifted.p_below())
+
+
+def test_seeds_that_do_not_vary_show_nothing_and_break_nothing():
+    for own in ([3.8, 4.0], [3.8, 4.0, 4.1]):
+        base = [x + 0.2 for x in own]
+        found = paired(by_seed(own), by_seed(base))
+        assert found.zero_variance
+        assert (found.p, found.p_below(), found.p_above()) == (1, 1, 1)
+        assert found.estimate.low == pytest.approx(-0.2)
+    found = welch(by_seed([4.0, 4.0]), by_seed([5.0, 5.0, 5.0]))
+    assert found.zero_variance
+    assert found.p == 1
+    assert equivalence(found, 2.0).p == 1
+    one = welch(by_seed([4.0, 4.0]), by_seed([5.0, 5.1, 5.2]))
+    assert not one.zero_variance
+    assert one.df == pytest.approx(2)
+
+
+def test_one_seed_has_a_gap_and_no_test():
+    for found in (paired({0: 4.0}, {0: 4.5}), welch({0: 4.0}, {0: 4.5, 1: 4.6})):
+        assert found.mean < 0
+        assert found.p is found.p_below() is found.low is found.interval() is None
+        assert equivalence(found, 0.1) is None
+    assert welch({}, {0: 1.0}) is None
+
+
+def test_a_loss_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="diverged"):
+        paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
+
+
+def test_seeds_correlate_from_three_on():
+    assert seed_correlation(by_seed([1.0, 2.0]), by_seed([1.0, 2.0])) is None
+    assert seed_correlation(by_seed([1.0, 2, 4]), by_seed([3.0, 5, 9])) == pytest.approx(1)
+    assert seed_correlation(by_seed([1.0, 2, 3]), {9: 0.0, **by_seed([3.0, 1, 2])}) == (
+        pytest.approx(-0.5)
+    )
+    assert seed_correlation(by_seed([1.0, 1, 1]), by_seed([3.0, 1, 2])) is None
+
+
+def test_pairing_pays_where_its_interval_is_narrower():
+    assert pairing_pays_above(3) == pytest.approx(0.584, abs=1e-3)
+    assert pairing_pays_above(8) < pairing_pays_above(5) < pairing_pays_above(3)
+
+
+def test_holm_by_hand():
+    """Holm (1979): the smallest times m, the next times m - 1, never below one before."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.005, 0.011, 0.02, 0.04, 0.13]) == pytest.approx([0.025, 0.044, 0.06, 0.08, 0.13])
+    assert holm([0.6, 0.7]) == [1, 1]
+    assert holm([]) == []
+    assert holm([0.2]) == [0.2]
+
+
+def test_equivalence_is_two_one_sided_tests():
+    found = paired(by_seed(OWN), by_seed(BASE))
+    made = equivalence(found, 0.4)
+    assert (made.low, made.high) == found.interval(0.9)
+    differences = np.subtract(OWN, BASE)
+    ps = [stats.ttest_1samp(differences, side * 0.4, alternative=how).pvalue
+          for side, how in ((1, "less"), (-1, "greater"))]  # fmt: skip
+    assert made.p == pytest.approx(max(ps))
+    assert made.inside
+    assert made.p < 0.05
+    narrow = equivalence(found, 0.1)
+    assert not narrow.inside
+    assert narrow.p > 0.05
+    with pytest.raises(ValueError, match="above 0"):
+        equivalence(found, 0.0)
+
+
+# Runs that diverged
+
+
+def test_shares_have_exact_intervals():
+    """Of 10 with none: 1 - 0.025^(1/10); of 3 with one: the printed tables' 0.8% to 90.6%."""
+    assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
+    assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
+    assert Share(1, 3).interval == pytest.approx((0.0084, 0.9057), abs=1e-4)
+    assert fisher(Share(3, 3), Share(0, 3)) == pytest.approx(0.1)
+    assert fisher(Share(0, 3), Share(0, 5)) == 1
+    assert diverged_more(Share(1, 2), Share(1, 3))
+    assert not diverged_more(Share(1, 3), Share(1, 3))
+
+
+def test_a_diverged_run_is_an_outcome():
+    base = by_seed([4.0, 4.1, 4.2, 4.15])
+    better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
+    found = outcome(better, base)
+    assert found.paired.seeds == 3
+    assert found.welch.base_seeds == 4
+    assert (found.own, found.base) == (Share(1, 4), Share(0, 4))
+    assert found.paired.p < 0.01
+    assert found.p == 1
+    assert found.favours_diverging
+    assert outcome({**better, 3: math.nan}, base) == found
+    other_way = outcome(base, better)
+    assert other_way.favours_diverging
+    assert other_way.p == 1
+    worse = outcome({seed: 5 + 0.1 * seed**2 for seed in range(3)} | {3: math.inf}, base)
+    assert not worse.favours_diverging
+    assert worse.p == worse.paired.p < 0.05
+    both = outcome(better, {**base, 3: None})
+    assert both.p == both.paired.p
+
+
+def test_an_arm_that_diverged_whole_still_has_its_share():
+    found = outcome({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
+    assert found.paired is found.welch is found.correlation is found.p is None
+    assert found.p_diverged == pytest.approx(0.1)
+
+
+# Spread
+
+
+def test_the_spread_of_seeds_is_pooled():
+    found = pooled([by_seed([1.0, 3.0]), by_seed([1.0, 2.0, 3.0]), {0: 9.0}])
+    assert found == Spread(pytest.approx(math.sqrt(4 / 3)), 3)
+    assert pooled([{0: 1.0}]) is None
+    assert pooled([by_seed([4.0, 4.0])]).sd == 0
+    low, high = Spread(1.0, 10).interval
+    assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
+
+
+def test_pairs_of_two_arms_are_the_paired_differences():
+    own, base = by_seed(OWN), by_seed(BASE)
+    found = pairs([own, base])
+    assert found.differences.sd == pytest.approx(np.subtract(OWN, BASE).std(ddof=1))
+    assert (found.differences.df, found.seeds) == (3, 4)
+    same = pairs([own, by_seed(np.add(OWN, 0.3))])
+    assert (same.differences.sd, same.correlation) == (0, pytest.approx(1))
+    assert pairs([own]) is None
+    assert pairs([own, {7: 1.0, 0: 2.0}]) is None
+
+
+def test_a_power_law_of_the_spread_is_found():
+    tokens = np.array([1e5, 2e5, 4e5, 8e5])
+    rng = np.random.default_rng(0)
+    arms = [
+        {seed: 4 + rng.normal() * 0.02 * (tokens / 1e5) ** -0.5 for seed in range(8)}
+        for _ in range(3)
+    ]
+    found = trend(tokens, arms)
+    assert (found.slope, found.low, found.high) == pytest.approx((-0.5, -0.5, -0.5))
+    assert found.factor(4) == pytest.approx(0.5)
+    few = trend(tokens, [{seed: arms[0][seed] for seed in (0, 1)}])
+    assert few.slope == pytest.approx(-0.5)
+    assert few.low is few.high is None
+    assert trend(tokens, [{0: tokens, 1: tokens}]) is None
+
+
+# Documents and seeds
+
+
+def test_a_bootstrap_of_few_seeds_is_withheld():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(10, 100, 40)
+    gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
+    base = rng.normal(4, 1, (LEAST_SEEDS, 40)) * tokens
+    found = bootstrap(base + gaps, base, tokens)
+    assert found.mean == pytest.approx(gaps.sum() / LEAST_SEEDS / tokens.sum())
+    assert found.low < found.mean < found.high
+    assert found == bootstrap(base + gaps, base, tokens)
+    assert found != bootstrap(base + gaps, base, tokens, seed=1)
+    fewer = slice(LEAST_SEEDS - 1)
+    assert bootstrap(base[fewer] + gaps[fewer], base[fewer], tokens) is None
+    assert "less than 90%" in withheld(LEAST_SEEDS - 1, 40)
+    assert "documents" in withheld(LEAST_SEEDS, LEAST_DOCUMENTS - 1)
+    assert withheld(LEAST_SEEDS, LEAST_DOCUMENTS) == ""
+
+
+def test_a_gap_has_the_error_of_the_documents_too():
+    """Documents whose gaps vary widen the interval as much as theory says."""
+    rng = np.random.default_rng(0)
+    tokens = np.full(200, 50)
+    base = np.full((LEAST_SEEDS, 200), 200.0)
+    seeds, texts = rng.normal(0, 0.001, (LEAST_SEEDS, 1)), rng.normal(0, 0.1, 200)
+    narrow = bootstrap(base + seeds * tokens, base, tokens)
+    wide = bootstrap(base + (seeds + texts) * tokens, base, tokens)
+    half = 1.96 * texts.std(ddof=1) / math.sqrt(200)
+    assert (wide.high - wide.low) / 2 == pytest.approx(half, rel=0.08)
+    assert narrow.high - narrow.low < 0.2 * half
+
+
+def test_a_long_document_counts_by_its_tokens():
+    tokens = np.array([1] * 30 + [970])
+    gaps = np.array([1.0] * 30 + [0.0])
+    base = np.zeros((LEAST_SEEDS, 31))
+    assert bootstrap(base + gaps * tokens, base, tokens).mean == pytest.approx(0.03)

@@ -1,0 +1,147 @@
+"""Simulations with known truth: what intervals cover, what tests find, and what they find wrongly.
+
+Draws are seeded, so that a test that passes once passes always.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiers import slow_but
+
+import diffllm
+from diffllm.statistics.bootstrap import LEAST_SEEDS, percentiles
+from diffllm.statistics.equivalence import equivalence
+from diffllm.statistics.families import holm
+from diffllm.statistics.gaps import paired, welch
+from diffllm.statistics.power import (
+    least_seeds,
+    paired_power,
+    student_power,
+    welch_power,
+)
+
+PAGE = Path(diffllm.__file__).parents[1] / "docs" / "statistics.md"
+DRAWS = 4000
+GAP, SD = -0.02, 0.02
+
+
+def arms(seeds, draws=DRAWS, correlation=0.0, gap=GAP, ratio=1.0):
+    """Losses of two arms by seed, so many times; `ratio` is of the arms' standard deviations."""
+    rng = np.random.default_rng([seeds, int(100 * correlation), int(10 * ratio)])
+    shared = rng.normal(0, math.sqrt(correlation), (draws, seeds))
+    noise = rng.normal(0, math.sqrt(1 - correlation), (2, draws, seeds))
+    own, base = 4 + gap + SD * (shared + noise[0]), 4 + SD * ratio * (shared + noise[1])
+    for x, y in zip(own, base, strict=True):
+        yield dict(enumerate(x)), dict(enumerate(y))
+
+
+def rate(hits):
+    hits = list(hits)
+    return sum(hits) / len(hits)
+
+
+def within_chance(found, expected, draws):
+    return abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / draws)
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_paired_and_welch_intervals_cover_95_of_100(seeds):
+    for test, correlation in ((paired, 0.6), (welch, 0.0)):
+        found = [test(*both) for both in arms(seeds, correlation=correlation)]
+        assert 0.93 <= rate(each.low <= GAP <= each.high for each in found) <= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+@pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
+def test_they_do_so_whatever_seeds_share(seeds, correlation, ratio):
+    both = list(arms(seeds, 6000, correlation, ratio=ratio))
+    tests = [paired, welch] if correlation == 0 else [paired]
+    for test in tests:
+        found = [test(*each) for each in both]
+        assert 0.93 <= rate(each.low <= GAP <= each.high for each in found) <= 0.97
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_a_planted_gap_of_2_sd_is_found_at_the_predicted_power(seeds):
+    both = list(arms(seeds, gap=2 * SD))
+    found = rate(welch(*each).p < 0.05 for each in both)
+    assert within_chance(found, welch_power(2 * SD, SD, seeds), DRAWS)
+    found = rate(paired(*each).p_above() < 0.05 for each in both)
+    predicted = paired_power(2 * SD, SD * math.sqrt(2), seeds, sides=1)
+    assert within_chance(found, predicted, DRAWS)
+
+
+@pytest.mark.parametrize(
+    ("sd", "gap", "seeds", "power"),
+    [
+        (0.020, 0.050, 3, 0.64), (0.020, 0.050, 5, 0.93), (0.020, 0.050, 8, 1.00),
+        (0.020, 0.025, 3, 0.22), (0.020, 0.025, 5, 0.41), (0.020, 0.025, 8, 0.64),
+        (0.008, 0.025, 3, 0.81), (0.008, 0.025, 5, 0.99), (0.008, 0.025, 8, 1.00),
+        (0.008, 0.010, 8, 0.64), (0.008, 0.010, 12, 0.83),
+    ],
+)  # fmt: skip
+def test_a_known_table_of_student_s_power(sd, gap, seeds, power):
+    assert student_power(gap, sd, seeds) == pytest.approx(power, abs=0.005)
+    assert welch_power(gap, sd, seeds) <= student_power(gap, sd, seeds)
+
+
+def test_the_least_seeds_reach_a_power_and_one_less_does_not():
+    for gap in (0.005, 0.02, 0.1):
+        n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
+        assert welch_power(gap, SD, n) >= 0.8
+        assert n == 2 or welch_power(gap, SD, n - 1) < 0.8
+    assert least_seeds(lambda _: 0.1, 0.8) is None
+    assert welch_power(1e6, SD, 3) == 1
+    assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
+
+
+def test_holm_shows_a_false_gap_in_one_family_of_twenty_at_most():
+    """Eight arms against one base, none different: gaps that share it depend on each other."""
+    rng, draws = np.random.default_rng(0), 400
+    false = 0
+    for losses in rng.normal(4, SD, (draws, 9, 5)):
+        base, *others = [dict(enumerate(arm)) for arm in losses]
+        false += min(holm([paired(own, base).p for own in others])) < 0.05
+    assert false / draws < 0.05 + 3 * math.sqrt(0.05 * 0.95 / draws)
+    assert false / draws > 0.005
+
+
+@pytest.mark.parametrize("seeds", [3, 8])
+def test_equivalence_is_wrongly_shown_at_the_margin_once_in_twenty_at_most(seeds):
+    both = list(arms(seeds, gap=0.04))
+    wrong = rate(equivalence(welch(*each), 0.04).p < 0.05 for each in both)
+    assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / DRAWS)
+    if seeds == 8:  # and is shown where there is no gap
+        inside = [equivalence(welch(*each), 0.04).inside for each in arms(8, 300, gap=0.0)]
+        assert rate(inside) > 0.9
+
+
+def covered(seeds, draws, documents=2, document_sd=0.0):
+    """How often the bootstrap holds a gap that is known."""
+    rng, inside = np.random.default_rng(seeds), 0
+    tokens = np.full(documents, 10)
+    for draw in range(draws):
+        gaps = GAP + rng.normal(0, SD, (seeds, 1)) + rng.normal(0, document_sd, documents)
+        base = np.full((seeds, documents), 40.0)
+        found = percentiles(base + gaps * tokens, base, tokens, 500, draw)
+        inside += found.low <= GAP <= found.high
+    return inside / draws
+
+
+def coverage_of_the_page():
+    """{seeds: (only seeds vary, documents vary too)} as docs/statistics.md has it."""
+    rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| \w+ \|$", PAGE.read_text(), re.M)
+    return {int(seeds): (int(worst) / 100, int(with_) / 100) for seeds, worst, with_ in rows}
+
+
+@pytest.mark.parametrize("seeds", slow_but([3, 8], [3, 5, 8, 12]))
+def test_the_page_states_what_a_bootstrap_covers(seeds):
+    stated, with_documents = coverage_of_the_page()[seeds]
+    assert (stated >= 0.9) == (seeds >= LEAST_SEEDS)
+    assert within_chance(covered(seeds, 600), stated, 600)
+    found = covered(seeds, 300, 60, SD * math.sqrt(60 / seeds))
+    assert within_chance(found, with_documents, 300)
