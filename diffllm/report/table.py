@@ -209,8 +209,10 @@ def equal_cell(row: Row, budget: str) -> Cell:
     off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
     parts = [in_words(found.gap, signed=True), off if found.error else ""]
     tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
-    mean = found.gap.mean
-    return Cell(fixed(mean, signed=True), mean, "; ".join(filter(None, parts)), tag)
+    mean, base = found.gap.mean, row.baseline
+    lost = (diverged(row), diverged(base, f" of {base.label}") if base else "")
+    detail = "; ".join(filter(None, parts))
+    return Cell(fixed(mean, signed=True), mean, detail, tag, more=tuple(filter(None, lost)))
 
 
 def interval_unit(estimates: list[Estimate | None], kind: str) -> str:

@@ -14,7 +14,7 @@ from written_runs import write_run
 
 from diffllm.report.comparison import compare
 from diffllm.report.page import page
-from diffllm.report.table import csv_text, folded, table_columns
+from diffllm.report.table import cost_columns, csv_text, folded, table_columns
 from diffllm.report.text import table_text
 from diffllm.statistics.rates import Rate
 from diffllm.sweep.job import Ending, Job
@@ -69,6 +69,8 @@ def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
     assert columns["Held-out loss"][1].tag == "1 of 3 seeds diverged"
     assert columns["Seeds"][1].tag == "1 diverged: 33%, 0.84% to 91%"
     assert columns["Seeds"][0].tag == ""
+    (equal,) = cost_columns(found)
+    assert equal.cells[1].more == ("1 of 3 seeds diverged",)
 
     shown = Reader(page(found)).text
     assert told in shown
