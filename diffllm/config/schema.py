@@ -49,6 +49,8 @@ class RunConfig:
     """Name of the sweep that the run belongs to; set by `train.py -m`."""
     swept: list[str] = field(default_factory=list)
     """Keys whose values name the runs of a sweep; set by `train.py -m`."""
+    study: str | None = None
+    """The study that the run was begun for, its stage and arm; set by `diffllm study run`."""
     choices: dict[str, str] = field(default_factory=dict)
     """The YAML chosen in each group; filled in when the config is composed."""
     schemas: dict[str, str] = field(default_factory=dict)

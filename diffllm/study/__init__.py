@@ -1,1 +1,1 @@
-"""Studies: what a pilot says of the seeds that a claim takes."""
+"""Studies: what a comparison takes, and a claim with the runs and the rule that decide it."""

@@ -56,12 +56,20 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
         return 0
     ((directory, cluster),) = chosen
     announce(jobs, directory)
-    stopped, endings = cluster.run(to_run, directory) if cluster else run_here(to_run, world)
+    stopped, endings = run_jobs(to_run, world, directory, cluster)
     unfinished = report(jobs, endings, directory)
     if stopped:
         return 128 + stopped
     write_comparison(directory.path)
     return 1 if unfinished else 0
+
+
+def run_jobs(
+    jobs: list[Job], world: World, directory: SweepDirectory, cluster: ClusterLauncher | None
+) -> tuple[int, dict[str, Ending]]:
+    """Run jobs on a cluster or here; return the signal that stopped them or 0, and their endings
+    by name."""
+    return cluster.run(jobs, directory) if cluster else run_here(jobs, world)
 
 
 def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:

@@ -1,0 +1,161 @@
+"""The course of a study: learning rates first, where it chooses them, then the runs that decide."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffllm.distributed.world import DistributedConfig, World, join
+from diffllm.errors import ConfigError
+from diffllm.study.file import Study
+from diffllm.study.rates import choose
+from diffllm.study.runs import (
+    Planned,
+    config_of,
+    deciding_run,
+    is_ended,
+    strayed,
+    words_of,
+)
+from diffllm.sweep.cluster import ClusterLauncher
+from diffllm.sweep.command import run_jobs
+from diffllm.sweep.job import Job, path_for_jobs
+from diffllm.sweep.plan import SweepDirectory
+
+
+@dataclass
+class Course:
+    """A study under way, as rank 0 sees it."""
+
+    study: Study
+    out: Path
+    directory: SweepDirectory
+    cluster: ClusterLauncher | None
+    added: list[str]
+    """Words that every run's command line has besides: plugins, and --config-dir."""
+    failed: list[str] = field(default_factory=list)
+    """Runs that did not end."""
+    stopped: int = 0
+    """The signal that stopped the study."""
+
+    def stage(self) -> list[dict[str, Any]]:
+        """The jobs that come next; none once all have ended, or one could not."""
+        runs = [] if self.failed or self.stopped else next_runs(self.study, self.out)
+        jobs = []
+        for number, planned in enumerate(runs, start=1):
+            words = words_of(self.study, planned, self.out)
+            self.directory.record["runs"][planned.name] = words
+            jobs.append(
+                {
+                    "number": number,
+                    "total": len(runs),
+                    "name": planned.name,
+                    "path": str(self.out / planned.name),
+                    "steps": config_of(planned).steps,
+                    "words": [*self.added, *words],
+                    "finished": False,
+                }
+            )
+        self.directory.record["keys"] = []
+        self.directory.write()
+        return jobs
+
+    def run(self, jobs: list[Job], world: World) -> None:
+        """Run a stage's jobs, and note which did not end."""
+        print(f"{self.out}: {len(jobs)} runs to go in this stage", flush=True)
+        self.stopped, endings = run_jobs(jobs, world, self.directory, self.cluster)
+        configs = {run.name: config_of(run) for run in next_runs(self.study, self.out)}
+        for job in jobs:
+            if job.name in configs and not is_ended(Path(job.path), configs[job.name]):
+                self.failed.append(job.name)
+                ending = endings.get(job.name)
+                print(f"{job.path}: {ending.state if ending else 'not started'}")
+
+
+def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
+    """Run what has not ended yet, stage by stage, and say which runs did not end.
+
+    All configs are checked before the first run starts. A run that ended starts no process, another
+    one resumes.
+
+    Args:
+        launcher: the overrides hydra/launcher=... and hydra.launcher.*.
+        added: plugins and --config-dir, for the runs' own command lines.
+
+    Returns:
+        0 if every run has ended, 128 + n if signal n stopped the study, else 1.
+
+    Raises:
+        ConfigError: a study that could not run; nothing has been started or changed.
+    """
+    os.environ["PYTHONPATH"] = path_for_jobs()
+    world = join(DistributedConfig())
+    if world.size > 1:  # the runs meet through the store that this process met through
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    begun: list[Course] = []
+
+    def begin() -> None:
+        cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
+        check_runs(study, out, cluster.world_size if cluster else world.size)
+        directory = SweepDirectory(out)
+        directory.hold()
+        begun.append(Course(study, out, directory, cluster, added))
+
+    world.decide("study", begin)
+
+    def stage() -> list[dict[str, Any]]:
+        return begun[0].stage()
+
+    while jobs := [Job(**job) for job in world.decide("stage", stage)]:
+        if begun:
+            begun[0].run(jobs, world)
+        else:
+            run_jobs(jobs, world, SweepDirectory(out), None)
+    if not begun:
+        return 0
+    course = begun[0]
+    if course.failed or course.stopped:
+        print(f"{len(course.failed)} runs did not end; the same command goes on with them")
+        return 128 + course.stopped if course.stopped else 1
+    print(f"all runs of {out} have ended: diffllm study verdict {study.path} out={out}")
+    return 0
+
+
+def next_runs(study: Study, out: Path) -> list[Planned]:
+    """The runs of the stage that comes next and have not ended: those that learning rates are
+    chosen by, all arms together, then those that decide."""
+    rates: dict[str, float | None] = dict.fromkeys(study.arms)
+    if study.lr:
+        choices = [choose(study, arm, out) for arm in study.arms]
+        if wanted := [run for choice in choices for run in choice.wanted]:
+            return wanted
+        rates = {choice.arm: choice.lr for choice in choices}
+    runs = [
+        deciding_run(study, arm, seed, rates[arm])
+        for seed in study.seeds
+        for arm in study.arms
+        if study.lr is None or rates[arm] is not None
+    ]
+    return [run for run in runs if not is_ended(out / run.name, config_of(run))]
+
+
+def check_runs(study: Study, out: Path, world_size: int) -> None:
+    """Raise ConfigError for an arm that cannot run, and a directory that holds other runs."""
+    for planned in first_runs(study):
+        cfg = config_of(planned)
+        try:
+            cfg.check_world(world_size)
+        except ConfigError as error:
+            raise ConfigError(f"arm {planned.arm}: {error}") from error
+    for planned in next_runs(study, out):
+        if problem := strayed(out / planned.name, config_of(planned)):
+            raise ConfigError(
+                f"{out / planned.name} is a run with another config ({problem}); "
+                "choose another out="
+            )
+
+
+def first_runs(study: Study) -> list[Planned]:
+    """A run of every arm that decides, with a rate of the grid where rates are chosen."""
+    lr = study.lr.grid[0] if study.lr else None
+    return [deciding_run(study, arm, study.seeds[0], lr) for arm in study.arms]

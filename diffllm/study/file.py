@@ -1,0 +1,264 @@
+"""The study file: what is claimed, which runs decide it, and by what rule."""
+
+import hashlib
+import math
+import re
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import yaml
+
+from diffllm.config.overrides import nearest, suggest
+from diffllm.errors import ConfigError
+
+T = TypeVar("T")
+
+ARM = re.compile(r"(?!\.)[\w.+-]+")
+"""Names of arms, of which directories are made."""
+KINDS = ("difference", "equivalence")
+TESTS = ("paired", "welch")
+TYPES = {str: "text", float: "a number", int: "a whole number"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The question that decides: how far one arm's metric has to be from another's."""
+
+    kind: str
+    """difference: the gap is below, or above, a bound. equivalence: it is within a margin."""
+    arm: str
+    against: str
+    below: float | None = None
+    """Bound that the gap, arm minus against, has to be below."""
+    above: float | None = None
+    """Bound that it has to be above, in place of `below`."""
+    margin: float | None = None
+    """Half the width of the band around zero in which arms count as equivalent."""
+    alpha: float = 0.05
+    """Probability of a verdict "shown", or "equivalent", without any such difference."""
+
+    def words(self, metric: str) -> str:
+        """The rule in a sentence."""
+        gap = f"{metric} of {self.arm} minus that of {self.against}"
+        if self.kind == "equivalence":
+            return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
+        side, bound = ("below", self.below) if self.above is None else ("above", self.above)
+        return f"{gap} is {side} {bound:g} (one-sided, alpha {self.alpha:g})"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How every arm gets its learning rate: the best of a grid, by seeds that decide nothing."""
+
+    grid: list[float]
+    """Learning rates, increasing; where the best is the first or the last, the grid goes on."""
+    seeds: list[int]
+    steps: int | None = None
+    """Steps of these runs; null: as many as the study's own have."""
+    extend: int = 3
+    """How many rates may be added at each end."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """What the study can show, as it was reckoned before it ran."""
+
+    gap: float
+    sd: float
+    """Standard deviation of the metric between seeds, and where it was taken from."""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file."""
+
+    claim: str
+    base: list[str]
+    """Overrides of every arm."""
+    arms: dict[str, list[str]]
+    """Names to overrides."""
+    baseline: str
+    """The arm that gaps are drawn from."""
+    seeds: list[int]
+    rule: Rule
+    source: str = ""
+    """Who claims it."""
+    metric: str = "heldout_loss"
+    """A number of summary.json, or a metric of the logs, as report.csv has it; lower is better."""
+    also: list[Rule] = field(default_factory=list)
+    """Further rules: with `rule` they are the family that p is adjusted for."""
+    test: str = "paired"
+    """paired: by seed; welch: as two independent samples."""
+    lr: Rates | None = None
+    power: Power | None = None
+    notes: str = ""
+    """Anything that its reader should know."""
+    path: Path = Path()
+    hash: str = ""
+    """SHA-256 of the file, hexadecimal."""
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The family: the rule that decides, then the others."""
+        return [self.rule, *self.also]
+
+
+def load_study(path: Path) -> Study:
+    """Read a study file; raises ConfigError: one line that names what is wrong."""
+    try:
+        text = path.read_bytes()
+        content = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        study = made(Study, content, "", leave_out=("path", "hash"))
+        check(study)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    digest = hashlib.sha256(text).hexdigest()
+    return Study(**{**vars(study), "path": path, "hash": digest})
+
+
+def made(cls: type[T], content: Any, where: str, leave_out: tuple[str, ...] = ()) -> T:
+    """Make a dataclass of a YAML's mapping; raises ConfigError for a key or a type it has not."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where or 'a study'} has to be a mapping of keys to values")
+    known = {f.name: f for f in fields(cls) if f.name not in leave_out}  # type: ignore[arg-type]
+    prefix = f"{where}." if where else ""
+    for key in content:
+        if key not in known:
+            names = [f"{prefix}{name}" for name in known]
+            close = nearest(f"{prefix}{key}", names) or names
+            raise ConfigError(f"unknown key {prefix}{key}{suggest(f'{prefix}{key}', close)}")
+    missing = [
+        name
+        for name, f in known.items()
+        if name not in content and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{', '.join(prefix + name for name in missing)} is missing")
+    return cls(**{k: typed(v, known[k].type, prefix + k) for k, v in content.items()})
+
+
+def typed(value: Any, kind: Any, where: str) -> Any:
+    """Return a YAML value as a field's type; raises ConfigError for another."""
+    if None in (allowed := get_args(kind) or (kind,)) or type(None) in allowed:
+        if value is None:
+            return None
+        (kind,) = (k for k in allowed if k is not type(None))
+    if kind in (Rule, Rates, Power):
+        return made(kind, value, where)
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}={value} has to be a list")
+        return [typed(item, get_args(kind)[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} has to be a mapping of names to lists of overrides")
+        return {str(k): typed(v, list[str], f"{where}.{k}") for k, v in value.items()}
+    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        value = number(value, where)
+    right = isinstance(value, (int, float) if kind is float else kind)
+    if not right or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{where}={value!r} has to be {TYPES[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{where}={value} has to be a finite number")
+    return kind(value)
+
+
+def number(text: str, where: str) -> float:
+    """Read a number; raises ConfigError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{where}={text!r} has to be a number") from None
+
+
+def check(study: Study) -> None:
+    """Raise ConfigError for values that no study can have."""
+    if len(study.arms) < 2:
+        raise ConfigError("arms: a study compares two or more")
+    for name, words in study.arms.items():
+        if not ARM.fullmatch(name):
+            raise ConfigError(f"arms: {name!r} must be letters, digits and _ . + -")
+        check_overrides(f"arms.{name}", words, study.lr is not None)
+    check_overrides("base", study.base, study.lr is not None)
+    named = [("baseline", study.baseline)]
+    for i, rule in enumerate(study.rules):
+        where = f"also[{i - 1}]" if i else "rule"
+        check_rule(where, rule)
+        named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
+    for where, arm in named:
+        if arm not in study.arms:
+            raise ConfigError(f"{where}={arm} is no arm{suggest(arm, list(study.arms))}")
+    check_seeds("seeds", study.seeds, least=2)
+    one_of("test", study.test, TESTS)
+    if study.power and (study.power.sd <= 0 or study.power.gap <= 0):
+        raise ConfigError("power: gap and sd have to be above 0")
+    if study.lr:
+        check_rates(study.lr, study.seeds)
+
+
+def check_rule(where: str, rule: Rule) -> None:
+    """Raise ConfigError for a rule that decides nothing."""
+    one_of(f"{where}.kind", rule.kind, KINDS)
+    if rule.arm == rule.against:
+        raise ConfigError(f"{where}: {rule.arm} cannot be compared with itself")
+    if not 0 < rule.alpha < 0.5:
+        raise ConfigError(f"{where}.alpha={rule.alpha:g} has to be between 0 and 0.5")
+    if rule.margin is not None and rule.margin <= 0:
+        raise ConfigError(f"{where}.margin={rule.margin:g} has to be above 0")
+    bounds = [name for name in ("below", "above") if getattr(rule, name) is not None]
+    if rule.kind == "difference" and len(bounds) != 1:
+        raise ConfigError(f"{where}: a difference is either below or above a bound: below: 0.0")
+    if rule.kind == "equivalence" and (bounds or rule.margin is None):
+        raise ConfigError(f"{where}: an equivalence has a margin and no bound: margin: 0.02")
+
+
+def check_rates(rates: Rates, deciding: list[int]) -> None:
+    """Raise ConfigError for rates that cannot be chosen from, or by seeds that decide."""
+    if len(rates.grid) < 2 or any(b <= a for a, b in zip(rates.grid, rates.grid[1:], strict=False)):
+        raise ConfigError(f"lr.grid={rates.grid} has to be two or more increasing rates")
+    if rates.grid[0] <= 0:
+        raise ConfigError(f"lr.grid={rates.grid} has to be above 0")
+    check_seeds("lr.seeds", rates.seeds, least=1)
+    if both := sorted({*rates.seeds} & {*deciding}):
+        raise ConfigError(
+            f"lr.seeds: {', '.join(map(str, both))} would choose the learning rate and decide; "
+            "take other seeds"
+        )
+    if rates.steps is not None and rates.steps < 1:
+        raise ConfigError(f"lr.steps={rates.steps} has to be at least 1")
+    if rates.extend < 0:
+        raise ConfigError(f"lr.extend={rates.extend} has to be at least 0")
+
+
+def check_seeds(where: str, seeds: list[int], least: int) -> None:
+    """Raise ConfigError for too few seeds, one that is there twice, or one that is none."""
+    if len(seeds) < least:
+        raise ConfigError(f"{where}: {len(seeds)} are too few; it takes {least}")
+    if len({*seeds}) < len(seeds):
+        raise ConfigError(f"{where}={seeds} has a seed twice")
+    if min(seeds) < 0:
+        raise ConfigError(f"{where}={seeds} has to be at least 0")
+
+
+def check_overrides(where: str, words: list[str], rates: bool) -> None:
+    """Raise ConfigError for an override of what the study sets itself."""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        key = key.lstrip("+~")
+        if not equals:
+            raise ConfigError(f"{where}: {word!r} is not of the form key=value")
+        if key in ("seed", "run") or key.startswith("run.") or (rates and key == "optim.lr"):
+            raise ConfigError(f"{where}: {word}: the study sets {key} itself")
+
+
+def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise ConfigError for a value that is none of these."""
+    if value not in known:
+        raise ConfigError(f"{where}={value} is not one of {', '.join(known)}")

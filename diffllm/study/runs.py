@@ -1,0 +1,115 @@
+"""The runs of a study: which there are to be, and which there are."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffllm.checkpoint import list_checkpoints, read_state
+from diffllm.config import TrainConfig, load_config
+from diffllm.config.saved import differences, load_run_config
+from diffllm.config.steps import LENGTHS
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.run.directory import summary_of
+from diffllm.study.file import Study
+
+DECIDING, RATES = "deciding", "rates"
+"""The stages of a study."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that a study is to have."""
+
+    stage: str
+    arm: str
+    seed: int
+    lr: float | None
+    """The learning rate that the study sets; None where the config's own holds."""
+    name: str
+    """Its directory below the study's."""
+    words: list[str]
+    """Its overrides, without the directory and the mark of the study."""
+
+
+def deciding_run(study: Study, arm: str, seed: int, lr: float | None) -> Planned:
+    """A run that decides."""
+    words = [*study.base, *study.arms[arm], f"seed={seed}", *([f"optim.lr={lr!r}"] if lr else [])]
+    return Planned(DECIDING, arm, seed, lr, f"{arm}-seed{seed}", words)
+
+
+def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
+    """A run that helps to choose the arm's learning rate."""
+    assert study.lr
+    words = [*study.base, *study.arms[arm]]
+    if study.lr.steps is not None:
+        words = [word for word in words if word.partition("=")[0] not in LENGTHS]
+        words.append(f"steps={study.lr.steps}")
+    words += [f"seed={seed}", f"optim.lr={lr!r}"]
+    return Planned(RATES, arm, seed, lr, f"rates/{arm}-lr{lr:g}-seed{seed}", words)
+
+
+def config_of(planned: Planned) -> TrainConfig:
+    """The config of a planned run; raises ConfigError that names its arm."""
+    try:
+        return load_config([*planned.words, "run.report=false"])
+    except ConfigError as error:
+        raise ConfigError(f"arm {planned.arm}: {error}") from error
+
+
+def mark(study: Study, planned: Planned) -> str:
+    """The words that a run of this study begins with, in `run.study`: the file's hash, the stage
+    and the arm."""
+    return f"{study.hash}/{planned.stage}/{planned.arm}"
+
+
+def mark_of(path: Path) -> str | None:
+    """The mark that the run at `path` began with; None where no run has begun.
+
+    Raises CheckpointError for what is not a run of this version.
+    """
+    if not (path / "config.yaml").is_file():
+        return None
+    return load_run_config(path).run.study or ""
+
+
+def words_of(study: Study, planned: Planned, out: Path) -> list[str]:
+    """The overrides that start a run, or continue it under the mark that it began with."""
+    path = out / planned.name
+    own = mark_of(path)
+    begun = mark(study, planned) if own is None else own
+    return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={begun}"]
+
+
+def is_ended(path: Path, cfg: TrainConfig) -> bool:
+    """Whether the run at `path` has made its steps, or has diverged and given up."""
+    return summary_of(path) is not None or gave_up(path, cfg)
+
+
+def gave_up(path: Path, cfg: TrainConfig) -> bool:
+    """Whether the run stopped itself, because too many updates in a row were skipped."""
+    saved = list_checkpoints(path / "checkpoints")
+    if summary_of(path) is not None or not saved:
+        return False
+    try:
+        spikes = read_state(saved[-1])["loop"]["spikes"]
+        skips = max(spikes["skipped_in_a_row"], spikes["longest_skip"])
+    except (CheckpointError, KeyError, TypeError):
+        return False
+    return bool(skips >= cfg.train.max_consecutive_skips)
+
+
+def heldout_loss(path: Path, cfg: TrainConfig) -> float | None:
+    """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
+    it has not ended."""
+    if (summary := summary_of(path)) is None:
+        return math.inf if gave_up(path, cfg) else None
+    loss = summary.get("heldout_loss")
+    return float(loss) if loss is not None and math.isfinite(loss) else math.inf
+
+
+def strayed(path: Path, cfg: TrainConfig) -> str:
+    """How the run at `path` is not the one that the study names; nothing if it is."""
+    changes = {key: v for key, v in differences(path, cfg).items() if key != "run.study"}
+    if changes:
+        return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
+    return "it was changed on its way" if (path / "changes.jsonl").exists() else ""
