@@ -31,10 +31,7 @@ def holm_sentence(rows: list[Row], most: int = NAMED) -> str:
     if len(tested) == 1:
         (row,) = tested
         what = "shown" if survives(row) else "not shown"
-        p = row.p_holm
-        return (
-            f"The one gap with a test has p {p_text(p)}: {what} at {ALPHA:g}, nothing to correct."
-        )
+        return f"One gap, p {p_text(row.p_holm)}: {what} at {ALPHA:g}."
     kept = [row.label for row in tested if survives(row)]
     names = f": {listed(kept, most)}" if kept else ""
     survive = "survives" if len(kept) == 1 else "survive"

@@ -11,6 +11,7 @@ import yaml
 
 from diffllm.config.overrides import nearest, suggest
 from diffllm.errors import ConfigError
+from diffllm.study.metric import check_metric
 
 T = TypeVar("T")
 
@@ -196,6 +197,7 @@ def check(study: Study) -> None:
         if arm not in study.arms:
             raise ConfigError(f"{where}={arm} is no arm{suggest(arm, list(study.arms))}")
     check_seeds("seeds", study.seeds, least=2)
+    check_metric(study.metric)
     one_of("test", study.test, TESTS)
     if study.power and (study.power.sd <= 0 or study.power.gap <= 0):
         raise ConfigError("power: gap and sd have to be above 0")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from diffllm.checkpoint import list_checkpoints, read_state
@@ -42,18 +43,28 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
     words = [*study.base, *study.arms[arm]]
     if study.lr.steps is not None:
-        words = [word for word in words if word.partition("=")[0] not in LENGTHS]
-        words.append(f"steps={study.lr.steps}")
+        words = [*without_length(words), f"steps={study.lr.steps}"]
     words += [f"seed={seed}", f"optim.lr={lr!r}"]
     return Planned(RATES, arm, seed, lr, f"rates/{arm}-lr{lr:g}-seed{seed}", words)
+
+
+def without_length(words: list[str]) -> list[str]:
+    """Overrides without those that say how long a run is."""
+    return [word for word in words if word.partition("=")[0] not in LENGTHS]
 
 
 def config_of(planned: Planned) -> TrainConfig:
     """The config of a planned run; raises ConfigError that names its arm."""
     try:
-        return load_config([*planned.words, "run.report=false"])
+        return config((*planned.words, "run.report=false"))
     except ConfigError as error:
         raise ConfigError(f"arm {planned.arm}: {error}") from error
+
+
+@cache
+def config(words: tuple[str, ...]) -> TrainConfig:
+    """Load a config that is asked for at every stage, and that nobody changes."""
+    return load_config([*words])
 
 
 def mark(study: Study, planned: Planned) -> str:

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "continue a prompt with a trained run",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
     "power": "seeds, tokens and hours that a gap takes, from a pilot's runs",
+    "study": "a claim, its runs, and the rule that decides it: run, verdict",
     "attention-map": "what the heads of a trained run attend to, as a figure",
     "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
@@ -26,7 +27,7 @@ COMMANDS = {
 
 READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "dashboard")
 """Commands with the argument plugins=[...]."""
-COMPOSE = ("prepare", "count", "plan", "report", "power")
+COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""
 
 

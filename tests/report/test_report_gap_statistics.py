@@ -101,9 +101,7 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
     notes = [line.note for line in gap_lines(found.rows)]
     assert notes == ["seeds do not vary: p counts as 1", "no test from one seed"]
-    assert holm_sentence(found.rows) == (
-        "The one gap with a test has p 1.00: not shown at 0.05, nothing to correct."
-    )
+    assert holm_sentence(found.rows) == "One gap, p 1.00: not shown at 0.05."
     page(found)
 
 

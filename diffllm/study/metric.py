@@ -1,0 +1,40 @@
+"""The number of a run that a study decides by."""
+
+import math
+
+from diffllm.errors import ConfigError
+from diffllm.metrics.table import METRICS, metric_of
+from diffllm.report.numbers import finite
+from diffllm.report.rows import of_run
+from diffllm.report.runs import Run
+
+OF_THE_SUMMARY = ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens_per_s", "seconds")
+"""Numbers of summary.json that are no logged metrics."""
+
+
+def check_metric(name: str) -> None:
+    """Raise ConfigError for a name that no run has a number for."""
+    if name in OF_THE_SUMMARY:
+        return
+    try:
+        metric_of(name)
+    except KeyError:
+        known = [*OF_THE_SUMMARY, *(metric.quantity for metric in METRICS if metric.column)]
+        raise ConfigError(f"metric={name} is none of {', '.join(known)}") from None
+
+
+def number_of(run: Run, name: str) -> float | None:
+    """The number that a finished run ended with: of its summary, or as report.csv has it, else the
+    last that was logged. None where it is not finite; raises ConfigError where it was not logged.
+    """
+    if (said := (run.summary or {}).get(name)) is not None:
+        return finite(said)
+    metric = None if name in OF_THE_SUMMARY else metric_of(name)
+    if metric and metric.column:
+        value = of_run(run, metric)
+    else:
+        values = run.series(name).values
+        value = float(values[-1]) if len(values) else None
+    if value is None:
+        raise ConfigError(f"{run.path} has no {name}")
+    return value if math.isfinite(value) else None

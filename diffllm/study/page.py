@@ -1,0 +1,203 @@
+"""The verdict on a study as a page, as Markdown and as lines for a terminal."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+from diffllm.files import replace_file
+from diffllm.report import bands
+from diffllm.report.drawing import draw_curves
+from diffllm.report.intervals import draw_gaps
+from diffllm.report.numbers import MISSING, compact, short
+from diffllm.report.rows import Row
+from diffllm.report.style import RC, RowStyle, row_styles, scales, to_svg
+from diffllm.report.text import ascii_minus, counted
+from diffllm.statistics.power import paired_power, welch_power
+from diffllm.study.file import Study
+from diffllm.study.verdict import EXPLORATORY, Arm, Tested, Verdict
+
+HEADS = ("arm", "metric", "95% interval", "seeds", "diverged", "learning rate")
+
+
+def write_verdict(found: Verdict, out: Path) -> list[Path]:
+    """Write verdict.html and verdict.md into a study's directory; return their paths."""
+    texts = {"verdict.html": page(found), "verdict.md": markdown(found)}
+    for name, text in texts.items():
+        replace_file(out / name, text.encode())
+    return [out / name for name in texts]
+
+
+def headline(found: Verdict) -> str:
+    """The verdict in a word, or with what it would have been."""
+    if found.verdict == EXPLORATORY:
+        return f"{found.verdict}, it would be: {found.would_be}"
+    return found.verdict
+
+
+def verdict_text(found: Verdict) -> str:
+    """The verdict for a terminal."""
+    lines = [f"{headline(found).upper()}: {found.study.claim}"]
+    lines += [f"  {reason}" for reason in found.reasons]
+    lines += ["", *(f"rule  {rule_line(each)}" for each in found.tested), ""]
+    cells = [HEADS, *(arm_cells(arm) for arm in found.arms)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(padded).rstrip())
+    return ascii_minus("\n".join(lines))
+
+
+def rule_line(tested: Tested) -> str:
+    """A rule, what came of it, and its numbers."""
+    words = [f"{tested.rule.words('the metric')}: {tested.verdict}; {tested.reason}"]
+    if tested.p is not None and tested.p_adjusted is not None:
+        words.append(f"p {tested.p:.2g}, {tested.p_adjusted:.2g} after Holm")
+    if tested.outcome.correlation is not None:
+        words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
+    return ", ".join(words)
+
+
+def arm_cells(arm: Arm) -> tuple[str, ...]:
+    """A line of the table of arms."""
+    mean, lost = arm.mean, sum(value is None for value in arm.values.values())
+    interval = MISSING
+    if mean and mean.low is not None and mean.high is not None:
+        interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
+    return (
+        arm.name,
+        short(mean.mean, 5) if mean else MISSING,
+        interval,
+        f"{len(arm.finite)}",
+        f"{lost} of {len(arm.values)}",
+        f"{arm.lr:g}" if arm.lr else "its own",
+    )
+
+
+def power_words(study: Study) -> str:
+    """What the study could show, as it was reckoned before it ran."""
+    if study.power is None:
+        return "The study says nothing of its power."
+    gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
+    alpha = study.rule.alpha / len(study.rules)
+    if study.test == "paired":
+        chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
+    else:
+        chance = welch_power(gap, sd, seeds, alpha, sides=1)
+    source = f" ({study.power.source})" if study.power.source else ""
+    return (
+        f"With {counted(seeds, 'seed')} an arm and a standard deviation of {short(sd)} between "
+        f"seeds{source}, a true gap of {short(gap)} is found with probability {chance:.2f}, if "
+        "seeds do not correlate."
+    )
+
+
+def rows_of(found: Verdict) -> list[Row]:
+    """The arms as rows of a report, the baseline first."""
+    study = found.study
+    arms = sorted(found.arms, key=lambda arm: arm.name != study.baseline)
+    rows = [
+        Row(arm.name, {"attention": next(iter(arm.runs.values())).variant}, list(arm.runs.values()))
+        for arm in arms
+        if arm.runs
+    ]
+    if rows and rows[0].label == study.baseline:
+        for row in rows[1:]:
+            row.baseline = rows[0]
+    return rows
+
+
+def figures(found: Verdict) -> list[tuple[str, str, str, str]]:
+    """Name, title, SVG and caption of the gaps at the end, and over training."""
+    rows = rows_of(found)
+    styles = row_styles(rows)
+    drawn = []
+    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
+        gaps = [
+            (each.gap.estimate, style_of(each.rule.arm, each.rule.against, styles))
+            for each in found.tested
+            if each.gap is not None
+        ]
+        if gaps:
+            figure = draw_gaps(
+                [g for g, _ in gaps], [s for _, s in gaps], across=found.study.metric
+            )
+            caption = "Arm minus arm, with 95% intervals."
+            drawn.append(("f1", "Gaps of the rules", to_svg(figure, "f1", styles), caption))
+        curves = [bands.gap_band(row) for row in rows]
+        shown = [curve for curve in curves if curve is not None and len(curve.drawn)]
+        if shown:
+            floor = bands.noise_floor(rows)
+            figure = draw_curves(curves, styles, "nats a token", curves, zero=True, floor=floor)
+            data = scales(figure.axes[0], "tokens")
+            caption = (
+                "Held-out loss during training, minus that of the run with the same seed: mean and "
+                f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
+            )
+            title = f"Gap to {found.study.baseline} over training"
+            drawn.append(("f2", title, to_svg(figure, "f2", styles, **data), caption))
+    return drawn
+
+
+def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
+    """The arm's style, under a label that names both."""
+    own = next(style for style in styles if style.label == arm)
+    return replace(own, label=f"{arm} − {against}")
+
+
+def page(found: Verdict) -> str:
+    """The page; equal verdicts give equal bytes."""
+    places = [PackageLoader(f"diffllm.{room}", ".") for room in ("study", "report")]
+    environment = Environment(
+        loader=ChoiceLoader(places), trim_blocks=True,
+        lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template("verdict.html.jinja").render(
+        found=found,
+        study=found.study,
+        headline=headline(found),
+        figures=figures(found),
+        styles=row_styles(rows_of(found)),
+        heads=HEADS,
+        arms=[arm_cells(arm) for arm in found.arms],
+        rules=[rule_line(each) for each in found.tested],
+        power=power_words(found.study),
+        scale=scale_words(found),
+    )
+
+
+def scale_words(found: Verdict) -> str:
+    """How large the runs were."""
+    runs = [run for arm in found.arms for run in arm.runs.values()]
+    tokens = max(int(run.metrics.tokens[-1]) for run in runs if len(run.metrics.tokens))
+    sizes = sorted({run.facts["parameters"] for run in runs if run.facts.get("parameters")})
+    known = " to ".join(dict.fromkeys(compact(size) for size in (sizes[:1] + sizes[-1:])))
+    return f"{len(runs)} runs of {compact(tokens)} tokens{f', {known} parameters' if known else ''}"
+
+
+def markdown(found: Verdict) -> str:
+    """The verdict for a repository."""
+    study = found.study
+    rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
+    return "\n".join(
+        [
+            f"# {headline(found)}",
+            "",
+            f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
+            "",
+            *(f"- {reason}" for reason in found.reasons),
+            "",
+            f"{scale_words(found)}. {power_words(study)}",
+            "",
+            *(f"- Rule: {rule_line(each)}" for each in found.tested),
+            "",
+            f"| {' | '.join(HEADS)} |",
+            "|---" * len(HEADS) + "|",
+            rows,
+            "",
+            f"Metric: {study.metric}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
+            f"`{study.hash}`.",
+            "",
+        ]
+    )

@@ -1,0 +1,287 @@
+"""The verdict on a study's claim, from its runs and by its rule."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffllm.errors import ConfigError
+from diffllm.report.runs import Run, load_run
+from diffllm.statistics.equivalence import equivalence
+from diffllm.statistics.families import holm
+from diffllm.statistics.gaps import Gap
+from diffllm.statistics.intervals import Estimate, estimate
+from diffllm.statistics.outcomes import Outcome, diverged_more, outcome
+from diffllm.study.file import Rule, Study
+from diffllm.study.metric import number_of
+from diffllm.study.rates import Choice, choose
+from diffllm.study.runs import (
+    Planned,
+    config_of,
+    deciding_run,
+    is_ended,
+    mark_of,
+    strayed,
+)
+
+SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
+UNDERPOWERED, NOT_COMPARABLE, EXPLORATORY = "underpowered", "not comparable", "exploratory"
+ALIKE = ("corpus", "tokenizer", "compute_dtype")
+"""Facts of run.json that runs of one study have in common."""
+
+
+@dataclass
+class Arm:
+    """An arm of a study, as far as it has been run."""
+
+    name: str
+    lr: float | None
+    runs: dict[int, Run] = field(default_factory=dict)
+    """Runs that have ended, by seed."""
+    values: dict[int, float | None] = field(default_factory=dict)
+    """Their metric by seed; None where a run diverged."""
+    missing: list[str] = field(default_factory=list)
+    """Names of runs that have not ended."""
+
+    @property
+    def finite(self) -> list[float]:
+        """The metric of the runs that did not diverge."""
+        return [value for value in self.values.values() if value is not None]
+
+    @property
+    def mean(self) -> Estimate | None:
+        """Its mean over seeds; None where no run has a number."""
+        return estimate(self.finite) if self.finite else None
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A rule and what came of it."""
+
+    rule: Rule
+    outcome: Outcome
+    gap: Gap | None
+    """By the test that the study names."""
+    p: float | None
+    """One-sided p of the rule; None where there is no test."""
+    p_adjusted: float | None
+    """After Holm's correction over the rules of the study."""
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim."""
+
+    study: Study
+    verdict: str
+    would_be: str
+    """What it would have been, had nothing made it exploratory; otherwise the verdict."""
+    reasons: list[str]
+    tested: list[Tested]
+    """The rule that decides, then the others."""
+    arms: list[Arm]
+    choices: list[Choice]
+    """How learning rates were chosen; empty where the study does not choose them."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything as JSON values, `verdict` among them."""
+        return {
+            "verdict": self.verdict,
+            "would_be": self.would_be,
+            "reasons": self.reasons,
+            "claim": self.study.claim,
+            "source": self.study.source,
+            "metric": self.study.metric,
+            "study": str(self.study.path),
+            "hash": self.study.hash,
+            "rules": [tested_numbers(each) for each in self.tested],
+            "arms": {arm.name: arm_numbers(arm) for arm in self.arms},
+            "learning_rates": {
+                choice.arm: {
+                    "lr": choice.lr,
+                    "losses": {f"{lr:g}": finite(loss) for lr, loss in choice.losses.items()},
+                }
+                for choice in self.choices
+            },
+        }
+
+
+def judge(study: Study, out: Path) -> Verdict:
+    """Judge a study by the runs in `out`; raises ConfigError where none has ended."""
+    choices = [choose(study, arm, out) for arm in study.arms] if study.lr else []
+    rates = {choice.arm: choice.lr for choice in choices}
+    arms, planned = [], []
+    for name in study.arms:
+        runs = [deciding_run(study, name, seed, rates.get(name)) for seed in study.seeds]
+        arms.append(read_arm(study, name, rates.get(name), runs, out))
+        planned += runs
+    if not any(arm.runs for arm in arms):
+        raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
+    by_name = {arm.name: arm for arm in arms}
+    tested = test(study, by_name)
+    verdict, reasons = tested[0].verdict, [tested[0].reason]
+    if problems := not_comparable(arms, choices, planned, out):
+        verdict, reasons = NOT_COMPARABLE, problems
+    would_be = verdict
+    if problems := exploratory(study, arms, choices, out):
+        verdict, reasons = EXPLORATORY, [*problems, *reasons]
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices)
+
+
+def read_arm(study: Study, name: str, lr: float | None, runs: list[Planned], out: Path) -> Arm:
+    """Read the runs of an arm that have ended."""
+    arm = Arm(name, lr)
+    for planned in runs:
+        path, cfg = out / planned.name, config_of(planned)
+        if not is_ended(path, cfg):
+            arm.missing.append(planned.name)
+            continue
+        run = arm.runs[planned.seed] = load_run(path)
+        arm.values[planned.seed] = None if run.final_loss is None else number_of(run, study.metric)
+    return arm
+
+
+def test(study: Study, arms: dict[str, Arm]) -> list[Tested]:
+    """Test every rule of a study, and adjust their p for their number."""
+    outcomes = [outcome(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules]
+    gaps = [each.paired if study.test == "paired" else each.welch for each in outcomes]
+    ps = [p_of(*each) for each in zip(study.rules, outcomes, gaps, strict=True)]
+    adjusted = iter(holm([p for p in ps if p is not None]))
+    tested = []
+    for rule, each, gap, p in zip(study.rules, outcomes, gaps, ps, strict=True):
+        p_adjusted = None if p is None else next(adjusted)
+        verdict, reason = decide(rule, each, gap, p_adjusted)
+        tested.append(Tested(rule, each, gap, p, p_adjusted, verdict, reason))
+    return tested
+
+
+def p_of(rule: Rule, outcome: Outcome, gap: Gap | None) -> float | None:
+    """The one-sided p of a rule; 1 for what favours an arm that diverged more often."""
+    if gap is None:
+        return None
+    if rule.margin is not None and rule.kind == "equivalence":
+        found = equivalence(gap, rule.margin, rule.alpha)
+        diverged = outcome.own.diverged or outcome.base.diverged
+        return None if found is None else 1.0 if diverged else found.p
+    p = gap.p_below(rule.below) if rule.below is not None else gap.p_above(rule.above or 0.0)
+    return 1.0 if p is not None and outcome.favours_diverging else p
+
+
+def decide(
+    rule: Rule, outcome: Outcome, gap: Gap | None, p_adjusted: float | None
+) -> tuple[str, str]:
+    """Return the verdict by one rule and a sentence that says why."""
+    diverged = outcome.own.diverged + outcome.base.diverged
+    shares = (
+        f"{outcome.own.diverged} of {outcome.own.runs} runs of {rule.arm} and "
+        f"{outcome.base.diverged} of {outcome.base.runs} of {rule.against} diverged"
+    )
+    wants_lower = rule.above is None and rule.kind == "difference"
+    worse = diverged and wants_lower and diverged_more(outcome.own, outcome.base)
+    if worse and outcome.p_diverged < rule.alpha:
+        return REFUTED, f"{shares} (Fisher's p {outcome.p_diverged:.2g})"
+    interval = gap.interval(1 - rule.alpha) if gap else None
+    if gap is None or interval is None:
+        return UNDERPOWERED, "fewer than two seeds have a number in both arms"
+    low, high = interval
+    said = f"{gap.mean:+.4g} ({low:+.4g} to {high:+.4g})"
+    if rule.kind == "difference" and p_adjusted is not None and p_adjusted < rule.alpha:
+        return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
+    close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
+    if close and close.inside and not diverged:
+        by_test = gap.zero_variance or rule.kind == "difference" or (p_adjusted or 0) < rule.alpha
+        if by_test:
+            return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
+    if gap.zero_variance:
+        return UNDERPOWERED, f"{gap.mean:+.4g} in every seed: without variance nothing is shown"
+    if wrong_side(rule, low, high):
+        return REFUTED, f"{said}: the interval lies wholly on the other side"
+    return UNDERPOWERED, f"{said}{f'; {shares}' if diverged else ''}: neither shown nor refuted"
+
+
+def wrong_side(rule: Rule, low: float, high: float) -> bool:
+    """Whether an interval lies wholly where the rule says that the gap is not."""
+    if rule.kind == "equivalence":
+        assert rule.margin is not None
+        return low > rule.margin or high < -rule.margin
+    return low > rule.below if rule.below is not None else high < (rule.above or 0.0)
+
+
+def not_comparable(
+    arms: list[Arm], choices: list[Choice], planned: list[Planned], out: Path
+) -> list[str]:
+    """Why the runs cannot be compared; nothing if they can."""
+    problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
+    for run in planned:
+        problem = strayed(out / run.name, config_of(run))
+        problems += [f"{run.name} is not the run of the study: {problem}"] if problem else []
+    runs = [run for arm in arms for run in arm.runs.values()]
+    for fact in ALIKE:
+        known = sorted({str(run.facts.get(fact)) for run in runs})
+        if len(known) > 1:
+            problems.append(f"runs differ in {fact}: {', '.join(text[:12] for text in known)}")
+    return problems
+
+
+def exploratory(study: Study, arms: list[Arm], choices: list[Choice], out: Path) -> list[str]:
+    """Why the study is not what was written down before it ran; nothing if it is."""
+    deciding = [run.path for arm in arms for run in arm.runs.values()]
+    tried = [path for path in sorted((out / "rates").glob("*")) if path.is_dir()] if choices else []
+    marks = {path: mark_of(path) for path in (*deciding, *tried)}
+    edited = [p for p, mark in marks.items() if (mark or "").partition("/")[0] != study.hash]
+    problems = []
+    if edited:
+        problems.append(
+            f"{len(edited)} of {len(marks)} runs began under another version of "
+            f"{study.path.name}, or outside of a study"
+        )
+    waiting = [name for arm in arms for name in arm.missing]
+    waiting += [run.name for choice in choices for run in choice.wanted]
+    if waiting:
+        problems.append(f"{len(waiting)} runs have not ended: {', '.join(waiting[:3])}")
+    return problems
+
+
+def finite(value: float | None) -> float | None:
+    """The value where JSON can hold it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def tested_numbers(tested: Tested) -> dict[str, Any]:
+    """A rule and its numbers as JSON values."""
+    gap, other = tested.gap, tested.outcome
+    interval = gap.interval(1 - tested.rule.alpha) if gap else None
+    return {
+        **vars(tested.rule),
+        "verdict": tested.verdict,
+        "reason": tested.reason,
+        "gap": gap and gap.mean,
+        "gap_low": interval and interval[0],
+        "gap_high": interval and interval[1],
+        "seeds": gap and gap.seeds,
+        "p": tested.p,
+        "p_adjusted": tested.p_adjusted,
+        "seed_correlation": other.correlation,
+        "gap_welch_low": other.welch and other.welch.low,
+        "gap_welch_high": other.welch and other.welch.high,
+        "diverged": {
+            tested.rule.arm: other.own.diverged,
+            tested.rule.against: other.base.diverged,
+        },
+    }
+
+
+def arm_numbers(arm: Arm) -> dict[str, Any]:
+    """An arm's numbers as JSON values."""
+    mean = arm.mean
+    return {
+        "lr": arm.lr,
+        "mean": mean and mean.mean,
+        "low": mean and mean.low,
+        "high": mean and mean.high,
+        "values": {str(seed): value for seed, value in arm.values.items()},
+        "diverged": sum(value is None for value in arm.values.values()),
+        "missing": arm.missing,
+    }
