@@ -92,7 +92,11 @@ def probed(planned: Planned) -> float | None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "probe"
         words = [*without_length(planned.words), f"steps={PROBE_STEPS}", "log_interval=1"]
-        words += [f"run.dir={path}", "run.report=false", "wandb.mode=disabled", ]
+        words += [
+            f"run.dir={path}",
+            "run.report=false",
+            "wandb.mode=disabled",
+        ]
         command = [sys.executable, "-P", "-m", "diffllm", "train", *words]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=PROBE_S)
