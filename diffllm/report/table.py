@@ -13,7 +13,7 @@ from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.report.budgets import BUDGETS
 from diffllm.report.comparison import Comparison
-from diffllm.report.gap_statistics import family, survives
+from diffllm.report.gap_statistics import diverged, family, survives
 from diffllm.report.numbers import (
     MISSING,
     clock,
@@ -250,11 +250,6 @@ def loss_cell(row: Row) -> Cell:
     if row.loss is None or finite(row.loss.mean) is None:
         return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
     return Cell(fixed(row.loss.mean), row.loss.mean, in_words(row.loss), tag)
-
-
-def diverged(row: Row, of: str = "") -> str:
-    """ "1 of 3 seeds diverged"; nothing if none did."""
-    return f"{row.diverged} of {len(row.finished)} seeds{of} diverged" if row.diverged else ""
 
 
 def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:

@@ -5,7 +5,7 @@ from textwrap import wrap
 
 from diffllm.report.comparison import Comparison
 from diffllm.report.find import listed
-from diffllm.report.gap_statistics import NAMED, holm_sentence
+from diffllm.report.gap_statistics import NAMED, diverged, holm_sentence
 from diffllm.report.groups import in_short, keys_apart
 from diffllm.report.numbers import MISSING, compact, finite, fixed
 from diffllm.report.rows import Row
@@ -53,7 +53,8 @@ def gap_sentence(row: Row) -> str:
         return ""
     said = f"{row.label} {with_interval(row.gap, signed=True)} against {row.baseline.label}"
     size = size_against(row, row.baseline)
-    return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), size]))
+    lost = [diverged(row), diverged(row.baseline, f" of {row.baseline.label}")]
+    return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), *lost, size]))
 
 
 def finding(row: Row, bases: list[Row]) -> str:
@@ -65,7 +66,8 @@ def finding(row: Row, bases: list[Row]) -> str:
     if row.gap is not None:
         return gap_sentence(row)
     if row.loss is None or finite(row.loss.mean) is None:
-        state = "not finished" if not row.finished else "no held-out loss that is finite"
+        lost = diverged(row) or "no held-out loss that is finite"
+        state = lost if row.finished else "not finished"
         return f"{row.label}: {state}"
     parts = [f"{row.label} held-out loss {with_interval(row.loss)}"]
     if any(row is base for base in bases):
@@ -75,7 +77,7 @@ def finding(row: Row, bases: list[Row]) -> str:
         apart = fixed(abs(entropy - row.loss.mean), 2)
         parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
     many = [counted(row.loss.seeds, "seed")] if bases or len(row.runs) > 1 else []
-    return ", ".join([*parts, *many])
+    return ", ".join(filter(None, [*parts, *many, diverged(row)]))
 
 
 def unigram_entropy(row: Row) -> float | None:
