@@ -114,15 +114,14 @@ def figures(found: Verdict) -> list[tuple[str, str, str, str]]:
     styles = row_styles(rows)
     drawn = []
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        gaps = [
-            (each.gap.estimate, style_of(each.rule.arm, each.rule.against, styles))
+        gaps = {
+            (each.rule.arm, each.rule.against): each.gap.estimate
             for each in found.tested
             if each.gap is not None
-        ]
+        }
         if gaps:
-            figure = draw_gaps(
-                [g for g, _ in gaps], [s for _, s in gaps], across=found.study.metric
-            )
+            named = [style_of(*pair, styles) for pair in gaps]
+            figure = draw_gaps([*gaps.values()], named, across=found.study.metric)
             caption = "Arm minus arm, with 95% intervals."
             drawn.append(("f1", "Gaps of the rules", to_svg(figure, "f1", styles), caption))
         curves = [bands.gap_band(row) for row in rows]

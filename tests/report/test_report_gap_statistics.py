@@ -46,6 +46,12 @@ def four():
     return compared(LOSSES)
 
 
+@pytest.fixture(scope="module")
+def shown(four):
+    """The text of its page."""
+    return " ".join(Reader(page(four)).text.split())
+
+
 def test_every_gap_has_its_tests_in_the_table(four):
     lines = list(csv.DictReader(io.StringIO(csv_text(four))))
     base = LOSSES["standard"]
@@ -64,10 +70,8 @@ def test_every_gap_has_its_tests_in_the_table(four):
     assert {lines[0][name] for name in ("gap_p", "gap_p_holm", "seed_correlation")} == {""}
 
 
-def test_the_first_screen_says_which_gaps_survive(four):
+def test_the_first_screen_says_which_gaps_survive(four, shown):
     assert holm_sentence(four.rows) == "1 of 3 gaps survives Holm's correction at 0.05: gated."
-    text = page(four)
-    shown = " ".join(Reader(text).text.split())
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
     assert holm_sentence(four.rows) in table_text(four).splitlines()
     (tags,) = (
@@ -86,14 +90,13 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     assert hollow == {"row-1": False, "row-2": True, "row-3": True}
 
 
-def test_the_folded_table_says_what_the_tests_are_of(four):
+def test_the_folded_table_says_what_the_tests_are_of(four, shown):
     gated = gap_lines(four.rows)[0]
     assert (gated.row, gated.base, gated.seeds) == (1, "standard", "4")
     assert (gated.diverged, gated.diverged_p, gated.note) == ("no run", "", "")
-    text = " ".join(Reader(page(four)).text.split())
-    assert "Statistics of the gaps" in text
-    assert "over all gaps of this page that have a test: 3." in text
-    assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in text
+    assert "Statistics of the gaps" in shown
+    assert "over all gaps of this page that have a test: 3." in shown
+    assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in shown
 
 
 def test_a_gap_without_variance_or_from_one_seed_is_never_shown():

@@ -1,0 +1,155 @@
+"""Study files: what they say, and the one line that a bad one ends in."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from diffllm.errors import ConfigError
+from diffllm.study.file import load_study
+from diffllm.tools import main
+
+GOOD = """\
+claim: V2's advantage is more than damping
+source: DIFF V2 writeup
+base: [model=tiny, steps=20, seq_len=32]
+arms:
+  standard: [attention=standard]
+  half: [attention=standard, model.attention.context_scale=0.5]
+  v2: [attention=diff_v2]
+baseline: standard
+seeds: [0, 1, 2]
+lr: {grid: [1e-3, 2e-3, 4e-3], seeds: [100, 101], steps: 10}
+metric: heldout_loss
+rule: {kind: difference, arm: v2, against: half, below: 0.0, alpha: 0.05}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "study.yaml"
+    path.write_text(dedent(text))
+    return path
+
+
+def test_a_study_is_read_with_its_numbers(tmp_path):
+    study = load_study(written(tmp_path, GOOD))
+    assert study.lr.grid == [1e-3, 2e-3, 4e-3]  # text in YAML 1.1
+    assert study.rule.words(study.metric) == (
+        "heldout_loss of v2 minus that of half is below 0 (one-sided, alpha 0.05)"
+    )
+    assert len(study.hash) == 64
+    assert load_study(written(tmp_path, GOOD + "\n# later\n")).hash != study.hash
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("claim:", "clam:", "unknown key clam; did you mean claim?"),
+        ("claim: V2's advantage is more than damping\n", "", "claim is missing"),
+        ("kind: difference", "kind: better", "rule.kind=better is not one of difference, equiv"),
+        (
+            "kind: difference",
+            "kinds: difference",
+            "unknown key rule.kinds; did you mean rule.kind?",
+        ),
+        ("arm: v2", "arm: v3", "rule.arm=v3 is no arm; known: half, standard, v2"),
+        ("against: half", "against: v2", "rule: v2 cannot be compared with itself"),
+        ("below: 0.0, ", "", "a difference is either below or above a bound: below: 0.0"),
+        ("below: 0.0", "below: 0.0, above: 0.1", "a difference is either below or above"),
+        ("below: 0.0", "below: soon", "rule.below='soon' has to be a number"),
+        ("alpha: 0.05", "alpha: 0.7", "rule.alpha=0.7 has to be between 0 and 0.5"),
+        ("alpha: 0.05", "margin: -1", "rule.margin=-1 has to be above 0"),
+        (
+            "difference, arm: v2, against: half, below: 0.0",
+            "equivalence, arm: v2, against: half",
+            "an equivalence has a margin and no bound: margin: 0.02",
+        ),
+        ("baseline: standard", "baseline: none", "baseline=none is no arm; known: half, standard"),
+        ("seeds: [0, 1, 2]", "seeds: [0]", "seeds: 1 are too few; it takes 2"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 0]", "seeds=[0, 0] has a seed twice"),
+        ("seeds: [0, 1, 2]", "seeds: [0, -1]", "has to be at least 0"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 1.5]", "seeds[1]=1.5 has to be a whole number"),
+        ("seeds: [0, 1, 2]", "seeds: [0, true]", "seeds[1]=True has to be a whole number"),
+        ("seeds: [100, 101]", "seeds: [1, 101]", "lr.seeds: 1 would choose the learning rate and"),
+        ("grid: [1e-3, 2e-3, 4e-3]", "grid: [1e-3]", "has to be two or more increasing rates"),
+        ("grid: [1e-3, 2e-3, 4e-3]", "grid: [2e-3, 1e-3]", "two or more increasing rates"),
+        ("grid: [1e-3, 2e-3, 4e-3]", "grid: [0, 1e-3]", "has to be above 0"),
+        ("steps: 10", "steps: 0", "lr.steps=0 has to be at least 1"),
+        ("metric: heldout_loss", "metric: loss", "metric=loss is none of heldout_loss"),
+        ("metric: heldout_loss", "test: sign", "test=sign is not one of paired, welch"),
+        ("metric: heldout_loss", "power: {gap: 0.02}", "power.sd is missing"),
+        ("metric: heldout_loss", "power: {gap: 0, sd: 1}", "power: gap and sd have to be above 0"),
+        (
+            "v2: [attention=diff_v2]",
+            "v2: attention=diff_v2",
+            "arms.v2=attention=diff_v2 has to be a",
+        ),
+        ("v2: [attention=diff_v2]", "v2: [seed=1]", "arms.v2: seed=1: the study sets seed itself"),
+        (
+            "v2: [attention=diff_v2]",
+            "v2: [optim.lr=1]",
+            "optim.lr=1: the study sets optim.lr itself",
+        ),
+        ("v2: [attention=diff_v2]", "v2: [run.name=a]", "the study sets run.name itself"),
+        ("v2: [attention=diff_v2]", "v2: [attention]", "'attention' is not of the form key=value"),
+        ("  v2:", "  ../v2:", "arms: '../v2' must be letters, digits and _ . + -"),
+        ("arms:\n", "arms: 3\nbrms:\n", "unknown key brms"),
+        ("claim: V2's", "claim: [V2's", "is not YAML: "),
+    ],
+)
+def test_a_bad_study_ends_in_one_line(tmp_path, capsys, old, new, said):
+    assert old in GOOD
+    path = written(tmp_path, GOOD.replace(old, new, 1))
+    out = tmp_path / "out"
+    for command in (["run", "--dry-run", "probe=false"], ["run"], ["verdict"]):
+        assert main(["study", command[0], str(path), f"out={out}", *command[1:]]) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert printed.err.startswith("error: ")
+        assert printed.err.count("\n") == 1
+        assert printed.out == ""
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "claim", "\x00"])
+def test_what_is_no_mapping_is_refused(tmp_path, text):
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"study\.yaml(:| is not YAML)"):
+        load_study(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "choose from run, verdict"),
+        (["ran"], "study ran: choose from run, verdict"),
+        (["run"], "no study file"),
+        (["run", "{path}"], "out=DIR is missing"),
+        (["run", "{path}", "out="], "out=DIR is missing"),
+        (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
+        (["run", "{path}", "out=o", "--dry"], "unknown argument '--dry'"),
+        (["verdict", "{path}", "out=o", "probe=false"], "unknown argument 'probe=false'"),
+        (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
+        (["verdict", "{path}", "out=o"], "has no run of"),
+        (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x does not exist"),
+    ],
+)
+def test_a_wrong_command_ends_in_one_line(tmp_path, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, GOOD)
+    assert main(["study", *(word.format(path=path) for word in words)]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_an_arm_that_cannot_run_is_named(tmp_path, capsys):
+    path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
+    assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
+    assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err
+
+
+def test_help_says_how(capsys):
+    assert main(["study", "--help"]) == 0
+    assert "shown, refuted, equivalent, underpowered" in capsys.readouterr().out

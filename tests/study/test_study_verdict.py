@@ -1,0 +1,243 @@
+"""Verdicts on runs whose losses are known."""
+
+import json
+import math
+
+import pytest
+
+from diffllm.errors import ConfigError
+from diffllm.study.command import next_runs
+from diffllm.study.file import load_study
+from diffllm.study.page import markdown, page, verdict_text
+from diffllm.study.rates import choose
+from diffllm.study.verdict import judge
+from diffllm.tools import main
+from tests.study.written_study import study_file, write_arms, write_ended, write_rates
+
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.02}"
+ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+STANDARD, HALF = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39]
+NAN = math.nan
+
+
+def judged(tmp_path, rule, v2, half=HALF, facts=None, **more):
+    study = study_file(tmp_path / "study.yaml", rule, **more)
+    arms = {"standard": STANDARD, "half": half, "v2": v2}
+    write_arms(study, tmp_path / "out", arms, **(facts or {}))
+    return judge(study, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("rule", "v2", "verdict"),
+    [
+        (LOWER, [4.30, 4.312, 4.289], "shown"),
+        (LOWER, [4.50, 4.512, 4.489], "refuted"),
+        (LOWER, [4.30, 4.50, 4.40], "underpowered"),
+        (LOWER, [4.401, 4.409, 4.391], "underpowered"),
+        (WITH_MARGIN, [4.401, 4.409, 4.391], "equivalent"),
+        (ALIKE, [4.401, 4.409, 4.391], "equivalent"),
+        (ALIKE, [4.30, 4.312, 4.289], "refuted"),
+        (ALIKE, [4.30, 4.50, 4.40], "underpowered"),
+        (LOWER.replace("below", "above"), [4.50, 4.512, 4.489], "shown"),
+        (LOWER.replace("below", "above"), [4.30, 4.312, 4.289], "refuted"),
+        (LOWER.replace("below: 0.0", "below: -0.2"), [4.30, 4.312, 4.289], "refuted"),
+        # zero variance shows nothing and is no error
+        (LOWER, [loss - 0.1 for loss in HALF], "underpowered"),
+        (LOWER, [loss + 0.1 for loss in HALF], "underpowered"),
+        (LOWER, HALF, "underpowered"),
+        (WITH_MARGIN, HALF, "equivalent"),
+        (ALIKE, HALF, "equivalent"),
+        # a run that diverged is an outcome
+        (LOWER, [4.30, 4.312, NAN], "underpowered"),
+        (LOWER, [NAN, NAN, NAN], "underpowered"),
+        (ALIKE, [4.401, 4.409, NAN], "underpowered"),
+    ],
+)
+def test_a_rule_gives_its_verdict(tmp_path, rule, v2, verdict):
+    found = judged(tmp_path, rule, v2)
+    assert found.verdict == found.would_be == verdict, found.reasons
+    numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
+    assert numbers["verdict"] == verdict
+    assert numbers["arms"]["v2"]["diverged"] == sum(map(math.isnan, v2))
+
+
+def test_an_arm_that_always_diverges_is_refuted(tmp_path):
+    seeds = "[0, 1, 2, 3, 4]"
+    half = [*HALF, 4.4, 4.41]
+    found = judged(tmp_path, LOWER, [NAN] * 5, half, seeds=seeds)
+    assert found.verdict == "refuted"
+    assert "5 of 5 runs of v2 and 0 of 5 of half diverged" in found.reasons[0]
+    (tmp_path / "b").mkdir()
+    found = judged(tmp_path / "b", LOWER, [4.3, 4.312, 4.289, 4.3, 4.31], [NAN] * 5, seeds=seeds)
+    assert found.verdict == "underpowered", "no loss of half to measure from"
+
+
+def test_p_is_adjusted_for_all_rules_of_the_study(tmp_path):
+    v2 = [4.37, 4.385, 4.355]
+    alone = judged(tmp_path, LOWER, v2)
+    assert alone.tested[0].p == pytest.approx(alone.tested[0].p_adjusted)
+    (tmp_path / "b").mkdir()
+    also = "[{kind: difference, arm: v2, against: standard, below: 0.0}, " + ALIKE + "]"
+    three = judged(tmp_path / "b", LOWER, v2, also=also)
+    assert three.tested[0].p == pytest.approx(alone.tested[0].p)
+    assert three.tested[0].p_adjusted == pytest.approx(2 * alone.tested[0].p)
+    assert [each.rule.against for each in three.tested] == ["half", "standard", "half"]
+
+
+def test_welch_takes_the_arms_as_two_samples(tmp_path):
+    v2 = [4.39, 4.40, 4.38]
+    assert judged(tmp_path, LOWER, [4.39, 4.4001, 4.3801]).verdict == "shown"
+    (tmp_path / "b").mkdir()
+    found = judged(tmp_path / "b", LOWER, v2, test="welch")
+    assert found.verdict == "underpowered"
+    assert found.tested[0].gap.df == pytest.approx(4)
+
+
+def test_a_study_edited_afterwards_is_exploratory(tmp_path):
+    judged(tmp_path, LOWER, [4.30, 4.312, 4.289])
+    path = tmp_path / "study.yaml"
+    path.write_text(path.read_text().replace("below: 0.0", "below: -0.05"))
+    found = judge(load_study(path), tmp_path / "out")
+    assert (found.verdict, found.would_be) == ("exploratory", "shown")
+    assert "9 of 9 runs began under another version of study.yaml" in found.reasons[0]
+    path.write_text(path.read_text().replace("arm: v2, against: half", "arm: half, against: v2"))
+    assert judge(load_study(path), tmp_path / "out").would_be == "refuted"
+
+
+def test_a_study_whose_arms_were_edited_cannot_even_be_compared(tmp_path):
+    judged(tmp_path, LOWER, [4.30, 4.312, 4.289])
+    path = tmp_path / "study.yaml"
+    path.write_text(path.read_text().replace("context_scale=0.5", "context_scale=0.25"))
+    found = judge(load_study(path), tmp_path / "out")
+    assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
+    assert any("context_scale is 0.5, not 0.25" in reason for reason in found.reasons)
+
+
+def test_runs_that_have_not_ended_leave_it_exploratory(tmp_path):
+    found = judged(tmp_path, LOWER, [4.30, 4.312])
+    assert (found.verdict, found.would_be) == ("exploratory", "shown")
+    assert "1 runs have not ended: v2-seed2" in found.reasons[0]
+    assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
+
+
+def test_no_run_is_an_error(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER)
+    with pytest.raises(ConfigError, match="has no run of"):
+        judge(study, tmp_path / "out")
+
+
+def test_runs_on_other_text_are_not_comparable(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER)
+    write_arms(study, tmp_path / "out", {"half": HALF, "standard": STANDARD})
+    write_arms(study, tmp_path / "out", {"v2": [4.3, 4.312, 4.289]}, corpus="d1" * 32)
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == "not comparable"
+    assert "runs differ in corpus" in found.reasons[0]
+
+
+def test_a_run_that_was_changed_is_not_comparable(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER)
+    arms = {"standard": STANDARD, "half": HALF, "v2": [4.3, 4.312, 4.289]}
+    write_arms(study, tmp_path / "out", arms)
+    (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == "not comparable"
+    assert "v2-seed0 is not the run of the study: it was changed on its way" in found.reasons
+
+
+def test_arms_that_compute_the_same_are_told_apart_by_name(tmp_path):
+    arms = "{a: [attention=standard], b: [attention=standard, data.num_workers=0]}"
+    rule = "{kind: equivalence, arm: a, against: b, margin: 0.02}"
+    study = study_file(tmp_path / "study.yaml", rule, arms=arms, baseline="b")
+    write_arms(study, tmp_path / "out", {"a": [4.401, 4.41, 4.39], "b": [4.40, 4.41, 4.391]})
+    found = judge(study, tmp_path / "out")
+    assert found.verdict == "equivalent"
+    assert {arm.name: arm.mean.mean for arm in found.arms} == pytest.approx(
+        {"a": 4.400333, "b": 4.400333}, abs=1e-5
+    )
+
+
+def test_any_metric_can_decide(tmp_path):
+    found = judged(tmp_path, LOWER, [4.30, 4.312, 4.289], metric="hidden_top1")
+    assert found.verdict == "underpowered", "3 everywhere"
+    assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError, match="has no hidden_kurtosis"):
+        judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
+
+
+# Learning rates
+
+RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100, 101], steps: 10, extend: 1}"
+
+
+def test_the_learning_rate_is_chosen_by_seeds_that_do_not_decide(tmp_path):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
+    names = [run.name for run in next_runs(study, out)]
+    assert len(names) == 3 * 3 * 2
+    assert names[0] == "rates/standard-lr0.001-seed100"
+    for arm in study.arms:
+        write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: NAN})
+    deciding = next_runs(study, out)
+    assert [run.name for run in deciding[:3]] == ["standard-seed0", "half-seed0", "v2-seed0"]
+    assert all(run.lr == 0.002 and "optim.lr=0.002" in run.words for run in deciding)
+    assert all("steps=10" not in run.words for run in deciding)
+
+
+def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
+    write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
+    assert [run.lr for run in choose(study, "v2", out).wanted] == [0.0005, 0.0005]
+    write_rates(study, out, "v2", {0.0005: 4.85})
+    assert choose(study, "v2", out).lr == 0.001
+    write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
+    found = choose(study, "half", out)
+    assert (found.lr, found.problem) == (0.008, "the best is the largest of the grid")
+    write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
+    assert choose(study, "standard", out).problem == "every learning rate diverged"
+
+
+def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
+    for arm in study.arms:
+        write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
+    for run in next_runs(study, out):
+        write_ended(study, run, out, {"v2": 4.3}.get(run.arm, 4.4) + 0.001 * run.seed**2)
+    found = judge(study, out)
+    assert found.verdict == "not comparable"
+    assert found.reasons[0] == "learning rate of standard: the best is the largest of the grid"
+
+
+# What is written
+
+
+def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
+    found = judged(tmp_path, LOWER, [4.30, 4.312, 4.289], power="{gap: 0.05, sd: 0.01}")
+    assert "with probability 0.9" in markdown(found)
+    assert markdown(found).startswith("# shown\n")
+    text = page(found)
+    assert text == page(found)
+    for said in ("v2 is better than half", "Gap to standard over training", "Gaps of the rules"):
+        assert said in text
+    assert verdict_text(found).startswith("SHOWN: v2 is better than half\n")
+    words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
+    assert main([*words, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["verdict"] == "shown"
+    assert numbers["rules"][0]["gap"] == pytest.approx(-0.09967, abs=1e-4)
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path / "out/verdict.html") in out
+    assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
+
+
+def test_a_dry_run_says_what_is_to_go(tmp_path, capsys):
+    study, out = study_file(tmp_path / "study.yaml", LOWER), tmp_path / "out"
+    write_arms(study, out, {"half": HALF, "standard": STANDARD})
+    words = ["study", "run", str(study.path), f"out={out}", "--dry-run", "probe=false"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "9 runs; 6 have ended. To go: 15.36k tokens" in said
+    assert "a time that is not known" in said
+    assert not (out / "sweep.json").exists()
