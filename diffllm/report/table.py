@@ -150,8 +150,6 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     column(
         f"Gap to {comparison.baseline}", unit, ["gap"], lambda row: gap_cell(row, bases, several)
     )
-    bits = "bits_per_byte"
-    column("Bits", "a byte", [bits], lambda row: number_cell(row.values[bits], fixed))
     column("Parameters", "", ["parameters", "active_parameters"], size_cell)
     flops = "flops_per_token"
     column("FLOPs", "per token", [flops], lambda row: number_cell(row.values[flops], compact))
