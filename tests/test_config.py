@@ -452,3 +452,10 @@ def test_a_fault_in_an_experiment_of_ones_own_is_named_with_its_file(tmp_path, m
 def test_slips_of_the_first_hour_are_answered(word, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config([word])
+
+
+def test_models_of_125m_and_more_measure_a_part_of_a_split_in_the_end():
+    """Two percent of a trillion tokens would take days."""
+    assert load_config(["model=small_125m"]).eval.tokens == 1e7
+    assert load_config(["model=small_125m", "eval.tokens=null"]).eval.tokens is None
+    assert load_config(["model=tiny"]).eval.tokens is None

@@ -26,9 +26,12 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 def differences(path: Path, cfg: TrainConfig) -> Changes:
     """Return the changes that `cfg` would make to the run at `path`, if there is one; raises
     CheckpointError if its config.yaml is not a config of ours."""
-    if not (path / "config.yaml").is_file():
-        return {}
-    saved = flatten(yaml_dict(load_run_config(path)))
+    return changes_to(load_run_config(path), cfg) if (path / "config.yaml").is_file() else {}
+
+
+def changes_to(begun: TrainConfig, cfg: TrainConfig) -> Changes:
+    """Return the changes that `cfg` would make to a run that was begun with another config."""
+    saved = flatten(yaml_dict(begun))
     new = flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
     keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}

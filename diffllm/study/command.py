@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffllm.config.saved import load_run_config
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.errors import ConfigError
 from diffllm.study.file import Study
@@ -148,10 +149,12 @@ def check_runs(study: Study, out: Path, world_size: int) -> None:
         except ConfigError as error:
             raise ConfigError(f"arm {planned.arm}: {error}") from error
     for planned in next_runs(study, out):
-        if problem := strayed(out / planned.name, config_of(planned)):
+        path = out / planned.name
+        if not (path / "config.yaml").is_file():
+            continue
+        if problem := strayed(path, load_run_config(path), config_of(planned)):
             raise ConfigError(
-                f"{out / planned.name} is a run with another config ({problem}); "
-                "choose another out="
+                f"{path} is a run with another config ({problem}); choose another out="
             )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffllm.checkpoint import list_checkpoints, read_state
 from diffllm.config import TrainConfig, load_config
-from diffllm.config.saved import differences, load_run_config
+from diffllm.config.saved import changes_to, load_run_config
 from diffllm.config.steps import LENGTHS
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.run.directory import summary_of
@@ -118,9 +118,14 @@ def heldout_loss(path: Path, cfg: TrainConfig) -> float | None:
     return float(loss) if loss is not None and math.isfinite(loss) else math.inf
 
 
-def strayed(path: Path, cfg: TrainConfig) -> str:
-    """How the run at `path` is not the one that the study names; nothing if it is."""
-    changes = {key: v for key, v in differences(path, cfg).items() if key != "run.study"}
+def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig) -> str:
+    """How the run at `path` is not the one that the study names; nothing if it is.
+
+    Args:
+        begun: the config that the run began with.
+        cfg: the one that the study has for it.
+    """
+    changes = {key: v for key, v in changes_to(begun, cfg).items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
     return "it was changed on its way" if (path / "changes.jsonl").exists() else ""

@@ -16,6 +16,7 @@ from diffllm.study.file import Rule, Study
 from diffllm.study.metric import number_of
 from diffllm.study.rates import Choice, choose
 from diffllm.study.runs import (
+    RATES,
     Planned,
     config_of,
     deciding_run,
@@ -120,7 +121,7 @@ def judge(study: Study, out: Path) -> Verdict:
     if not any(arm.runs for arm in arms):
         raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
     by_name = {arm.name: arm for arm in arms}
-    tested = test(study, by_name)
+    tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
     if problems := not_comparable(arms, choices, planned, out):
         verdict, reasons = NOT_COMPARABLE, problems
@@ -143,7 +144,7 @@ def read_arm(study: Study, name: str, lr: float | None, runs: list[Planned], out
     return arm
 
 
-def test(study: Study, arms: dict[str, Arm]) -> list[Tested]:
+def apply_rules(study: Study, arms: dict[str, Arm]) -> list[Tested]:
     """Test every rule of a study, and adjust their p for their number."""
     outcomes = [outcome(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules]
     gaps = [each.paired if study.test == "paired" else each.welch for each in outcomes]
@@ -214,10 +215,11 @@ def not_comparable(
 ) -> list[str]:
     """Why the runs cannot be compared; nothing if they can."""
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
-    for run in planned:
-        problem = strayed(out / run.name, config_of(run))
-        problems += [f"{run.name} is not the run of the study: {problem}"] if problem else []
     runs = [run for arm in arms for run in arm.runs.values()]
+    wanted = {out / each.name: config_of(each) for each in planned}
+    for run in runs:
+        problem = strayed(run.path, run.cfg, wanted[run.path])
+        problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
     for fact in ALIKE:
         known = sorted({str(run.facts.get(fact)) for run in runs})
         if len(known) > 1:
@@ -227,10 +229,10 @@ def not_comparable(
 
 def exploratory(study: Study, arms: list[Arm], choices: list[Choice], out: Path) -> list[str]:
     """Why the study is not what was written down before it ran; nothing if it is."""
-    deciding = [run.path for arm in arms for run in arm.runs.values()]
-    tried = [path for path in sorted((out / "rates").glob("*")) if path.is_dir()] if choices else []
-    marks = {path: mark_of(path) for path in (*deciding, *tried)}
-    edited = [p for p, mark in marks.items() if (mark or "").partition("/")[0] != study.hash]
+    marks = [run.cfg.run.study for arm in arms for run in arm.runs.values()]
+    if choices:
+        marks += map(mark_of, filter(Path.is_dir, (out / RATES).glob("*")))
+    edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
     problems = []
     if edited:
         problems.append(

@@ -10,7 +10,7 @@ from diffllm.study.command import next_runs
 from diffllm.study.file import load_study
 from diffllm.study.page import markdown, page, verdict_text
 from diffllm.study.rates import choose
-from diffllm.study.verdict import judge
+from diffllm.study.verdict import Arm, apply_rules, judge
 from diffllm.tools import main
 from tests.study.written_study import study_file, write_arms, write_ended, write_rates
 
@@ -19,12 +19,28 @@ WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
 STANDARD, HALF = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39]
 NAN = math.nan
+TWO = {
+    "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "
+    "v2: [attention=diff_v2]}",
+    "baseline": "half",
+}
 
 
-def judged(tmp_path, rule, v2, half=HALF, facts=None, **more):
+def decided(tmp_path, rule, v2, half=HALF, **more):
+    """The rules of a study tested on these numbers, without runs."""
     study = study_file(tmp_path / "study.yaml", rule, **more)
-    arms = {"standard": STANDARD, "half": half, "v2": v2}
-    write_arms(study, tmp_path / "out", arms, **(facts or {}))
+    values = {"standard": STANDARD, "half": half, "v2": v2}
+    arms = {
+        name: Arm(name, None, values={i: None if math.isnan(x) else x for i, x in enumerate(found)})
+        for name, found in values.items()
+    }
+    return apply_rules(study, arms)
+
+
+def judged(tmp_path, rule, v2, half=HALF, **more):
+    """The verdict on runs of two arms that ended with these losses."""
+    study = study_file(tmp_path / "study.yaml", rule, **TWO, **more)
+    write_arms(study, tmp_path / "out", {"half": half, "v2": v2})
     return judge(study, tmp_path / "out")
 
 
@@ -55,43 +71,45 @@ def judged(tmp_path, rule, v2, half=HALF, facts=None, **more):
     ],
 )
 def test_a_rule_gives_its_verdict(tmp_path, rule, v2, verdict):
-    found = judged(tmp_path, rule, v2)
-    assert found.verdict == found.would_be == verdict, found.reasons
-    numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
-    assert numbers["verdict"] == verdict
-    assert numbers["arms"]["v2"]["diverged"] == sum(map(math.isnan, v2))
+    (found,) = decided(tmp_path, rule, v2)
+    assert found.verdict == verdict, found.reason
 
 
 def test_an_arm_that_always_diverges_is_refuted(tmp_path):
-    seeds = "[0, 1, 2, 3, 4]"
     half = [*HALF, 4.4, 4.41]
-    found = judged(tmp_path, LOWER, [NAN] * 5, half, seeds=seeds)
+    (found,) = decided(tmp_path, LOWER, [NAN] * 5, half)
     assert found.verdict == "refuted"
-    assert "5 of 5 runs of v2 and 0 of 5 of half diverged" in found.reasons[0]
-    (tmp_path / "b").mkdir()
-    found = judged(tmp_path / "b", LOWER, [4.3, 4.312, 4.289, 4.3, 4.31], [NAN] * 5, seeds=seeds)
+    assert "5 of 5 runs of v2 and 0 of 5 of half diverged" in found.reason
+    (found,) = decided(tmp_path, LOWER, half, [NAN] * 5)
     assert found.verdict == "underpowered", "no loss of half to measure from"
+
+
+def test_a_run_that_diverged_is_counted(tmp_path):
+    found = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
+    assert found.verdict == found.would_be == "underpowered"
+    numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
+    assert numbers["arms"]["v2"]["diverged"] == 1
+    assert numbers["arms"]["v2"]["values"]["2"] is None
+    assert "1 of 3 runs of v2" in numbers["reasons"][0]
 
 
 def test_p_is_adjusted_for_all_rules_of_the_study(tmp_path):
     v2 = [4.37, 4.385, 4.355]
-    alone = judged(tmp_path, LOWER, v2)
-    assert alone.tested[0].p == pytest.approx(alone.tested[0].p_adjusted)
-    (tmp_path / "b").mkdir()
+    (alone,) = decided(tmp_path, LOWER, v2)
+    assert alone.p == pytest.approx(alone.p_adjusted)
     also = "[{kind: difference, arm: v2, against: standard, below: 0.0}, " + ALIKE + "]"
-    three = judged(tmp_path / "b", LOWER, v2, also=also)
-    assert three.tested[0].p == pytest.approx(alone.tested[0].p)
-    assert three.tested[0].p_adjusted == pytest.approx(2 * alone.tested[0].p)
-    assert [each.rule.against for each in three.tested] == ["half", "standard", "half"]
+    three = decided(tmp_path, LOWER, v2, also=also)
+    assert three[0].p == pytest.approx(alone.p)
+    assert three[0].p_adjusted == pytest.approx(2 * alone.p)
+    assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
 def test_welch_takes_the_arms_as_two_samples(tmp_path):
-    v2 = [4.39, 4.40, 4.38]
-    assert judged(tmp_path, LOWER, [4.39, 4.4001, 4.3801]).verdict == "shown"
-    (tmp_path / "b").mkdir()
-    found = judged(tmp_path / "b", LOWER, v2, test="welch")
+    v2 = [4.39, 4.4001, 4.3801]
+    assert decided(tmp_path, LOWER, v2)[0].verdict == "shown"
+    (found,) = decided(tmp_path, LOWER, v2, test="welch")
     assert found.verdict == "underpowered"
-    assert found.tested[0].gap.df == pytest.approx(4)
+    assert found.gap.df == pytest.approx(4, abs=1e-3)
 
 
 def test_a_study_edited_afterwards_is_exploratory(tmp_path):
@@ -100,7 +118,7 @@ def test_a_study_edited_afterwards_is_exploratory(tmp_path):
     path.write_text(path.read_text().replace("below: 0.0", "below: -0.05"))
     found = judge(load_study(path), tmp_path / "out")
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
-    assert "9 of 9 runs began under another version of study.yaml" in found.reasons[0]
+    assert "6 of 6 runs began under another version of study.yaml" in found.reasons[0]
     path.write_text(path.read_text().replace("arm: v2, against: half", "arm: half, against: v2"))
     assert judge(load_study(path), tmp_path / "out").would_be == "refuted"
 
@@ -128,8 +146,8 @@ def test_no_run_is_an_error(tmp_path):
 
 
 def test_runs_on_other_text_are_not_comparable(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER)
-    write_arms(study, tmp_path / "out", {"half": HALF, "standard": STANDARD})
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
+    write_arms(study, tmp_path / "out", {"half": HALF})
     write_arms(study, tmp_path / "out", {"v2": [4.3, 4.312, 4.289]}, corpus="d1" * 32)
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
@@ -137,9 +155,8 @@ def test_runs_on_other_text_are_not_comparable(tmp_path):
 
 
 def test_a_run_that_was_changed_is_not_comparable(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER)
-    arms = {"standard": STANDARD, "half": HALF, "v2": [4.3, 4.312, 4.289]}
-    write_arms(study, tmp_path / "out", arms)
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
+    write_arms(study, tmp_path / "out", {"half": HALF, "v2": [4.3, 4.312, 4.289]})
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
@@ -169,18 +186,18 @@ def test_any_metric_can_decide(tmp_path):
 
 # Learning rates
 
-RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100, 101], steps: 10, extend: 1}"
+RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
 
 
 def test_the_learning_rate_is_chosen_by_seeds_that_do_not_decide(tmp_path):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     names = [run.name for run in next_runs(study, out)]
-    assert len(names) == 3 * 3 * 2
-    assert names[0] == "rates/standard-lr0.001-seed100"
+    assert len(names) == 2 * 3
+    assert names[0] == "rates/half-lr0.001-seed100"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: NAN})
     deciding = next_runs(study, out)
-    assert [run.name for run in deciding[:3]] == ["standard-seed0", "half-seed0", "v2-seed0"]
+    assert [run.name for run in deciding[:3]] == ["half-seed0", "v2-seed0", "half-seed1"]
     assert all(run.lr == 0.002 and "optim.lr=0.002" in run.words for run in deciding)
     assert all("steps=10" not in run.words for run in deciding)
 
@@ -188,7 +205,7 @@ def test_the_learning_rate_is_chosen_by_seeds_that_do_not_decide(tmp_path):
 def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
-    assert [run.lr for run in choose(study, "v2", out).wanted] == [0.0005, 0.0005]
+    assert [run.lr for run in choose(study, "v2", out).wanted] == [0.0005]
     write_rates(study, out, "v2", {0.0005: 4.85})
     assert choose(study, "v2", out).lr == 0.001
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
@@ -199,14 +216,14 @@ def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
 
 
 def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
     for run in next_runs(study, out):
         write_ended(study, run, out, {"v2": 4.3}.get(run.arm, 4.4) + 0.001 * run.seed**2)
     found = judge(study, out)
     assert found.verdict == "not comparable"
-    assert found.reasons[0] == "learning rate of standard: the best is the largest of the grid"
+    assert found.reasons[0] == "learning rate of half: the best is the largest of the grid"
 
 
 # What is written
@@ -218,7 +235,7 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     assert markdown(found).startswith("# shown\n")
     text = page(found)
     assert text == page(found)
-    for said in ("v2 is better than half", "Gap to standard over training", "Gaps of the rules"):
+    for said in ("v2 is better than half", "Gap to half over training", "Gaps of the rules"):
         assert said in text
     assert verdict_text(found).startswith("SHOWN: v2 is better than half\n")
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
@@ -233,11 +250,11 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
 
 
 def test_a_dry_run_says_what_is_to_go(tmp_path, capsys):
-    study, out = study_file(tmp_path / "study.yaml", LOWER), tmp_path / "out"
-    write_arms(study, out, {"half": HALF, "standard": STANDARD})
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
+    write_arms(study, out, {"half": HALF})
     words = ["study", "run", str(study.path), f"out={out}", "--dry-run", "probe=false"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "9 runs; 6 have ended. To go: 15.36k tokens" in said
+    assert "6 runs; 3 have ended. To go: 15.36k tokens" in said
     assert "a time that is not known" in said
     assert not (out / "sweep.json").exists()
