@@ -393,6 +393,7 @@ def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
         ["generate", f"run={run}", "prompt=a"],
         ["consolidate", f"run={run}", f"out={tmp_path / 'out'}"],
         ["attention-map", f"run={run}", "prompt=a"],
+        ["outliers", f"run={run}", "tokens=1"],
     ):
         assert main(words) == 2, words
     said += listed_and_reported(run, capfd)

@@ -1,4 +1,4 @@
-"""Both spike definitions against a plain recomputation over the whole recorded series."""
+"""Both published definitions of a spike against a plain recomputation over the whole series."""
 
 import json
 import math
@@ -9,12 +9,20 @@ import pytest
 from diffllm.spikes import SpikeMonitor
 
 NAN, INF = math.nan, math.inf
-NAMES = [
-    f"{definition}/{series}_{what}"
-    for definition in ("spikes", "spikes_olmo2")
-    for series in ("loss", "grad")
-    for what in ("total", "score", "rolling_total", "rolling_score")
-] + ["spikes/skipped_total"]
+NAMES = (
+    [
+        f"{definition}/{series}_{what}"
+        for definition in ("spikes", "spikes_olmo2")
+        for series in ("loss", "grad")
+        for what in ("total", "score", "judged", "rolling_total", "rolling_score")
+    ]
+    + [
+        f"spikes_detrended/{series}_{what}"
+        for series in ("loss", "grad")
+        for what in ("total", "score", "judged")
+    ]
+    + ["spikes/skipped_total"]
+)
 
 
 def finite_before(series, index):
@@ -224,6 +232,8 @@ def test_loss_and_gradient_norm_are_counted_apart():
         "spikes/grad_total": 2,
         "spikes_olmo2/loss_total": 1,
         "spikes_olmo2/grad_total": 3,
+        "spikes_detrended/loss_total": 1,
+        "spikes_detrended/grad_total": 2,  # two NaN; a norm that is not above 0 has no logarithm
     }
 
 
@@ -236,6 +246,21 @@ def test_metrics_have_the_published_names_and_the_score_is_the_share_of_steps():
     metrics = monitor.metrics()
     assert metrics["spikes/loss_score"] == metrics["spikes_olmo2/loss_score"] == 2 / 5
     assert metrics["spikes/grad_score"] == metrics["spikes_olmo2/grad_score"] == 0
+
+
+def test_what_could_be_judged_is_told_beside_a_score_that_divides_by_all_steps():
+    monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
+    for i, value in enumerate(series):
+        monitor.update(value, 1.0)
+        metrics = monitor.metrics()
+        judged = sum(
+            len(finite_before(series, j)) >= 128 or not math.isfinite(series[j])
+            for j in range(i + 1)
+        )
+        for definition in ("spikes", "spikes_olmo2"):
+            assert metrics[f"{definition}/loss_judged"] == judged
+    assert judged == 5
+    assert metrics["spikes/loss_score"] == 2 / len(series)
 
 
 @pytest.mark.parametrize("cut", [0, 64, 128, 600, 601, 701, 1000, 1499])

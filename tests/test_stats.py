@@ -23,6 +23,9 @@ COMMON = {
     "context_rms",
     "context_rms_min",
     "context_rms_max",
+    "context_over_value_rms",
+    "context_over_value_rms_min",
+    "context_over_value_rms_max",
     *WRITES,
 }
 ADDED = {"residual": 5.0, "attn_write": 0.3, "ffn_write": 2.0}
@@ -81,13 +84,16 @@ def test_block_stats_equal_an_explicit_recomputation():
     x[1, 3, 7] = -40.0
     context, lam, gate = torch.randn(2, 5, 3, 6), torch.rand(2, 5, 3), torch.rand(2, 5, 3, 6)
     added = {name: scale * torch.randn(2, 5, 12) for name, scale in ADDED.items()}
-    stats = block_stats(x, {"context": context, "lambda": lam, "gate": gate, **added})
+    v = torch.randn(2, 5, 2, 6) * torch.tensor([1.0, 7.0]).view(2, 1, 1, 1)
+    stats = block_stats(x, {"context": context, "v": v, "lambda": lam, "gate": gate, **added})
     rms = [
         math.sqrt(sum(c.item() ** 2 for c in context[b, t, h]) / 6)
         for b in range(2)
         for t in range(5)
         for h in range(3)
     ]
+    values = [math.sqrt(sum(c.item() ** 2 for c in v[b].flatten()) / 60) for b in range(2)]
+    ratios = [r / values[i // 15] for i, r in enumerate(rms)]
     kurtosis = []
     for row in x.flatten(0, 1).double().tolist():
         mean = sum(row) / 12
@@ -99,6 +105,9 @@ def test_block_stats_equal_an_explicit_recomputation():
         "context_rms": sum(rms) / 30,
         "context_rms_min": min(rms),
         "context_rms_max": max(rms),
+        "context_over_value_rms": sum(ratios) / 30,
+        "context_over_value_rms_min": min(ratios),
+        "context_over_value_rms_max": max(ratios),
         "lambda_mean": lam.double().mean().item(),
         "lambda_min": lam.min().item(),
         "lambda_max": lam.max().item(),
@@ -337,6 +346,24 @@ def test_context_rms_of_the_others_is_that_of_what_enters_wo(variant):
         torch.testing.assert_close(out.stats["context_rms"][i], rms.mean())
         torch.testing.assert_close(out.stats["context_rms_min"][i], rms.amin())
         torch.testing.assert_close(out.stats["context_rms_max"][i], rms.amax())
+
+
+@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
+def test_context_over_values_is_that_of_explicit_tensors_in_float64(variant):
+    model, (inputs, targets) = tiny(variant), batch()
+    stats = model(inputs, targets, diagnose=True).stats
+    model.double()
+    x, rope = model.tok_embeddings(inputs), model.rope(0, 16)
+    for i, layer in enumerate(model.layers):
+        attention, normed, show = layer.attention, layer.attention_norm(x), {}
+        attention(normed, rope, show=show)
+        v = attention.wv(normed).unflatten(1, (16,))
+        ratio = show["context"].square().mean(-1).sqrt()
+        ratio = ratio / v.flatten(1).square().mean(1).sqrt()[:, None, None]
+        for name, value in (("", ratio.mean()), ("_min", ratio.min()), ("_max", ratio.max())):
+            found = stats[f"context_over_value_rms{name}"][i].item()
+            assert found == pytest.approx(value.item(), rel=1e-4)
+        x, *_ = layer(x, rope)
 
 
 def test_hidden_statistics_are_of_the_blocks_output():

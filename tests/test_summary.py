@@ -1,5 +1,6 @@
 """The text that ends a run says of its numbers what they are."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from diffllm.run.summary import epochs_text, summary_text, wandb_text
 @pytest.mark.parametrize(("steps", "mean_of"), [(15, "all steps"), (21, "the last 20 steps")])
 def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
     counts = {"spikes/loss_total": 0, "spikes/grad_total": 0, "spikes/skipped_total": 0}
+    counts |= {"spikes_detrended/loss_total": 2.0, "spikes_detrended/grad_total": 5.0}
     losses = {"train_loss": 4.25, "heldout_loss": 4.5, "heldout_unigram_entropy": 6.0}
     losses |= {"heldout_bits_per_byte": 1.972, "heldout_tokens": 152221, "heldout_documents": 29}
     numbers = {"steps": steps, "tokens": 100, "seconds": 3.0, "tokens_per_s": 50.0}
@@ -21,6 +23,11 @@ def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
         "held-out loss 4.500, 1.50 under the unigram entropy 6.000; 1.97 bits a byte; "
         "152,221 tokens, 29 documents\n"
     ) in text
+    assert "spikes        loss 0, gradient norm 0; events without the trend 2, 5\n" in text
+    diverged = summary_text(
+        cfg, counts | losses | numbers | {"heldout_loss": math.nan}, Path("run"), "a sample", "off"
+    )
+    assert "held-out loss not finite: the run diverged\n" in diverged
 
 
 @pytest.mark.parametrize(

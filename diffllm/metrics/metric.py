@@ -44,7 +44,8 @@ class Curve(Plot):
     clip: bool = False
     """The scale leaves out the first steps and spikes, which would flatten all else."""
     spikes: tuple[str, str] | None = None
-    """A count whose rises are marked below the curves, and the name of what spiked."""
+    """A count of `spikes_detrended` whose rises are marked below the curves, and the name of what
+    spiked."""
 
 
 @dataclass(frozen=True)

@@ -62,25 +62,35 @@ SECTIONS = [
 DEFINITIONS = {
     "spikes": ("over mean + 6 sigma of the 128 before", "128 steps"),
     "spikes_olmo2": ("7 sigma or more from the mean of the 1,000 before", "OLMo 2"),
+    "spikes_detrended": ("4 sigma over the line through the 32 before", "detrended"),
 }
 """Definitions of a spike, by the first part of a metric's name, and what a table calls it."""
+EVENTS = "spikes_detrended"
+"""The definition that counts events, spikes without 8 quiet steps between them being one."""
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:
     """The row of a count of spikes in `series`, "loss" or "grad"."""
     rule, short = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
+    events = definition == EVENTS
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
     number = "Share" if what.endswith("score") else "Number"
     meaning = f"{number} of steps {since} with a {value} {rule}"
+    if what == "judged":
+        meaning = f"Number of steps {since} with enough before them to judge the {value} by it"
+    elif events:
+        of = ", over the steps that could be judged" if what == "score" else ""
+        meaning = f"Events {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
+        meaning += f", those without 8 quiet steps between them as one{of}"
     column = None
-    if what == "score":
+    if what == "score" and not events:
         column = Column("last", "max", "mean", unit=short, percent=True)
         if definition == "spikes":
             title = f"{value.split()[0].capitalize()} spikes"
             second = f"spikes_olmo2/{series}_score"
             column = replace(column, title=title, unit="of steps", second=second)
-    elif what == "total":
+    elif what in ("total", "judged", "score"):
         column = Column("last", "max", "mean")
     name = f"{definition}/{series}_{what}"
     return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
@@ -96,7 +106,7 @@ METRICS: list[Metric] = [
         "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
         summary="min",
         plots=(Curve("Training loss", "{smoothing}, in nats a token.{incomparable}", smooth=True,
-                     clip=True, spikes=("spikes/loss_total", "the loss")),),
+                     clip=True, spikes=("spikes_detrended/loss_total", "the loss")),),
     ),
     Metric(
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`", "nats a token",
@@ -109,8 +119,8 @@ METRICS: list[Metric] = [
            plots=(Curve("Learning rate"),)),
 
     *(spikes(definition, series, what)
-      for what in ("score", "total", "rolling_score", "rolling_total")
-      for definition in DEFINITIONS
+      for what in ("score", "total", "judged", "rolling_score", "rolling_total")
+      for definition in DEFINITIONS if definition != EVENTS or not what.startswith("rolling")
       for series in ("loss", "grad")),
     Metric(
         "spikes/skipped_total", SPIKES, "Updates left out so far: by train.skip_step=nonfinite "
@@ -124,7 +134,7 @@ METRICS: list[Metric] = [
         "L2 norm of the gradient before clipping; often largest in the first steps", "L2 norm",
         summary="max",
         plots=(Curve("Gradient norm", log=True,
-                     spikes=("spikes/grad_total", "the gradient norm")),),
+                     spikes=("spikes_detrended/grad_total", "the gradient norm")),),
         column=Column("all", "max", "max", "Gradient norm", "largest"),
     ),
     Metric(
@@ -177,6 +187,22 @@ METRICS: list[Metric] = [
         "context_rms_max/*", CONTEXT, "Largest context RMS of a token and head", "RMS",
         combine="max", summary="max", plots=(Layers("Largest context RMS, by layer", log=True),),
         column=Column("last", "max", "max", unit="largest"),
+    ),
+    Metric(
+        "context_over_value_rms/*", CONTEXT, "Context RMS of a token and head over the RMS of its "
+        "sequence's values, mean over tokens and heads", "ratio", combine="mean",
+        plots=(Layers("Mean context RMS over values' RMS, by layer", log=True, uniform=True),),
+        column=Column("last", "max", "mean"),
+    ),
+    Metric(
+        "context_over_value_rms_min/*", CONTEXT,
+        "Smallest context RMS of a token and head over the RMS of its sequence's values", "ratio",
+        combine="min", summary="min", column=Column("last", "min", "min"),
+    ),
+    Metric(
+        "context_over_value_rms_max/*", CONTEXT,
+        "Largest context RMS of a token and head over the RMS of its sequence's values", "ratio",
+        combine="max", summary="max", column=Column("last", "max", "max"),
     ),
 
     Metric(

@@ -16,16 +16,21 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
 
     Args:
         x: the block's output (B, T, D).
-        show: "context" (B, T, heads, width) before wo; "lambda", "gate", and "router" (N, E), the
-            shares of each token's experts, where there is one; "residual", "attn_write" and
-            "ffn_write" (B, T, D), the block's input and what is added to it.
+        show: "context" (B, T, heads, width) before wo; "v" (B, T, K, width), the values; "lambda",
+            "gate", and "router" (N, E), the shares of each token's experts, where there is one;
+            "residual", "attn_write" and "ffn_write" (B, T, D), the block's input and what is added
+            to it.
     """
     if show is None:
         return {}
     with torch.no_grad():
         stats = {"hidden_top1": x.abs().amax().float(), "hidden_kurtosis": kurtosis(x)}
-        rms = show["context"].float().square().mean(-1).sqrt()
+        rms = over_channels(show["context"])
         stats |= {"context_rms": rms.mean(), **extremes("context_rms", rms)}
+        if "v" in show:
+            ratio = rms / values_rms(show["v"])
+            stats |= {"context_over_value_rms": ratio.mean()}
+            stats |= extremes("context_over_value_rms", ratio)
         if "lambda" in show:
             lam = show["lambda"].float()
             stats |= {"lambda_mean": lam.mean(), **extremes("lambda", lam)}
@@ -37,6 +42,16 @@ def block_stats(x: Tensor, show: Shown | None) -> Stats:
             if name in show:
                 stats[f"{name}_rms"] = show[name].float().square().mean().sqrt()
     return stats
+
+
+def over_channels(x: Tensor) -> Tensor:
+    """Compute the RMS over the last dimension, float32."""
+    return x.float().square().mean(-1).sqrt()
+
+
+def values_rms(v: Tensor) -> Tensor:
+    """Compute the RMS of each sequence's values (B, T, K, width), over all but B: (B, 1, 1)."""
+    return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
 
 
 def extremes(name: str, values: Tensor) -> Stats:

@@ -103,11 +103,6 @@ def documents_text(rows: list[Row]) -> str:
     return f"An interval over documents and seeds together is {'; '.join(reasons)}."
 
 
-def diverged(row: Row, of: str = "") -> str:
-    """ "1 of 3 seeds diverged"; nothing if none did."""
-    return f"{row.diverged} of {len(row.finished)} seeds{of} diverged" if row.diverged else ""
-
-
 def interval_text(gap: Gap | None) -> str:
     """ "−0.0200 (−0.0313 to −0.0088)"; the mean alone where there is no interval."""
     if gap is None:

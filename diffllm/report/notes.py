@@ -37,15 +37,21 @@ def run_notes(run: Run) -> list[str]:
             f"{run.path} was changed on its way ({'; '.join(run.changes)}): it is a run of neither "
             "config, and no gap is measured to or from it."
         )
-    if run.summary is None:
+    if run.gave_up:
+        notes.append(
+            f"{run.path} diverged: it stopped at step {run.last_step} of {run.cfg.steps}, because "
+            "too many updates in a row were skipped; it is in no loss or gap, which look better "
+            "for it."
+        )
+    elif run.summary is None:
         notes.append(
             f"{run.path} has not finished: step {run.last_step} of {run.cfg.steps}; it is in no "
             "number of the table."
         )
     elif run.final_loss is None:
         notes.append(
-            f"{run.path} ended with a held-out loss that is not a finite number; it is in no loss "
-            "or gap, which look better for it."
+            f"{run.path} diverged: it ended with a held-out loss that is not a finite number; it "
+            "is in no loss or gap, which look better for it."
         )
     if run.metrics.damaged:
         notes.append(f"{run.metrics.damaged} lines of {run.path}/metrics.jsonl cannot be read.")

@@ -6,15 +6,18 @@ from typing import Any
 import numpy as np
 
 from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import METRICS
+from diffllm.metrics.table import METRICS, metric_of
 from diffllm.report.keys import Keys, as_text
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
 from diffllm.statistics.intervals import Estimate, estimate
 from diffllm.statistics.outcomes import Outcome, Share
+from diffllm.statistics.rates import Rate
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
+EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
+"""Ends of the names of columns of spike events, and the attribute of `Rate` that each shows."""
 
 
 def measured() -> list[Metric]:
@@ -72,7 +75,7 @@ class Row:
     p_holm: float | None = None
     """The gap's p, adjusted for all gaps of the comparison; None where there is no test."""
     diverged: int = 0
-    """Finished runs whose loss is not finite: they are in no mean."""
+    """Runs that ended without a finite loss: they are in no mean."""
     group: str = ""
     """The letter of the rows that it can be compared with; empty where all rows can be."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
@@ -84,9 +87,29 @@ class Row:
         return [run for run in self.runs if run.summary is not None]
 
     @property
+    def ended(self) -> list[Run]:
+        """The finished runs, and those that stopped because they had diverged."""
+        return [run for run in self.runs if run.ended]
+
+    @property
+    def diverged_share(self) -> Share:
+        """How many of its ended runs diverged."""
+        return Share(self.diverged, len(self.ended))
+
+    def events(self, series: str) -> Rate | None:
+        """Spike events of "loss" or "grad" a thousand judged steps, of all ended runs; None where
+        none has counted them."""
+        counts = {}
+        for what in ("total", "judged"):
+            metric = metric_of(f"spikes_detrended/{series}_{what}")
+            known = [x for run in self.ended if (x := of_run(run, metric)) is not None]
+            counts[what] = round(sum(known))
+        return Rate(counts["total"], counts["judged"]) if counts["judged"] else None
+
+    @property
     def losses(self) -> dict[tuple[int, int], float | None]:
-        """Final loss of every finished run by its seeds, None for one that diverged."""
-        return {run.seeds: run.final_loss for run in self.finished}
+        """Final loss of every ended run by its seeds, None for one that diverged."""
+        return {run.seeds: run.final_loss for run in self.ended}
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
@@ -106,7 +129,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         row = Row("", {key: values[key] for key in keys.swept}, same, values)
         losses = [run.final_loss for run in same if run.final_loss is not None]
         row.loss = estimate(losses) if losses else None
-        row.diverged = len(row.finished) - len(losses)
+        row.diverged = sum(run.diverged for run in same)
         rows.append(row)
     rows.sort(key=row_order)
     return rows
@@ -157,6 +180,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         incomparable: keys that no loss of the report can be compared across.
     """
     cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
+    events = {name: row.events(name) for name in ("loss", "grad")}
     facts = {
         name: next((v for run in row.runs if (v := run.facts.get(name)) is not None), None)
         for name in ("parameters", "active_parameters", "flops_per_token")
@@ -168,6 +192,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len,
         "seeds": loss.seeds if loss else 0,
         "seeds_diverged": row.diverged,
+        "seeds_ended": len(row.ended),
         "loss": loss and loss.mean,
         "loss_low": loss and loss.low,
         "loss_high": loss and loss.high,
@@ -180,6 +205,11 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         "baseline": row.baseline and row.baseline.label,
         "incomparable": incomparable or None,
         "group": row.group or None,
+        **{
+            f"{name}_events{end}": rate and getattr(rate, field)
+            for name, rate in events.items()
+            for end, field in EVENTS.items()
+        },
         "seconds": mean(seconds_of(row)),
         "bits_per_byte": mean(summarised(row, "heldout_bits_per_byte")),
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
@@ -203,9 +233,9 @@ def mean(values: list[float]) -> float | None:
 
 def test_values(row: Row) -> dict[str, float | None]:
     """The columns of the tests of a gap, and of the share of runs that diverged."""
-    against, finished = row.outcome, len(row.finished)
+    against, share = row.outcome, row.diverged_share
     paired, unpaired = (against.paired, against.welch) if against else (None, None)
-    low, high = Share(row.diverged, finished).interval if finished else (None, None)
+    low, high = share.interval if share.runs else (None, None)
     return {
         "gap_p": paired.p if paired else None,
         "gap_p_holm": row.p_holm,

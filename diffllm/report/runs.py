@@ -74,6 +74,8 @@ class Run:
     metrics: Metrics
     changes: list[str] = field(default_factory=list)
     """The changes that were made to it on the way: "steps 40 to 80 after step 40"."""
+    gave_up: bool = False
+    """Whether it stopped for good because too many updates in a row were skipped."""
 
     @property
     def variant(self) -> str:
@@ -94,6 +96,23 @@ class Run:
     def final_loss(self) -> float | None:
         """Held-out loss after the last step, nats a token; None unless finished and finite."""
         return finite((self.summary or {}).get("heldout_loss"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to an end of its own: its last step, or too many skipped updates."""
+        return self.summary is not None or self.gave_up
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended without a finite held-out loss."""
+        return self.ended and self.final_loss is None
+
+    @property
+    def state(self) -> str:
+        """Its end in a word or two."""
+        if self.diverged:
+            return "diverged" if self.summary is not None else "diverged, stopped"
+        return "unfinished" if self.summary is None else "finished"
 
     @property
     def last_step(self) -> int:
@@ -136,7 +155,8 @@ def load_run(path: Path) -> Run:
     except OSError as error:
         raise CheckpointError(f"{path}/metrics.jsonl: {error.strerror}") from error
     facts, summary = (read_object(path / name) for name in ("run.json", "summary.json"))
-    return Run(path, cfg, facts or {}, summary, read_metrics(text), read_changes(path))
+    gave_up = summary is None and (path / "diverged.json").is_file()
+    return Run(path, cfg, facts or {}, summary, read_metrics(text), read_changes(path), gave_up)
 
 
 def read_changes(path: Path) -> list[str]:

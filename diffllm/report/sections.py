@@ -303,13 +303,8 @@ class Figures:
         if not values.any():
             return []
         if plot.spikes is not None:
-            counter, what = plot.spikes
-            how["spikes"] = [bands.rises(row, counter) for row in self.rows]
-            if any(map(len, how["spikes"])):
-                caption += (
-                    " Strokes below, a lane a row in the legend's order, its seeds together: "
-                    f"{what} spiked, by the 128-step definition, since the previous logged step."
-                )
+            how["spikes"], marks = self.marks(*plot.spikes)
+            caption += marks
         drawn = [None if i in self.hidden else band for i, band in enumerate(curves)]
         values = values_of(drawn) if any(drawn) else values
         highest, top = float(values.max()), top_of(drawn)
@@ -321,6 +316,23 @@ class Figures:
         drawing = draw_curves(curves, self.styles, unit, fit=fit, log=log, mark=mark, **how)
         across = how.get("across", "tokens")
         return [self.card(plot, caption + scale_note(values, log), drawing, across)]
+
+    def marks(self, counter: str, what: str) -> tuple[list[np.ndarray], str]:
+        """The tokens at which each row's count of spikes rose, and the sentence about them.
+
+        By the 128-step definition where some run is older than the count of events.
+        """
+        told = f"an event of {what}, on what is left without its trend"
+        if not all(len(run.series(counter).values) for run in self.runs):
+            counter = counter.replace("spikes_detrended/", "spikes/")
+            told = f"{what} spiked, by the 128-step definition"
+        found = [bands.rises(row, counter) for row in self.rows]
+        if not any(map(len, found)):
+            return found, ""
+        return found, (
+            " Strokes below, a lane a row in the legend's order, its seeds together: "
+            f"{told}, since the previous logged step."
+        )
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
         """One figure over layers, if there is a value other than 0."""

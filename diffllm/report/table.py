@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import metric_of
+from diffllm.metrics.table import DEFINITIONS, metric_of
 from diffllm.report.budgets import BUDGETS
 from diffllm.report.comparison import Comparison
-from diffllm.report.gap_statistics import diverged, family, survives
+from diffllm.report.counts import rate_words, share_words
+from diffllm.report.gap_statistics import family, survives
 from diffllm.report.numbers import (
     MISSING,
     clock,
@@ -43,7 +44,9 @@ COLUMNS = {
     "flops_per_token": "training FLOPs a token, forward and backward, attention counted causally",
     "tokens": "that a whole run trains on: steps x global_batch_size x seq_len",
     "seeds": "finished runs that the loss is the mean of",
-    "seeds_diverged": "finished runs with a held-out loss that is not finite: in no loss or gap",
+    "seeds_diverged": "runs that ended without a finite held-out loss, at their last step or "
+    "because too many updates in a row were skipped: in no loss or gap",
+    "seeds_ended": "runs that ended, finished or diverged",
     "loss": "held-out loss after the last step, nats a token, mean over seeds",
     "loss_low": "lower end of its 95% interval, Student's t over seeds",
     "loss_high": "upper end of its 95% interval",
@@ -75,6 +78,17 @@ COLUMNS = {
     "incomparable": "keys that differ between rows and that no loss can be compared across, as "
     "JSON; empty where all rows are comparable",
     "group": "letter of the rows that it can be compared with; empty where all rows can be",
+    **{
+        f"{name}_events{end}": meaning
+        for name, what in (("loss", "loss"), ("grad", "log gradient norm"))
+        for end, meaning in (
+            ("", f"spike events of the {what} without its trend, all ended seeds together"),
+            ("_judged", f"steps of these seeds at which the {what} could be judged"),
+            ("_per_1000", "these events a thousand of these steps"),
+            ("_low", "lower end of its exact 95% interval (Garwood)"),
+            ("_high", "upper end of it"),
+        )
+    },
     "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
     "bits_per_byte": "held-out loss after the last step, bits a byte of text, mean over seeds",
     **{metric.quantity: metric.column_meaning for metric in measured()},
@@ -121,6 +135,8 @@ class Cell:
     """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
     second: float = 0.0
     """The number in the small print, if it is one of a metric of its own."""
+    more: tuple[str, ...] = ()
+    """Further lines in small print."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +173,13 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     column("Seeds", "", ["seeds"], seeds_cell)
     column("Time", "a run", ["seconds"], lambda row: number_cell(row.values["seconds"], clock))
     for metric in measured():
-        if (shown := metric.column) and shown.title:
-            names = [metric.quantity, shown.second]
-            column(shown.title, shown.unit, names, partial(metric_cell, metric=metric))
+        if not ((shown := metric.column) and shown.title):
+            continue
+        names, unit, cell = [metric.quantity, shown.second], shown.unit, metric_cell
+        if (series := series_of(metric)) and any(row.events(series) for row in rows):
+            names = [f"{series}_events_per_1000", *names]
+            unit, cell = "events per 1,000 steps", spikes_cell
+        column(shown.title, unit, names, partial(cell, metric=metric))
     return [each for each in made if any(cell != Cell(MISSING) for cell in each.cells)]
 
 
@@ -171,7 +191,7 @@ def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
         each
         for each in columns
         if each not in zero and each.title in CONSTANT and len({*each.cells}) == 1
-        if len(each.cells) > 1
+        if len(each.cells) > 1 and not each.cells[0].tag
     ]
     said = []
     if zero:
@@ -202,8 +222,10 @@ def equal_cell(row: Row, budget: str) -> Cell:
     off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
     parts = [in_words(found.gap, signed=True), off if found.error else ""]
     tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
-    mean = found.gap.mean
-    return Cell(fixed(mean, signed=True), mean, "; ".join(filter(None, parts)), tag)
+    mean, base = found.gap.mean, row.baseline
+    lost = (diverged(row), diverged(base, f" of {base.label}") if base else "")
+    detail = "; ".join(filter(None, parts))
+    return Cell(fixed(mean, signed=True), mean, detail, tag, more=tuple(filter(None, lost)))
 
 
 def interval_unit(estimates: list[Estimate | None], kind: str) -> str:
@@ -238,8 +260,32 @@ def size_cell(row: Row) -> Cell:
 
 def seeds_cell(row: Row) -> Cell:
     """How many of all runs the loss is the mean of."""
-    seeds, runs = row.values["seeds"], len(row.runs)
-    return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds)
+    seeds, runs, share = row.values["seeds"], len(row.runs), row.diverged_share
+    tag = f"{row.diverged} diverged: {share_words(share)}" if row.diverged else ""
+    return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds, tag=tag)
+
+
+def series_of(metric: Metric) -> str:
+    """The series that a score of spikes is of: "loss" or "grad"; empty for other metrics."""
+    definition, _, rest = metric.name.partition("/")
+    return (
+        rest.removesuffix("_score") if definition in DEFINITIONS and rest.endswith("_score") else ""
+    )
+
+
+def spikes_cell(row: Row, metric: Metric) -> Cell:
+    """Spike events a thousand judged steps, with their interval; below, the published scores."""
+    assert metric.column
+    scores = []
+    for name in (metric.name, metric.column.second):
+        if finite(value := row.values.get(name)) is not None:
+            definition = DEFINITIONS[name.partition("/")[0]][1].removesuffix(" steps")
+            scores.append(f"{definition}: {percent(value)}")
+    rate = row.events(series_of(metric))
+    if not rate:
+        return Cell(MISSING, more=tuple(scores))
+    # the upper end is never 0: no column of events is left out because all are
+    return Cell(short(rate.value, 2), rate.value, rate_words(rate), "", rate.high, tuple(scores))
 
 
 def loss_cell(row: Row) -> Cell:
@@ -248,6 +294,11 @@ def loss_cell(row: Row) -> Cell:
     if row.loss is None or finite(row.loss.mean) is None:
         return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
     return Cell(fixed(row.loss.mean), row.loss.mean, in_words(row.loss), tag)
+
+
+def diverged(row: Row, of: str = "") -> str:
+    """ "1 of 3 seeds diverged"; nothing if none did."""
+    return f"{row.diverged} of {len(row.ended)} seeds{of} diverged" if row.diverged else ""
 
 
 def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:

@@ -4,8 +4,9 @@ import os
 from textwrap import wrap
 
 from diffllm.report.comparison import Comparison
+from diffllm.report.counts import share_words
 from diffllm.report.find import listed
-from diffllm.report.gap_statistics import NAMED, diverged, holm_sentence
+from diffllm.report.gap_statistics import NAMED, holm_sentence
 from diffllm.report.groups import in_short, keys_apart
 from diffllm.report.numbers import MISSING, compact, finite, fixed
 from diffllm.report.rows import Row
@@ -53,8 +54,16 @@ def gap_sentence(row: Row) -> str:
         return ""
     said = f"{row.label} {with_interval(row.gap, signed=True)} against {row.baseline.label}"
     size = size_against(row, row.baseline)
-    lost = [diverged(row), diverged(row.baseline, f" of {row.baseline.label}")]
-    return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), *lost, size]))
+    lost = [divergence(row), divergence(row.baseline, f" of {row.baseline.label}")]
+    return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), size, *lost]))
+
+
+def divergence(row: Row, of: str = "") -> str:
+    """ "1 of 3 seeds diverged (33%, 0.84% to 91%)"; nothing if none did."""
+    share = row.diverged_share
+    if not row.diverged:
+        return ""
+    return f"{row.diverged} of {share.runs} seeds{of} diverged ({share_words(share)})"
 
 
 def finding(row: Row, bases: list[Row]) -> str:
@@ -66,9 +75,7 @@ def finding(row: Row, bases: list[Row]) -> str:
     if row.gap is not None:
         return gap_sentence(row)
     if row.loss is None or finite(row.loss.mean) is None:
-        lost = diverged(row) or "no held-out loss that is finite"
-        state = lost if row.finished else "not finished"
-        return f"{row.label}: {state}"
+        return f"{row.label}: {divergence(row) or 'not finished'}"
     parts = [f"{row.label} held-out loss {with_interval(row.loss)}"]
     if any(row is base for base in bases):
         parts.append("the baseline")
@@ -77,7 +84,7 @@ def finding(row: Row, bases: list[Row]) -> str:
         apart = fixed(abs(entropy - row.loss.mean), 2)
         parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
     many = [counted(row.loss.seeds, "seed")] if bases or len(row.runs) > 1 else []
-    return ", ".join(filter(None, [*parts, *many, diverged(row)]))
+    return ", ".join(filter(None, [*parts, *many, divergence(row)]))
 
 
 def unigram_entropy(row: Row) -> float | None:
@@ -126,12 +133,15 @@ def aligned(lines: list[list[str]]) -> list[str]:
 
 def reading(comparison: Comparison) -> list[str]:
     """Explain the numbers of a table."""
+    lost = [f"{row.label}: {said}." for row in comparison.rows if (said := divergence(row))]
+    if lost:
+        lost.append("Runs that diverged are in no loss or gap; in brackets their share.")
     if not any(row.loss and row.loss.low is not None for row in comparison.rows):
-        return ["Nats a token; one seed has no interval."]
+        return ["Nats a token; one seed has no interval.", *lost]
     notes = ["Nats a token, means over seeds; in brackets 95% intervals."]
     if any(row.gap and row.gap.holds_zero for row in comparison.rows):
         notes.append("An interval that holds 0 shows no difference.")
-    return notes + one_line(comparison.rows)
+    return [*notes, *one_line(comparison.rows), *lost]
 
 
 def one_line(rows: list[Row]) -> list[str]:
@@ -167,6 +177,7 @@ def row_cells(row: Row) -> list[str]:
     gap = with_interval(row.gap, signed=True) if row.gap else ""
     seeds, runs = (row.loss.seeds if row.loss else 0), len(row.runs)
     many = f"{seeds}" if seeds == runs else f"{seeds} of {runs}"
+    many += f", {row.diverged} diverged" if row.diverged else ""
     return [row.label, loss, gap, many, compact(row.values.get("parameters"))]
 
 

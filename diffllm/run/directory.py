@@ -91,6 +91,7 @@ class RunDirectory:
         if self.changes:  # first: once config.yaml is new, nothing would tell of them
             self._note_changes(step)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
+        (self.path / "diverged.json").unlink(missing_ok=True)  # of a start that gave up
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if "tokenizer" in self.changes or not (self.path / "tokenizer.model").exists():
             write_atomic(self.path / "tokenizer.model", tokenizer.read_bytes())
@@ -124,6 +125,11 @@ class RunDirectory:
                 before = json.loads(file.read_text())
                 kept = {key: before[key] for key in FOR_GOOD if key in before}
         write_atomic(file, json.dumps({**kept, **facts}, indent=2) + "\n")
+
+    def give_up(self, step: int, reason: str) -> None:
+        """Mark the run as diverged, until it goes on."""
+        text = json.dumps({"step": step, "reason": reason}) + "\n"
+        write_atomic(self.path / "diverged.json", text)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as finished."""

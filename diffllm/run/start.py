@@ -109,6 +109,8 @@ def train_and_report(session: Session) -> Outcome:
         if outputs:
             outputs.close()
             outputs.wandb.finish(exit_code=1)
+            if session.directory and isinstance(error, SkippedTooOften):
+                session.directory.give_up(state.step, str(error))
             if cfg.run.report and isinstance(error, SkippedTooOften):
                 session.display.print(f"report: {report_on(session.path)}")
         if isinstance(error, AgreedByAll):

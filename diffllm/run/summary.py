@@ -1,5 +1,6 @@
 """The texts that a person reads at the start and at the end of a run, and the facts in them."""
 
+import math
 import statistics
 import unicodedata
 from pathlib import Path
@@ -117,18 +118,19 @@ def summary_text(
     """The end of a run, a sample of its text and the path of its report included."""
     entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
     documents = summary["heldout_documents"]
-    spikes, speed = summary["spikes/loss_total"], summary["tokens_per_s"]
+    spikes, events = (counts(summary, name) for name in ("spikes", "spikes_detrended"))
+    speed = summary["tokens_per_s"]
     side = "under" if loss <= entropy else "over"
+    heldout = (
+        f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; "
+        f"{summary['heldout_bits_per_byte']:.2f} bits a byte; "
+        f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
+    )
     skipped = summary["spikes/skipped_total"]
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     rows = [
         ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}"),
-        (
-            "held-out loss",
-            f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; "
-            f"{summary['heldout_bits_per_byte']:.2f} bits a byte; "
-            f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}",
-        ),
+        ("held-out loss", heldout if math.isfinite(loss) else "not finite: the run diverged"),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         (
             "speed",
@@ -136,7 +138,11 @@ def summary_text(
             if speed
             else "nothing was left to train",
         ),
-        ("spikes", f"loss {spikes:.0f}, gradient norm {summary['spikes/grad_total']:.0f}"),
+        (
+            "spikes",
+            f"loss {spikes['loss_total']:.0f}, gradient norm {spikes['grad_total']:.0f}; events "
+            f"without the trend {events['loss_total']:.0f}, {events['grad_total']:.0f}",
+        ),
         *([("skipped", f"{skipped:.0f} updates")] if skipped else []),
         *([("matched", cfg.run.matched.text())] if cfg.run.matched else []),
         ("run", f"{path}/: metrics.jsonl, checkpoints/, config.yaml"),
@@ -148,6 +154,12 @@ def summary_text(
         rows.append((name, f"{again} plugins=[{','.join(cfg.plugins)}]"))
     table = "\n".join(f"{name:<14}{what}" for name, what in rows)
     return f"\n{visible(text)}\n\n{table}"
+
+
+def counts(summary: dict[str, Any], definition: str) -> dict[str, float]:
+    """The numbers of one definition of a spike, by the rest of their names."""
+    parts = ((name.partition("/"), value) for name, value in summary.items())
+    return {rest: value for (first, _, rest), value in parts if first == definition}
 
 
 def visible(text: str) -> str:

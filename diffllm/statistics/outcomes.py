@@ -16,7 +16,7 @@ from diffllm.statistics.intervals import CONFIDENCE
 
 @dataclass(frozen=True)
 class Share:
-    """How many of an arm's finished runs diverged."""
+    """How many of an arm's ended runs diverged."""
 
     diverged: int
     runs: int

@@ -96,6 +96,7 @@ def probed(planned: Planned) -> float | None:
             f"run.dir={path}",
             "run.report=false",
             "wandb.mode=disabled",
+            "eval.tokens=1",
         ]
         command = [sys.executable, "-P", "-m", "diffllm", "train", *words]
         try:

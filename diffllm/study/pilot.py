@@ -76,7 +76,7 @@ def read_pilot(paths: list[Path]) -> Pilot:
     comparison, _ = read(paths)
     groups = sorted(comparison.groups, key=lambda group: -freedom(group))
     rows = groups[0].rows
-    arms = [arm_of(row) for row in rows if row.finished]
+    arms = [arm_of(row) for row in rows if row.ended]
     several = [arm.losses for arm in arms if len(arm.losses) > 1]
     spread = pooled(several)
     if spread is None:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from diffllm.checkpoint import list_checkpoints, read_state
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.config.steps import LENGTHS
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.errors import ConfigError
 from diffllm.run.directory import summary_of
 from diffllm.study.file import Study
 
@@ -93,27 +92,19 @@ def words_of(study: Study, planned: Planned, out: Path) -> list[str]:
 
 def is_ended(path: Path, cfg: TrainConfig) -> bool:
     """Whether the run at `path` has made its steps, or has diverged and given up."""
-    return summary_of(path) is not None or gave_up(path, cfg)
+    return summary_of(path) is not None or gave_up(path)
 
 
-def gave_up(path: Path, cfg: TrainConfig) -> bool:
+def gave_up(path: Path) -> bool:
     """Whether the run stopped itself, because too many updates in a row were skipped."""
-    saved = list_checkpoints(path / "checkpoints")
-    if summary_of(path) is not None or not saved:
-        return False
-    try:
-        spikes = read_state(saved[-1])["loop"]["spikes"]
-        skips = max(spikes["skipped_in_a_row"], spikes["longest_skip"])
-    except (CheckpointError, KeyError, TypeError):
-        return False
-    return bool(skips >= cfg.train.max_consecutive_skips)
+    return summary_of(path) is None and (path / "diverged.json").is_file()
 
 
 def heldout_loss(path: Path, cfg: TrainConfig) -> float | None:
     """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
     it has not ended."""
     if (summary := summary_of(path)) is None:
-        return math.inf if gave_up(path, cfg) else None
+        return math.inf if gave_up(path) else None
     loss = summary.get("heldout_loss")
     return float(loss) if loss is not None and math.isfinite(loss) else math.inf
 

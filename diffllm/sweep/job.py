@@ -62,6 +62,11 @@ class Job:
     def has_summary(self) -> bool:
         return Path(self.path, "summary.json").is_file()
 
+    @property
+    def diverged(self) -> bool:
+        """Whether it stopped because too many updates in a row were skipped."""
+        return Path(self.path, "diverged.json").is_file()
+
     def progress(self) -> str:
         """Describe the newest checkpoint in words."""
         saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")

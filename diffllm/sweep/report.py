@@ -1,6 +1,7 @@
 """The lines that begin a sweep, and the table and the lines that end it."""
 
 import json
+import math
 from pathlib import Path
 
 from diffllm.sweep.job import Ending, Job
@@ -25,11 +26,13 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
         ending = endings.get(job.name, Ending("not started"))
         if job.has_summary:
             summary = json.loads(Path(job.path, "summary.json").read_text())
-            result = f"held-out loss {summary['heldout_loss']:.4f}"
+            loss = summary["heldout_loss"]
+            sound = loss is not None and math.isfinite(loss)
+            result = f"held-out loss {loss:.4f}" if sound else "diverged: no finite held-out loss"
         else:
             unfinished += 1
             failed += ending.state == "failed"
-            state = ending.state.replace("failed", "FAILED")
+            state = ending.state.replace("failed", "DIVERGED" if job.diverged else "FAILED")
             result = ", ".join(filter(None, [state, ending.reason]))
         print(f"{job.path:<{width}}  {result}")
         if ending.state == "failed":

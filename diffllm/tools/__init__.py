@@ -21,11 +21,12 @@ COMMANDS = {
     "power": "seeds, tokens and hours that a gap takes, from a pilot's runs",
     "study": "a claim, its runs, and the rule that decides it: run, verdict",
     "attention-map": "what the heads of a trained run attend to, as a figure",
+    "outliers": "outliers and sinks of a checkpoint over fixed tokens, layer by layer",
     "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 
-READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "dashboard")
+READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "outliers", "dashboard")
 """Commands with the argument plugins=[...]."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""

@@ -92,7 +92,7 @@ def listen(model):
         layer.attention_norm.register_forward_hook(keep(store, "normed", "output"))
         last = getattr(attention, "head_norm", attention.wo)
         last.register_forward_hook(keep(store, "context", "input"))
-        for name in ("w_lambda", "w_gate"):
+        for name in ("wv", "w_lambda", "w_gate"):
             if hasattr(attention, name):
                 getattr(attention, name).register_forward_hook(keep(store, name, "output"))
     return heard
@@ -104,7 +104,12 @@ def block_values(layer, heard):
     rms = heard["context"].double().flatten(2).unflatten(-1, (-1, width)).square().mean(-1).sqrt()
     centred = x - x.mean(-1, keepdim=True)
     kurtosis = (centred**4).mean(-1) / (centred**2).mean(-1) ** 2
+    own_values = heard["wv"].double().square().mean((1, 2)).sqrt()
+    ratio = rms / own_values[:, None, None]
     values = {
+        "context_over_value_rms": ratio.mean(),
+        "context_over_value_rms_min": ratio.min(),
+        "context_over_value_rms_max": ratio.max(),
         "context_rms": rms.mean(),
         "context_rms_min": rms.min(),
         "context_rms_max": rms.max(),

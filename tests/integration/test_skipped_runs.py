@@ -7,6 +7,8 @@ import torch
 from forked_runs import start
 from runs import checkpoint_tensors, prepared_corpus
 
+from diffllm.study.runs import gave_up
+
 LIMIT, LOGGED = 6, 5
 
 
@@ -29,6 +31,8 @@ def test_too_many_skips_in_a_row_save_and_stop(tmp_path, ranks):
     assert [line["train/grad_norm"] is None for line in lines] == [False, True, True]
     assert lines[2]["train/update_norm"] == 0
     assert not (run / "summary.json").exists()
+    assert json.loads((run / "diverged.json").read_text())["step"] == 10
+    assert gave_up(run)
     saved = checkpoint_tensors(run, 10)
     assert all(torch.isfinite(value).all() for value in saved.values())
     if ranks == 1:  # the same command goes on, for as many skips again

@@ -12,6 +12,7 @@ import diffllm
 from diffllm.config import TrainConfig
 from diffllm.report.comparison import Comparison, compare
 from diffllm.report.groups import Group
+from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run
 from diffllm.spikes import SpikeMonitor
 from diffllm.statistics.intervals import Estimate
@@ -145,6 +146,13 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
         " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
     )
     return compare(runs, variants[0] if variants[1:] else None, title)
+
+
+def forget_events(row: Row) -> None:
+    """Make the runs of a row older than the count of spike events."""
+    for run in row.runs:
+        for name in [name for name in run.metrics.columns if name.startswith("spikes_detrended/")]:
+            del run.metrics.columns[name]
 
 
 def incomparable() -> Comparison:

@@ -135,7 +135,7 @@ def test_a_row_that_diverged_more_is_never_better():
     assert holm_sentence(found.rows) == "1 of 2 gaps survives Holm's correction at 0.05: diff_v1."
     text = " ".join(Reader(page(found)).text.split())
     assert "4 of 4 (40% to 100%) against 0 of 4" in text
-    assert "against standard, 3 seeds, 1 of 4 seeds diverged, " in text
+    assert "more parameters, 1 of 4 seeds diverged (25%, 0.63% to 81%)" in text
     assert "diff_v2: 4 of 4 seeds diverged" in text
 
 

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from diffllm.bounds import bounded
 from diffllm.model.attention.kernels import prepare_backend, training_kernel
 from diffllm.model.attention.masks import training_mask
-from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
+from diffllm.model.attention.ops import (
+    Backend,
+    Mask,
+    attend,
+    attention_scores,
+    attention_weights,
+)
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.model.init import Initializer
@@ -28,8 +34,8 @@ if TYPE_CHECKING:
     from diffllm.model.config import ModelConfig
 
 Shown = dict[str, Tensor]
-"""The tensors that a layer hands to diagnostics, by name: "q" and "k" as projected, "context" (B,
-T, heads, width), "lambda", "gate"."""
+"""The tensors that a layer hands to diagnostics, by name: "q", "k" and "v" as projected, "context"
+(B, T, heads, width), "lambda", "gate"."""
 
 Maps = dict[str, Tensor]
 """Explicit maps by name, (B, heads, T, S) each; the last one weights the values."""
@@ -214,7 +220,7 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         context = self.context(x, q, k, v, mask, show)
         if show is not None:
-            show["q"], show["k"] = q, k
+            show["q"], show["k"], show["v"] = q, k, v
             show.setdefault("context", context)
         if self.context_scale != 1:
             context = context * self.context_scale
@@ -243,6 +249,10 @@ class Attention(nn.Module):
         For figures, probes and tests; gates and head norms act behind it.
         """
         return {"map": attention_weights(q, k, mask)}
+
+    def logits(self, q: Tensor, k: Tensor) -> Maps:
+        """Return q k / sqrt(d) of each map by its name, (B, heads, T, S) each; none is masked."""
+        return {"map": attention_scores(q, k)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Call `ops.attend` with the configured backend."""

@@ -15,7 +15,14 @@ from diffllm.bounds import bounded
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
 from diffllm.model.attention.kernels import Kernel
-from diffllm.model.attention.ops import Backend, Mask, attention_weights, repeated, weighted
+from diffllm.model.attention.ops import (
+    Backend,
+    Mask,
+    attention_scores,
+    attention_weights,
+    repeated,
+    weighted,
+)
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.dtypes import at_least_float32
@@ -173,6 +180,9 @@ class DiffV1Attention(Attention):
         difference = map1 - self.lambda_value() * map2
         difference = clamped(difference) if self.cfg.clamp else difference
         return {"map 1": map1, "map 2": map2, "difference": difference}
+
+    def logits(self, q: Tensor, k: Tensor) -> Maps:
+        return dict(zip(("map 1", "map 2"), attention_scores(q, k).chunk(2, dim=1), strict=True))
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
-from diffllm.model.attention.ops import Mask, attention_weights
+from diffllm.model.attention.ops import Mask, attention_scores, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
@@ -103,6 +103,9 @@ class DiffV2Attention(Attention):
         map1, map2 = self.pair(attention_weights(q, k, mask), dim=1)
         lam = self.lambda_values(x).transpose(1, 2).unsqueeze(-1)
         return {"map 1": map1, "map 2": map2, "difference": map1 - lam * map2}
+
+    def logits(self, q: Tensor, k: Tensor) -> Maps:
+        return dict(zip(("map 1", "map 2"), self.pair(attention_scores(q, k), dim=1), strict=True))
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Return the first and second members of all pairs among 2H heads in dimension `dim`."""

@@ -1,0 +1,16 @@
+"""Counts in words, with their exact intervals."""
+
+from diffllm.report.numbers import percent, short
+from diffllm.statistics.outcomes import Share
+from diffllm.statistics.rates import Rate
+
+
+def share_words(share: Share) -> str:
+    """ "33%, 0.84% to 91%"."""
+    low, high = share.interval
+    return f"{percent(share.diverged / share.runs)}, {percent(low)} to {percent(high)}"
+
+
+def rate_words(rate: Rate) -> str:
+    """ "0.63 to 4.6": the ends of an interval."""
+    return f"{short(rate.low, 2)} to {short(rate.high, 2)}"

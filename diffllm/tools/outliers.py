@@ -1,0 +1,163 @@
+"""diffllm outliers run=<dir>: outliers and sinks of a checkpoint over fixed held-out tokens."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffllm.analysis.outliers import measure
+from diffllm.analysis.spread import TOP
+from diffllm.checkpoint import find_checkpoint
+from diffllm.checkpoint.directory import step_of
+from diffllm.config import TrainConfig
+from diffllm.config.saved import load_run_config
+from diffllm.data import TokenData, prepare, sequences_in
+from diffllm.data.loader import read_sequences
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.model.documents import Documents
+from diffllm.run.model import load_model
+from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.table import print_table, table
+
+WHAT = """\
+diffllm outliers run=<dir> [key=value ...] [--json]: outliers and sinks, layer by layer
+
+One pass in float32 over the first sequences of the run's held-out split, always the same. Of each
+layer's output (hidden states) and of the logits of each attention map, before its softmax: the
+largest magnitudes, their percentiles, the kurtosis. The weight on the first token that a query
+sees, map by map, signed, and its share of |weight|. The context's RMS, and over the values' RMS.
+
+  --json            a JSON object instead of tables
+
+diffllm outliers run=outputs/mine
+diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
+SIZES = {f"top-{k}": f"top_{k}" for k in TOP} | {
+    name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")
+}
+"""Heads of columns, and the number below each."""
+READING = """\
+Top-k and percentiles are of |value|, percentiles within 0.1%; kurtosis is of all values together,
+3 for a normal law; "over channels" is that of a token, mean over tokens; the channel is that of
+top-1. Logits are q k / sqrt(d) of the keys that a query sees. Weights on the first token are means
+over heads, sequences and the queries that see more than themselves."""
+
+
+@dataclass
+class Arguments:
+    """The arguments of `diffllm outliers`."""
+
+    run: str = field(metadata={"help": "run directory"})
+    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
+    tokens: int = field(
+        default=16384,
+        metadata={"help": "tokens to read, in whole sequences; all if there are less"},
+    )
+    json: bool = field(default=False, metadata={"help": "true: as --json"})
+    plugins: str = plugins_field()
+
+
+def main(argv: list[str]) -> None:
+    """Print the tables or the JSON."""
+    args = parse(Arguments, [word for word in argv if word != "--json"], WHAT)
+    if args.tokens < 1:
+        raise ConfigError(f"tokens={args.tokens}: it must be 1 or more")
+    run = Path(args.run).expanduser()
+    cfg = load_run_config(run)
+    step = step_of(find_checkpoint(run, args.step))
+    model, _ = load_model(run, step)
+    data = own_data(run, cfg)
+    count = min(-(-args.tokens // cfg.seq_len), sequences_in(data.split("heldout"), cfg.seq_len))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        layers = measure(model.to(device), heldout(cfg, data, count, device))
+    except CheckpointError as error:
+        raise CheckpointError(f"{run}, step {step}: {error}") from None
+    found = {
+        "run": str(run),
+        "variant": cfg.run.choices["attention"],
+        "step": step,
+        "sequences": count,
+        "tokens": count * cfg.seq_len,
+        "percentiles": "of magnitudes, from a histogram: within 0.1%",
+        "layers": [{"layer": i, **numbers} for i, numbers in enumerate(layers)],
+    }
+    if args.json or "--json" in argv:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found)
+
+
+def own_data(run: Path, cfg: TrainConfig) -> TokenData:
+    """Open the corpus that the run's config names; raises ConfigError if it is not what the run was
+    trained on."""
+    data = prepare(cfg.data)
+    try:
+        facts = json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):
+        return data  # nothing says what it was
+    now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
+    for name, found in now.items():
+        if facts.get(name, found) != found:
+            raise ConfigError(
+                f"the {name} that {run}/config.yaml names is not what the run was trained on any "
+                f"more: its hash is {found[:12]}, that of the run {str(facts[name])[:12]}"
+            )
+    return data
+
+
+def heldout(
+    cfg: TrainConfig, data: TokenData, count: int, device: torch.device
+) -> Iterator[tuple[Tensor, Documents | None]]:
+    """Yield the first `count` sequences of the held-out split, one at a time, (1, T) int64."""
+    import numpy as np
+
+    for i in range(count):
+        tokens, _ = read_sequences(data.split("heldout"), cfg.seq_len, np.array([i]))
+        documents = None
+        if cfg.data.mask_documents:
+            documents = Documents.of(tokens, data.manifest.eos_id).to(device)
+        yield tokens.to(device), documents
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a table for hidden states, logits, and what maps and context do."""
+    print(
+        f"{found['run']}: {found['variant']}, step {found['step']}, the first {found['tokens']:,} "
+        f"held-out tokens ({found['sequences']} sequences), float32"
+    )
+    hidden = titled("Hidden states, magnitudes", *SIZES, "over channels", "channel")
+    logits = titled("Attention logits, magnitudes", "map", *SIZES)
+    sinks = titled("First token, and context", "map", "weight", "of |weight|", "context RMS",
+                   "over values' RMS", "smallest", "largest")  # fmt: skip
+    for layer in found["layers"]:
+        number, own = str(layer["layer"]), layer["hidden"]
+        cells = [own[name] for name in SIZES.values()]
+        channel = str(own["top_1_channel"])
+        hidden.add_row(number, *map(short, [*cells, own["kurtosis_over_channels"]]), channel)
+        for name, sizes in layer["logits"].items():
+            logits.add_row(number, name, *(short(sizes[each]) for each in SIZES.values()))
+        ratio = layer["context_over_value_rms"]
+        for i, (name, sink) in enumerate(layer["sinks"].items()):
+            context = [layer["context_rms"], ratio["mean"], ratio["min"], ratio["max"]]
+            said = [sink["weight"], sink["share"], *(context if i == 0 else [])]
+            sinks.add_row(number, name, *map(short, said))
+    for made in (hidden, logits, sinks):
+        print()
+        print_table(made)
+    print(f"\n{READING}")
+
+
+def titled(title: str, *heads: str) -> Any:
+    """An empty table, layer by layer."""
+    made = table("layer", *heads)
+    made.title, made.title_justify, made.title_style = title, "left", "bold"
+    return made
+
+
+def short(value: float | None) -> str:
+    """Three significant digits."""
+    return "-" if value is None else f"{value:.3g}"

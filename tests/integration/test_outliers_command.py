@@ -1,0 +1,92 @@
+"""diffllm outliers on a trained run: fixed tokens, JSON alone on stdout, one-line errors."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from cli_helpers import call
+from forked_runs import start
+from runs import prepared_corpus
+
+from diffllm import load_model, tools
+from diffllm.analysis.outliers import measure
+from diffllm.config.saved import load_run_config
+from diffllm.data import prepare
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    corpus = prepared_corpus(directory)
+    words = ("steps=6", "checkpoint.interval=3", "attention=diff_v2")
+    start(corpus, directory / "run", *words).finish(0)
+    return directory / "run"
+
+
+@pytest.fixture
+def outliers(capfd):
+    return lambda *words: call(lambda: tools.main(["outliers", *words]), capfd)
+
+
+def test_json_is_of_the_first_tokens_of_the_held_out_split(trained, outliers):
+    first = outliers(f"run={trained}", "tokens=100", "--json")
+    assert first.code == 0, first.err
+    found = json.loads(first.out)
+    assert (found["step"], found["sequences"], found["tokens"]) == (6, 2, 128)
+    assert found["variant"] == "diff_v2"
+    assert [layer["layer"] for layer in found["layers"]] == [0, 1]
+    assert outliers(f"run={trained}", "tokens=100", "json=true").out == first.out
+    tokens = prepare(load_run_config(trained).data).split("heldout").tokens(0, 128)
+    rows = torch.tensor(tokens.astype("int64")).view(2, 1, 64)
+    expected = measure(load_model(trained)[0], [(row, None) for row in rows])
+    told = json.loads(json.dumps(expected))
+    for layer, own in zip(found["layers"], told, strict=True):
+        assert {**own, "layer": layer["layer"]} == layer
+
+
+def test_tables_show_every_layer_and_map(trained, outliers):
+    done = outliers(f"run={trained}", "step=3", "tokens=64")
+    assert done.code == 0, done.err
+    assert "diff_v2, step 3, the first 64 held-out tokens (1 sequences), float32" in done.out
+    for title in ("Hidden states", "Attention logits", "First token"):
+        assert title in done.out
+    words = [line.split() for line in done.out.splitlines()]
+    assert sum(line[:3] == ["1", "map", "2"] for line in words) == 2
+    assert sum(line[:2] == ["1", "difference"] for line in words) == 1
+
+
+def test_all_of_a_short_split_is_read(trained, outliers):
+    found = json.loads(outliers(f"run={trained}", "tokens=100000000", "--json").out)
+    assert 0 < found["tokens"] < 100000000
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run=gone"], "gone"),
+        ([], "run=..."),
+        (["run={run}", "step=4"], "no checkpoint of step 4; there are [3, 6]"),
+        (["run={run}", "tokens=0"], "tokens=0: it must be 1 or more"),
+        (["run={run}", "tokens=many"], "tokens='many' is not int"),
+        (["run={run}", "prompt=a"], "unknown argument 'prompt=a'"),
+        (["run={run}", "json=yes"], "json='yes' must be true or false"),
+    ],
+)
+def test_a_mistake_is_one_line(trained, outliers, words, named):
+    done = outliers(*(word.format(run=trained) for word in words))
+    assert (done.code, done.out) == (2, "")
+    assert named in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_run_without_checkpoints_and_one_of_another_corpus_are_named(trained, outliers, tmp_path):
+    other = shutil.copytree(trained, tmp_path / "other")
+    facts = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
+    done = outliers(f"run={other}")
+    assert (done.code, done.out) == (2, "")
+    assert "the corpus that" in done.err
+    assert "that of the run 000000000000" in done.err
+    shutil.rmtree(other / "checkpoints")
+    assert "has no complete checkpoint" in outliers(f"run={other}").err

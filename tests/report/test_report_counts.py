@@ -1,0 +1,169 @@
+"""Counts with exact intervals: spike events of a row's seeds, and runs that diverged."""
+
+import csv
+import io
+import json
+import math
+
+import pytest
+import sample_comparison as sample
+from scipy import stats
+from test_report_page import Reader
+from test_report_rows import loaded
+from written_runs import write_run
+
+from diffllm.report.comparison import compare
+from diffllm.report.page import page
+from diffllm.report.table import cost_columns, csv_text, folded, table_columns
+from diffllm.report.text import table_text
+from diffllm.statistics.rates import Rate
+from diffllm.sweep.job import Ending, Job
+from diffllm.sweep.plan import SweepDirectory
+from diffllm.sweep.report import report
+
+
+@pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])
+def test_a_rate_has_garwoods_interval(events, steps):
+    rate = Rate(events, steps)
+    low, high = (stats.chi2.ppf(q, 2 * k) / 2 for q, k in ((0.025, events), (0.975, events + 1)))
+    assert rate.value == 1000 * events / steps
+    assert (rate.low, rate.high) == pytest.approx(
+        (1000 * low / steps if events else 0, 1000 * high / steps)
+    )
+    # the ends are where so few, or so many, events have a chance of 2.5%
+    assert stats.poisson.cdf(events, rate.high * steps / 1000) == pytest.approx(0.025)
+
+
+def diverging(root, *, gave_up=False):
+    """standard with three good seeds; gated with two, and one that diverged."""
+    for seed in range(3):
+        write_run(
+            root / f"standard{seed}", "attention=standard", f"seed={seed}", loss=4.0 + seed / 10
+        )
+        words = ("attention=gated", f"seed={seed}")
+        if seed < 2:
+            write_run(root / f"gated{seed}", *words, loss=3.9 + seed / 10)
+        elif gave_up:
+            write_run(root / "gated2", *words, loss=None)
+            (root / "gated2" / "diverged.json").write_text('{"step": 10, "reason": "skipped"}')
+        else:
+            write_run(root / "gated2", *words, loss=math.nan)
+    return compare(loaded(sorted(root.iterdir())))
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
+    found = diverging(tmp_path, gave_up=gave_up)
+    gated = found.rows[1]
+    assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
+    told = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
+
+    text = table_text(found)
+    assert f"gated: {told}.\nRuns that diverged are in no loss or gap" in text
+    assert "2 of 3, 1 diverged" in text
+    assert "standard: " not in text
+    assert all(line.isascii() and len(line) <= 100 for line in text.splitlines())
+
+    columns = {each.title: each.cells for each in table_columns(found)}
+    assert columns["Held-out loss"][1].tag == columns["Gap to standard"][1].tag
+    assert columns["Held-out loss"][1].tag == "1 of 3 seeds diverged"
+    assert columns["Seeds"][1].tag == "1 diverged: 33%, 0.84% to 91%"
+    assert columns["Seeds"][0].tag == ""
+    (equal,) = cost_columns(found)
+    assert equal.cells[1].more == ("1 of 3 seeds diverged",)
+
+    shown = Reader(page(found)).text
+    assert told in shown
+    assert ("diverged, stopped" if gave_up else "diverged") in shown
+
+    lines = list(csv.DictReader(io.StringIO(csv_text(found))))
+    assert [line["seeds_diverged"] for line in lines] == ["0", "1"]
+    assert [line["seeds_ended"] for line in lines] == ["3", "3"]
+    expected = stats.binomtest(1, 3).proportion_ci(method="exact")
+    assert float(lines[1]["diverged_low"]) == pytest.approx(expected.low)
+    assert float(lines[1]["diverged_high"]) == pytest.approx(expected.high)
+    assert float(lines[0]["diverged_low"]) == 0
+
+
+def test_a_baseline_with_a_diverged_seed_is_said_at_the_gap(tmp_path):
+    for seed in range(2):
+        write_run(
+            tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=(4.0, math.nan)[seed]
+        )
+        write_run(tmp_path / f"b{seed}", "attention=gated", f"seed={seed}", loss=3.9)
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert "1 of 2 seeds of standard diverged (50%, 1.3% to 99%)" in Reader(page(found)).text
+
+
+def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert "standard: 2 of 2 seeds diverged (100%, 16% to 100%)" in Reader(page(found)).text
+    said = folded(table_columns(found))[1]
+    assert "Seeds 0 of 2" not in " ".join(said)
+    assert found.rows[0].values["loss"] is None
+    assert "0 of 2, 2 diverged" in table_text(found)
+
+
+def with_events(root, name, seed, total, judged, **more):
+    words = (f"attention={name}", f"seed={seed}")
+    counts = {"spikes_detrended/loss_total": total, "spikes_detrended/loss_judged": judged}
+    return write_run(root / f"{name}{seed}", *words, summary={**counts, **more})
+
+
+def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path):
+    with_events(tmp_path, "standard", 0, 2.0, 300.0)
+    with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)  # its events count
+    with_events(tmp_path, "gated", 0, 0.0, 500.0)
+    found = compare(loaded(sorted(tmp_path.iterdir())))
+    standard, gated = found.rows
+    rate = standard.events("loss")
+    assert (rate.count, rate.steps, rate.value) == (3, 500, 6.0)
+    assert rate == Rate(3, 500)
+    assert standard.events("grad") is None
+    columns = {each.title: each for each in table_columns(found)}
+    cell, none = columns["Loss spikes"].cells
+    assert (cell.text, cell.detail) == ("6", "1.2 to 18")
+    assert (none.text, none.detail) == ("0", "0 to 7.4")
+    assert cell.more == ("128: 10%", "OLMo 2: 10%")
+    assert columns["Loss spikes"].unit == "events per 1,000 steps"
+    assert columns["Gradient spikes"].unit == "of steps", "no run counted events of it"
+    line = next(csv.DictReader(io.StringIO(csv_text(found))))
+    assert [line[f"loss_events{end}"] for end in ("", "_judged", "_per_1000")] == [
+        "3",
+        "500",
+        "6.0",
+    ]
+    assert float(line["loss_events_low"]) == rate.low
+    assert float(line["loss_events_high"]) == rate.high
+    assert line["grad_events_per_1000"] == ""
+    assert gated.values["loss_events"] == 0
+
+
+def test_figures_mark_events_and_the_published_count_where_a_run_has_none():
+    found = sample.compared(("diff_v2_unshared_kv",), 1, 100)
+    shown = Reader(page(found)).text
+    assert "an event of the loss, on what is left without its trend" in shown
+    assert "by the 128-step definition" not in shown
+    sample.forget_events(found.rows[0])
+    shown = Reader(page(found)).text
+    assert "the loss spiked, by the 128-step definition" in shown
+    assert "an event of the loss" not in shown
+
+
+def test_the_end_of_a_sweep_names_runs_that_diverged(tmp_path, capsys):
+    jobs = []
+    for number, loss in enumerate((4.0, math.nan, None)):
+        path = tmp_path / f"run{number}"
+        path.mkdir()
+        jobs.append(Job(number + 1, 3, path.name, str(path), 20, [], False))
+        if loss is not None:
+            (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}))
+    (tmp_path / "run2" / "diverged.json").write_text("{}")
+    endings = {"run2": Ending("failed", "stopped after step 10")}
+    assert report(jobs, endings, SweepDirectory(tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/run0  held-out loss 4.0000" in said
+    assert f"{tmp_path}/run1  diverged: no finite held-out loss" in said
+    assert f"{tmp_path}/run2  DIVERGED, stopped after step 10" in said

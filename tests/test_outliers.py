@@ -1,0 +1,187 @@
+"""diffllm outliers' numbers, from explicit float64 tensors; and sizes counted piece by piece."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tiers import slow_but
+
+from diffllm import build_model, load_config
+from diffllm.analysis import outliers
+from diffllm.analysis.outliers import measure
+from diffllm.analysis.spread import PERCENTILES, TOP, Spread
+from diffllm.errors import CheckpointError
+from diffllm.model.documents import Documents
+
+T, EOS = 24, 3
+VARIANTS = ["standard", "gated", "diff_v1", "diff_v2", "diff_v2_unshared_kv", "standard_sink"]
+
+
+def tiny(variant):
+    words = ("model=tiny", "model.init_std=0.2", "model.vocab_size=64", "data.vocab_size=64")
+    return build_model(load_config([*words, f"attention={variant}", f"seq_len={T}"]).model)
+
+
+def sizes(values):
+    """The numbers of a Spread, from all values at once."""
+    x = np.asarray(values, dtype=np.float64).ravel()
+    down = np.sort(np.abs(x))[::-1]
+    top = {f"top_{k}": down[k - 1] for k in TOP}
+    percentiles = {
+        name: np.percentile(down, q, method="inverted_cdf") for name, q in PERCENTILES.items()
+    }
+    moments = {"rms": np.sqrt((x**2).mean()), "kurtosis": stats.kurtosis(x, fisher=False)}
+    return top | percentiles | moments
+
+
+def close(found, expected, rel):
+    """Compare numbers of a Spread; percentiles are of bins."""
+    assert found.keys() >= expected.keys()
+    for name, value in expected.items():
+        within = max(rel, 1.1e-3) if name in PERCENTILES else rel
+        assert found[name] == pytest.approx(value, rel=within), name
+
+
+def test_pieces_of_any_size_have_the_sizes_of_the_whole():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
+    values = values.astype(np.float32)
+    whole, merged = Spread(), Spread()
+    for piece in np.split(values, [1, 7, 2000]):
+        whole.add(torch.from_numpy(piece).view(-1, 1))
+        other = Spread()
+        other.add(torch.from_numpy(piece))
+        merged.merge(other)
+    close(whole.numbers(), sizes(values), 1e-9)
+    assert merged.numbers() == pytest.approx(whole.numbers())
+    assert whole.numbers()["top_1"] == 400.0
+
+
+def test_few_values_have_no_hundredth_and_equal_ones_no_kurtosis():
+    few = Spread()
+    few.add(torch.full((5,), -2.5))
+    numbers = few.numbers()
+    assert (numbers["top_1"], numbers["top_3"], numbers["top_10"]) == (2.5, 2.5, None)
+    assert numbers["kurtosis"] is None
+    assert numbers["median"] == pytest.approx(2.5, rel=1e-3)
+    few = Spread()
+    few.add(torch.zeros(7))
+    assert few.numbers()["p99"] == few.numbers()["rms"] == 0
+
+
+def explicit(model, tokens, documents):
+    """The numbers of every layer of a float64 model from its whole maps, by the equations."""
+    x = model.tok_embeddings(tokens)
+    if documents is None:
+        rope, seen = model.rope(0, T), torch.ones(T, T).tril().bool()[None, None]
+    else:
+        rope, seen = model.rope.at(documents.positions), documents.mask()
+    found = []
+    for block in model.layers:
+        attention, normed, show = block.attention, block.attention_norm(x), {}
+        q, k, _ = attention.project(normed, rope)
+        keys = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        scores = torch.einsum("bthd,bshd->bhts", q, keys) * q.shape[-1] ** -0.5
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        if hasattr(attention, "sink_kind") and attention.sink_kind.name != "none":
+            extra = attention.sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            whole = torch.cat((extra, scores.masked_fill(~seen, -torch.inf)), -1)
+            weights = torch.softmax(whole, -1)[..., 1:]
+        logits, maps = {"map": scores}, {"map": weights}
+        if hasattr(attention, "lambda_q1"):  # heads lie map by map
+            half = scores.shape[1] // 2
+            pick = (slice(0, half), slice(half, None))
+            lam = attention.lambda_value()
+        elif hasattr(attention, "w_lambda"):
+            half = scores.shape[1] // 2
+            pick = (slice(0, None, 2), slice(1, None, 2))
+            if attention.cfg.pairing.name == "halves":
+                pick = (slice(0, half), slice(half, None))
+            lam = torch.sigmoid(attention.w_lambda(normed)).transpose(1, 2).unsqueeze(-1)
+        if hasattr(attention, "lambda_q1") or hasattr(attention, "w_lambda"):
+            logits = {f"map {i + 1}": scores[:, heads] for i, heads in enumerate(pick)}
+            maps = {f"map {i + 1}": weights[:, heads] for i, heads in enumerate(pick)}
+            maps["difference"] = maps["map 1"] - lam * maps["map 2"]
+        attention(normed, rope, seen, show=show)
+        v = attention.wv(normed)
+        rms = show["context"].square().mean(-1).sqrt()
+        ratio = rms / v.square().mean((1, 2)).sqrt()[:, None, None]
+        x, *_ = block(x, rope, seen)
+        first = seen.int().argmax(-1, keepdim=True)
+        many = (seen.sum(-1) > 1).expand(len(tokens), 1, T)
+        sinks = {}
+        for name, each in maps.items():
+            on_first = each.gather(-1, first.expand(*each.shape[:3], 1)).squeeze(-1)
+            share = on_first.abs() / each.abs().sum(-1)
+            kept = many.expand_as(on_first)
+            sinks[name] = {"weight": on_first[kept].mean(), "share": share[kept].mean()}
+        found.append(
+            {
+                "hidden": x,
+                "logits": {n: each[seen.expand_as(each)] for n, each in logits.items()},
+                "sinks": sinks,
+                "context_rms": rms.mean(),
+                "ratio": {"mean": ratio.mean(), "min": ratio.min(), "max": ratio.max()},
+            }
+        )
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("variant", slow_but(VARIANTS[:4], VARIANTS))
+def test_numbers_are_those_of_explicit_tensors_in_float64(variant, masked, monkeypatch):
+    monkeypatch.setattr(outliers, "PIECE", 1000)  # several pieces of queries
+    model = tiny(variant)
+    tokens = torch.randint(4, 64, (3, T))
+    tokens[:, [7, 15]] = EOS
+    documents = Documents.of(tokens, EOS) if masked else None
+    rows = [tokens[i : i + 1] for i in range(3)]
+    parts = [Documents.of(row, EOS) if masked else None for row in rows]
+    found = measure(model, zip(rows, parts, strict=True))
+    expected = explicit(model.double(), tokens, documents)
+    for layer, own in zip(found, expected, strict=True):
+        close(layer["hidden"], sizes(own["hidden"]), 1e-4)
+        kurtosis = stats.kurtosis(own["hidden"].numpy(), axis=-1, fisher=False).mean()
+        assert layer["hidden"]["kurtosis_over_channels"] == pytest.approx(kurtosis, rel=1e-4)
+        assert layer["hidden"]["top_1_channel"] == own["hidden"].abs().amax((0, 1)).argmax()
+        assert layer["logits"].keys() == own["logits"].keys()
+        for name, logits in own["logits"].items():
+            close(layer["logits"][name], sizes(logits), 1e-4)
+        assert layer["sinks"].keys() == own["sinks"].keys()
+        for name, sink in own["sinks"].items():
+            told = {what: value.item() for what, value in sink.items()}
+            assert layer["sinks"][name] == pytest.approx(told, rel=1e-4, abs=1e-7)
+        assert layer["context_rms"] == pytest.approx(own["context_rms"].item(), rel=1e-4)
+        told = {what: value.item() for what, value in own["ratio"].items()}
+        assert layer["context_over_value_rms"] == pytest.approx(told, rel=1e-4)
+
+
+@torch.no_grad()
+def test_a_planted_channel_is_found_with_its_value():
+    model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
+    before = measure(model, [(tokens, None)])
+    model.tok_embeddings.weight[:, 17] = -300.0  # the blocks only add to it
+    after = measure(model, [(tokens, None)])
+    for plain, planted in zip(before, after, strict=True):
+        assert plain["hidden"]["top_1"] < 100
+        assert planted["hidden"]["top_1_channel"] == 17
+        assert planted["hidden"]["top_100"] is None or planted["hidden"]["top_10"] > 250
+        assert planted["hidden"]["top_1"] == pytest.approx(300, rel=0.2)
+        assert planted["hidden"]["median"] < 10, "one channel of many"
+        assert planted["hidden"]["kurtosis"] > 10 * plain["hidden"]["kurtosis"]
+
+
+def test_values_that_are_not_finite_name_their_layer():
+    model = tiny("standard")
+    with torch.no_grad():
+        model.layers[1].ffn.w2.weight[0, 0] = math.nan
+    with pytest.raises(CheckpointError, match="layer 1 has values that are not finite"):
+        measure(model, [(torch.randint(4, 64, (1, T)), None)])
+
+
+def test_the_same_tokens_give_the_same_numbers_twice():
+    model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
+    assert measure(model, [(tokens, None)]) == measure(model, [(tokens, None)])
