@@ -118,6 +118,13 @@ def test_the_modules_at_the_bottom_import_nothing_of_ours_but_errors(name):
     assert all(below(imported, "diffllm.errors") for imported in imports_of(path))
 
 
+def test_statistics_import_nothing_of_ours():
+    files = modules("statistics")
+    assert len(files) > 5
+    for path in files:
+        assert all(below(name, "diffllm.statistics") for name in imports_of(path)), path
+
+
 def test_distributed_never_names_an_attention():
     files = modules("distributed")
     assert len(files) > 3

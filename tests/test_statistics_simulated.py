@@ -15,7 +15,7 @@ import diffllm
 from diffllm.statistics.bootstrap import LEAST_SEEDS, percentiles
 from diffllm.statistics.equivalence import equivalence
 from diffllm.statistics.families import holm
-from diffllm.statistics.gaps import paired, welch
+from diffllm.statistics.gaps import paired, pairing_pays_above, welch
 from diffllm.statistics.power import (
     least_seeds,
     paired_power,
@@ -89,12 +89,38 @@ def test_a_known_table_of_student_s_power(sd, gap, seeds, power):
     assert welch_power(gap, sd, seeds) <= student_power(gap, sd, seeds)
 
 
+def test_the_page_has_these_numbers():
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| ([\d.]+)[^|]* \| (0.*) \| (\d+) seeds \|$", text, re.M)
+    assert len(rows) == 4
+    for gap, cells, least in rows:
+        powers = [welch_power(float(gap), 1.0, seeds) for seeds in (3, 5, 8, 12)]
+        assert cells == " | ".join(f"{power:.2f}" for power in powers)
+        assert int(least) == least_seeds(lambda n, gap=gap: welch_power(float(gap), 1.0, n), 0.8)
+    pays = " | ".join(f"{pairing_pays_above(seeds):.2f}" for seeds in (3, 4, 5, 8, 12))
+    assert f"above a correlation of | {pays} |" in text
+
+
 def test_the_least_seeds_reach_a_power_and_one_less_does_not():
     for gap in (0.005, 0.02, 0.1):
         n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
         assert welch_power(gap, SD, n) >= 0.8
         assert n == 2 or welch_power(gap, SD, n - 1) < 0.8
     assert least_seeds(lambda _: 0.1, 0.8) is None
+
+
+def test_power_rises_with_the_gap_and_the_seeds():
+    for test in (welch_power, student_power, paired_power):
+        for sides in (1, 2):
+            table = np.array(
+                [
+                    [test(gap, 1.0, seeds, sides=sides) for gap in (0.01, 0.5, 1, 2, 3, 5, 9, 99)]
+                    for seeds in (2, 3, 5, 8, 12, 40, 1000)
+                ]
+            )
+            assert (np.diff(table, axis=0) > -1e-9).all()
+            assert (np.diff(table, axis=1) > -1e-9).all()
+            assert 0 < table.min() <= table.max() <= 1
     assert welch_power(1e6, SD, 3) == 1
     assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.budgets import equal_gaps
+from diffllm.report.documents import over_documents
 from diffllm.report.find import find_runs, sweep_notes
 from diffllm.report.groups import Group, differences, make_groups
 from diffllm.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
@@ -182,6 +183,7 @@ def measure(row: Row, base: Row, notes: list[str]) -> None:
     row.against, row.outcome = base, (found := outcome(row.losses, base.losses))
     if found.paired is not None:
         row.gap, row.baseline = found.paired.estimate, base
+        row.documents, row.no_documents = over_documents(row, base)
     own, theirs = (
         {seed for seed, loss in side.losses.items() if loss is not None} for side in (row, base)
     )

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from diffllm.report.find import listed
-from diffllm.report.numbers import MISSING, fixed
+from diffllm.report.numbers import MISSING, fixed, in_words
 from diffllm.report.rows import Row
 from diffllm.statistics.families import ALPHA
 from diffllm.statistics.gaps import FEWEST, Gap, pairing_pays_above
@@ -31,10 +31,7 @@ def holm_sentence(rows: list[Row], most: int = NAMED) -> str:
     if len(tested) == 1:
         (row,) = tested
         what = "shown" if survives(row) else "not shown"
-        p = row.p_holm
-        return (
-            f"The one gap with a test has p {p_text(p)}: {what} at {ALPHA:g}, nothing to correct."
-        )
+        return f"One gap, p {p_text(row.p_holm)}: {what} at {ALPHA:g}."
     kept = [row.label for row in tested if survives(row)]
     names = f": {listed(kept, most)}" if kept else ""
     survive = "survives" if len(kept) == 1 else "survive"
@@ -62,6 +59,8 @@ class GapLine(NamedTuple):
     p_holm: str
     welch: str
     welch_p: str
+    documents: str
+    """The interval over documents and seeds; "" where it is withheld."""
     correlation: str
     diverged: str
     diverged_p: str
@@ -86,6 +85,7 @@ def gap_lines(rows: list[Row]) -> list[GapLine]:
                 p_text(row.p_holm),
                 interval_text(unpaired),
                 p_text(unpaired.p if unpaired else None),
+                in_words(row.documents, signed=True) if row.documents else "",
                 fixed(r, 2, signed=True),
                 share_text(against.own, against.base),
                 p_text(against.p_diverged) if against.own.diverged + against.base.diverged else "",
@@ -93,6 +93,14 @@ def gap_lines(rows: list[Row]) -> list[GapLine]:
             )
         )
     return found
+
+
+def documents_text(rows: list[Row]) -> str:
+    """Why gaps have no interval over documents and seeds: each reason once."""
+    reasons = dict.fromkeys(row.no_documents for row in rows if row.no_documents)
+    if not reasons:
+        return ""
+    return f"An interval over documents and seeds together is {'; '.join(reasons)}."
 
 
 def interval_text(gap: Gap | None) -> str:

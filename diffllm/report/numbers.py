@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from diffllm.metrics.display import duration
+from diffllm.statistics.intervals import Estimate
 
 MISSING = "–"
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -56,3 +57,11 @@ def clock(value: Any) -> str:
     """Seconds as 0:42, 4:03 or 1:02:03."""
     x = finite(value)
     return MISSING if x is None else duration(x)
+
+
+def in_words(estimate: Estimate, signed: bool = False) -> str:
+    """Its 95% interval in words; nothing from a single seed."""
+    if finite(estimate.low) is None or finite(estimate.high) is None:
+        return ""
+    low, high = (fixed(x, signed=signed) for x in (estimate.low, estimate.high))
+    return f"{low} to {high}"

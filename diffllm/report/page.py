@@ -13,7 +13,13 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
-from diffllm.report.gap_statistics import family, gap_lines, holm_sentence, pairing_text
+from diffllm.report.gap_statistics import (
+    documents_text,
+    family,
+    gap_lines,
+    holm_sentence,
+    pairing_text,
+)
 from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
 from diffllm.report.numbers import clock, compact, fixed
@@ -70,6 +76,7 @@ def page(comparison: Comparison) -> str:
         tested=gap_lines(rows),
         family=len(family(rows)),
         pairing=pairing_text(rows),
+        documents=documents_text(rows),
         styles=styles,
         hidden=hidden(comparison),
         columns=columns,

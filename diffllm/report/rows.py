@@ -68,6 +68,10 @@ class Row:
     outcome: Outcome | None = None
     """Its runs against those of the baseline, diverged ones too; None where they cannot be
     compared."""
+    documents: Estimate | None = None
+    """The gap with its interval over documents and seeds together."""
+    no_documents: str = ""
+    """Why there is none."""
     p_holm: float | None = None
     """The gap's p, adjusted for all gaps of the comparison; None where there is no test."""
     diverged: int = 0
@@ -237,6 +241,8 @@ def test_values(row: Row) -> dict[str, float | None]:
         "gap_p_holm": row.p_holm,
         "gap_welch_low": unpaired.low if unpaired else None,
         "gap_welch_high": unpaired.high if unpaired else None,
+        "gap_documents_low": row.documents.low if row.documents else None,
+        "gap_documents_high": row.documents.high if row.documents else None,
         "seed_correlation": against.correlation if against else None,
         "diverged_low": low,
         "diverged_high": high,

@@ -15,7 +15,16 @@ from diffllm.report.budgets import BUDGETS
 from diffllm.report.comparison import Comparison
 from diffllm.report.counts import rate_words, share_words
 from diffllm.report.gap_statistics import family, survives
-from diffllm.report.numbers import MISSING, clock, compact, finite, fixed, percent, short
+from diffllm.report.numbers import (
+    MISSING,
+    clock,
+    compact,
+    finite,
+    fixed,
+    in_words,
+    percent,
+    short,
+)
 from diffllm.report.rows import Row, measured
 from diffllm.statistics.intervals import Estimate
 
@@ -51,6 +60,9 @@ COLUMNS = {
     "gap_welch_low": "lower end of the gap's 95% interval by Welch's t test, unpaired, over all "
     "finite seeds of both",
     "gap_welch_high": "upper end of it",
+    "gap_documents_low": "lower end of the gap's 95% interval over held-out documents and seeds "
+    "together, a bootstrap; from 8 seeds on",
+    "gap_documents_high": "upper end of it",
     "seed_correlation": "correlation of the losses with the baseline's over common seeds; from "
     "three on",
     "diverged_low": "lower end of the 95% interval of the share of runs that diverge, Clopper and "
@@ -287,14 +299,6 @@ def loss_cell(row: Row) -> Cell:
 def diverged(row: Row, of: str = "") -> str:
     """ "1 of 3 seeds diverged"; nothing if none did."""
     return f"{row.diverged} of {len(row.ended)} seeds{of} diverged" if row.diverged else ""
-
-
-def in_words(estimate: Estimate, signed: bool = False) -> str:
-    """Its 95% interval in words; nothing from a single seed."""
-    if finite(estimate.low) is None or finite(estimate.high) is None:
-        return ""
-    low, high = (fixed(x, signed=signed) for x in (estimate.low, estimate.high))
-    return f"{low} to {high}"
 
 
 def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:

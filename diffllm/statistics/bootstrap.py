@@ -21,9 +21,9 @@ CELLS = 4_000_000
 def withheld(seeds: int, documents: int) -> str:
     """Why there is no interval from so many seeds and documents; "" if there is one."""
     if seeds < LEAST_SEEDS:
-        return f"withheld: with {seeds} seeds it would cover less than 90%; it takes {LEAST_SEEDS}"
+        return f"withheld: with fewer than {LEAST_SEEDS} seeds it can cover less than 90%"
     if documents < LEAST_DOCUMENTS:
-        return f"withheld: {documents} documents are too few; it takes {LEAST_DOCUMENTS}"
+        return f"withheld: it takes {LEAST_DOCUMENTS} documents, these are {documents}"
     return ""
 
 

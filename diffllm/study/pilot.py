@@ -9,7 +9,8 @@ import numpy as np
 from diffllm.errors import ConfigError
 from diffllm.report.comparison import read
 from diffllm.report.groups import Group
-from diffllm.report.rows import Row, seconds_of
+from diffllm.report.numbers import finite
+from diffllm.report.rows import Row
 from diffllm.statistics.spread import Pairs, Spread, Trend, pairs, pooled, trend
 
 FIRST = 0.2
@@ -87,7 +88,8 @@ def read_pilot(paths: list[Path]) -> Pilot:
             f"pilot: the seeds of {comparison.title} do not vary at all; no power follows"
         )
     found, why = trend_of(rows)
-    seconds = [x for row in rows for x in seconds_of(row)]
+    ended = [run.summary or {} for row in rows for run in row.finished]
+    seconds = [x for summary in ended if (x := finite(summary.get("seconds")))]
     left_out = [row.label for group in groups[1:] for row in group.rows]
     note = f"left out, since they cannot be compared with the others: {', '.join(left_out)}"
     cfg = rows[0].runs[0].cfg

@@ -5,11 +5,13 @@ import io
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader
 
+from diffllm.heldout import DocumentLosses, document_losses
 from diffllm.report.comparison import compare
 from diffllm.report.gap_statistics import gap_lines, holm_sentence, p_text
 from diffllm.report.page import page
@@ -18,6 +20,7 @@ from diffllm.report.sections import sections
 from diffllm.report.style import row_styles
 from diffllm.report.table import csv_text, table_columns
 from diffllm.report.text import one_line, table_text
+from diffllm.statistics.bootstrap import LEAST_SEEDS
 from diffllm.statistics.outcomes import Share
 
 LOSSES = {
@@ -43,6 +46,12 @@ def four():
     return compared(LOSSES)
 
 
+@pytest.fixture(scope="module")
+def shown(four):
+    """The text of its page."""
+    return " ".join(Reader(page(four)).text.split())
+
+
 def test_every_gap_has_its_tests_in_the_table(four):
     lines = list(csv.DictReader(io.StringIO(csv_text(four))))
     base = LOSSES["standard"]
@@ -61,10 +70,8 @@ def test_every_gap_has_its_tests_in_the_table(four):
     assert {lines[0][name] for name in ("gap_p", "gap_p_holm", "seed_correlation")} == {""}
 
 
-def test_the_first_screen_says_which_gaps_survive(four):
+def test_the_first_screen_says_which_gaps_survive(four, shown):
     assert holm_sentence(four.rows) == "1 of 3 gaps survives Holm's correction at 0.05: gated."
-    text = page(four)
-    shown = " ".join(Reader(text).text.split())
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
     assert holm_sentence(four.rows) in table_text(four).splitlines()
     (tags,) = (
@@ -83,14 +90,13 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     assert hollow == {"row-1": False, "row-2": True, "row-3": True}
 
 
-def test_the_folded_table_says_what_the_tests_are_of(four):
+def test_the_folded_table_says_what_the_tests_are_of(four, shown):
     gated = gap_lines(four.rows)[0]
     assert (gated.row, gated.base, gated.seeds) == (1, "standard", "4")
     assert (gated.diverged, gated.diverged_p, gated.note) == ("no run", "", "")
-    text = " ".join(Reader(page(four)).text.split())
-    assert "Statistics of the gaps" in text
-    assert "over all gaps of this page that have a test: 3." in text
-    assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in text
+    assert "Statistics of the gaps" in shown
+    assert "over all gaps of this page that have a test: 3." in shown
+    assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in shown
 
 
 def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
@@ -101,9 +107,7 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
     notes = [line.note for line in gap_lines(found.rows)]
     assert notes == ["seeds do not vary: p counts as 1", "no test from one seed"]
-    assert holm_sentence(found.rows) == (
-        "The one gap with a test has p 1.00: not shown at 0.05, nothing to correct."
-    )
+    assert holm_sentence(found.rows) == "One gap, p 1.00: not shown at 0.05."
     page(found)
 
 
@@ -129,7 +133,65 @@ def test_a_row_that_diverged_more_is_never_better():
     assert "in favour of the side that diverged more" in lines[0].note
     assert lines[2].note == "no seed ended finite in both"
     assert holm_sentence(found.rows) == "1 of 2 gaps survives Holm's correction at 0.05: diff_v1."
-    assert "4 of 4 (40% to 100%) against 0 of 4" in Reader(page(found)).text
+    text = " ".join(Reader(page(found)).text.split())
+    assert "4 of 4 (40% to 100%) against 0 of 4" in text
+    assert "more parameters, 1 of 4 seeds diverged (25%, 0.63% to 81%)" in text
+    assert "diff_v2: 4 of 4 seeds diverged" in text
+
+
+# Documents and seeds
+
+
+def with_documents(tmp_path, seeds, texts=40):
+    """Two arms whose runs kept the losses of their documents; the gap is -0.1 in every one."""
+    rng, runs = np.random.default_rng(0), []
+    tokens = rng.integers(20, 200, texts)
+    for variant, gap in (("standard", 0.0), ("diff_v2", -0.1)):
+        for seed in range(seeds):
+            of_documents = 4 + gap + 0.01 * np.random.default_rng(seed).normal(size=texts)
+            losses = DocumentLosses(
+                of_documents * tokens, tokens, 4 * tokens, np.arange(texts, dtype=np.int64)
+            )
+            path = tmp_path / f"{variant}{seed}"
+            path.mkdir(parents=True)
+            losses.save(path, 12)
+            run = sample.run(variant, seed, 12)
+            loss = losses.loss + 1e-3 * rng.normal()
+            runs.append(replace(run, path=path, summary={"heldout_loss": loss}))
+    return runs
+
+
+def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
+    runs = with_documents(tmp_path, LEAST_SEEDS)
+    found = compare(runs, title="made")
+    row = found.rows[1]
+    assert (row.documents.mean, row.documents.seeds) == (pytest.approx(-0.1), LEAST_SEEDS)
+    assert row.values["gap_documents_low"] == row.documents.low
+    (line,) = gap_lines(found.rows)
+    text = " ".join(Reader(page(found)).text.split())
+    assert line.documents
+    assert line.documents in text
+    assert "An interval over documents and seeds together is withheld" not in text
+    other = document_losses(runs[0].path)
+    replace(other, tokens=other.tokens + 1).save(runs[0].path, 12)
+    row = compare(runs).rows[1]
+    assert (row.documents, row.no_documents) == (
+        None, "withheld: the runs were measured on different documents",
+    )  # fmt: skip
+    (runs[0].path / "heldout" / "step-00000012.npz").unlink()
+    assert "has no losses of held-out documents" in compare(runs).rows[1].no_documents
+
+
+def test_few_seeds_or_documents_have_no_such_interval_and_the_page_says_why(tmp_path):
+    found = compare(with_documents(tmp_path / "a", LEAST_SEEDS - 1), title="made")
+    assert found.rows[1].documents is None
+    text = " ".join(Reader(page(found)).text.split())
+    assert (
+        "An interval over documents and seeds together is withheld: with fewer than 8 seeds it can "
+        "cover less than 90%." in text
+    )
+    few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))
+    assert "it takes 20 documents, these are 5" in few.rows[1].no_documents
 
 
 def test_a_p_is_written_with_two_digits():
