@@ -48,7 +48,7 @@ def test_every_guarantee_names_tests_that_are_there():
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 40
     for row in rows:
-        named = re.findall(r"`((?:tests/)?[\w/]*(?:test_\w+\.py|plan/|report/))`", row)
+        named = re.findall(r"`((?:tests/)?[\w/]*(?:test_\w+\.py|plan/|report/|study/))`", row)
         assert named, row
         first = (ROOT / named[0]).parent
         for name in named:

@@ -22,6 +22,10 @@ from diffllm.recorder import Recorder
 from diffllm.state import LoopState
 
 
+FEW_HELDOUT = 1000
+"""Held-out tokens below which a run begins with a warning."""
+
+
 def headline(
     cfg: TrainConfig, facts: dict[str, Any], data: TokenData, path: Path, step: int
 ) -> str:
@@ -37,6 +41,7 @@ def headline(
         f"{splits['heldout'].tokens:,} held out{', the end of the text' * data.manifest.cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
+        *few_heldout(splits["heldout"].tokens),
         f"wandb: {wandb_text(cfg, path)}",
         "chosen for this device:",
         *(
@@ -45,6 +50,16 @@ def headline(
         ),
     ]
     return "\n".join(lines)
+
+
+def few_heldout(tokens: int) -> list[str]:
+    """A warning about a held-out split whose loss says little."""
+    if tokens >= FEW_HELDOUT:
+        return []
+    return [
+        f"warning: {tokens:,} held-out tokens are few, and their loss says little; a larger "
+        "data.heldout_fraction holds out more"
+    ]
 
 
 def epochs_text(cfg: TrainConfig, data: TokenData) -> str:

@@ -27,7 +27,7 @@ from diffllm.study.runs import (
 
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
 UNDERPOWERED, NOT_COMPARABLE, EXPLORATORY = "underpowered", "not comparable", "exploratory"
-ALIKE = ("corpus", "tokenizer", "compute_dtype")
+ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
 """Facts of run.json that runs of one study have in common."""
 
 

@@ -5,20 +5,23 @@ import math
 
 import pytest
 
+from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
-from diffllm.study.command import next_runs
+from diffllm.study.command import check_runs, next_runs
 from diffllm.study.file import load_study
 from diffllm.study.page import markdown, page, verdict_text
 from diffllm.study.rates import choose
 from diffllm.study.verdict import Arm, apply_rules, judge
 from diffllm.tools import main
 from tests.study.written_study import study_file, write_arms, write_ended, write_rates
+from tests.tiers import slow_but
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.02}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
 STANDARD, HALF = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39]
 NAN = math.nan
+STUDIES = config_directory() / "study"
 TWO = {
     "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "
     "v2: [attention=diff_v2]}",
@@ -258,3 +261,13 @@ def test_a_dry_run_says_what_is_to_go(tmp_path, capsys):
     assert "6 runs; 3 have ended. To go: 15.36k tokens" in said
     assert "a time that is not known" in said
     assert not (out / "sweep.json").exists()
+
+
+OURS = slow_but(["damping_short"], sorted(path.stem for path in STUDIES.glob("*.yaml")))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_studies_can_run(tmp_path, name):
+    study = load_study(STUDIES / f"{name}.yaml")
+    check_runs(study, tmp_path / "out", 1)
+    assert study.power
