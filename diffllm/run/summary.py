@@ -21,7 +21,6 @@ from diffllm.model.dtypes import dtype_name
 from diffllm.recorder import Recorder
 from diffllm.state import LoopState
 
-
 FEW_HELDOUT = 1000
 """Held-out tokens below which a run begins with a warning."""
 
