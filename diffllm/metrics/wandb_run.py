@@ -12,6 +12,7 @@ import os
 import queue
 import secrets
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -104,6 +105,7 @@ class WandbRun:
         sweep: the sweep that the run belongs to, a tag.
         config: what wandb shows as the run's config.
         run_id: continues the run of that id; None makes a new one.
+        over_tokens: patterns of names besides those of the table of metrics, drawn over tokens.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class WandbRun:
         sweep: str | None,
         config: dict[str, Any],
         run_id: str | None,
+        over_tokens: Sequence[str] = (),
     ):
         self.id = run_id or secrets.token_hex(4)
+        self.over_tokens = over_tokens
         self.mode = resolve_mode(cfg)
         self.working = self.mode != "disabled"
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
@@ -171,6 +175,8 @@ class WandbRun:
         """The thread: start, log what comes, finish."""
         try:
             run = start(self.mode, options)
+            for name in self.over_tokens:
+                run.define_metric(name, step_metric="tokens")
             self.started.set()
             while (values := self.lines.get()) is not None:
                 run.log(values)

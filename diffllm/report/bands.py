@@ -154,6 +154,12 @@ def gap_band(row: Row) -> Band | None:
     return over_seeds(gaps)
 
 
+def compared(rows: list[Row]) -> list[Row]:
+    """Those that have a gap, and those that these are measured from."""
+    bases = [row.baseline for row in rows if row.gap]
+    return [row for row in rows if row.gap or any(row is base for base in bases)]
+
+
 @dataclass(frozen=True)
 class Floor:
     """The noise floor of a gap, by tokens: half the width of a band around zero, each (n,)."""

@@ -37,7 +37,6 @@ from diffllm.report.groups import keys_apart
 from diffllm.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
 from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import short
-from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
 from diffllm.report.text import gap_sentence
@@ -251,7 +250,8 @@ class Figures:
             "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
             "below 0 the row is better than its baseline."
         )
-        floor = bands.noise_floor(self.compared())
+        shown = [row for i, row in enumerate(self.rows) if i not in self.hidden]
+        floor = bands.noise_floor(bands.compared(shown))
         if floor:
             caption += (
                 " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
@@ -259,12 +259,6 @@ class Figures:
             )
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.curves(plot, caption, "nats a token", curves, zero=True, floor=floor)
-
-    def compared(self) -> list[Row]:
-        """The shown rows that have a gap, and those that these are measured from."""
-        shown = [row for i, row in enumerate(self.rows) if i not in self.hidden]
-        bases = [row.baseline for row in shown if row.gap]
-        return [row for row in shown if row.gap or any(row is base for base in bases)]
 
     def costs(self) -> list[Card]:
         """Held-out loss over FLOPs and over seconds, where some row has a gap."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from diffllm.report.comparison import read
 from diffllm.report.page import write
 from diffllm.report.text import whole_text
+from diffllm.report.wandb_gaps import log_gaps
 from diffllm.tools.arguments import parse, plugins_field
 
 WHAT = """\
@@ -31,6 +32,10 @@ class Arguments:
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
     )
     out: str = field(default="", metadata={"help": "where the files go; else beside what is named"})
+    wandb: bool = field(
+        default=False,
+        metadata={"help": "true: gaps over tokens as a wandb run too, if the runs have theirs"},
+    )
     plugins: str = plugins_field()
 
 
@@ -42,5 +47,7 @@ def main(argv: list[str]) -> None:
     comparison, home = read(directories, args.baseline or None)
     written = write(comparison, Path(args.out).expanduser() if args.out else home)
     print(f"{whole_text(comparison)}\n")
+    if args.wandb and log_gaps(comparison, written[0].parent):
+        print(f"gaps over tokens: {written[0].parent / 'wandb'}")
     for file in written:
         print(file)

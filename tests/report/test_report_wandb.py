@@ -1,0 +1,46 @@
+"""Gaps over tokens as a run of wandb."""
+
+import pytest
+
+from diffllm.report import log_gaps
+from diffllm.tools import main
+from tests.report.test_report_budgets import TOKENS, written
+from tests.wandb_file import OfflineRun
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for variant in ("standard", "gated"):
+        for seed in (0, 1):
+            written(tmp_path / "swept" / f"{variant}{seed}", variant, seed)
+    return tmp_path / "swept"
+
+
+def test_gaps_and_noise_floor_are_drawn_over_tokens(swept):
+    assert log_gaps([swept])
+    run = OfflineRun(swept)
+    assert (run.header.run_group, run.header.display_name) == ("comparison", "swept")
+    assert run.metrics["gap/*"].step_metric == "tokens"
+    assert [line["tokens"] for line in run.history] == [step * TOKENS for step in (5, 10, 15, 20)]
+    for line in run.history:
+        assert line["gap/gated"] == pytest.approx(-0.1)
+        assert line["gap/gated/low"] == pytest.approx(line["gap/gated/high"])
+        assert line["gap/noise_floor"] > 0
+    assert run.config["baseline"] == "standard"
+
+
+def test_the_command_records_them_where_asked(swept, capsys):
+    assert main(["report", str(swept)]) == 0
+    assert not (swept / "wandb").exists()
+    assert main(["report", str(swept), "wandb=true"]) == 0
+    assert f"gaps over tokens: {swept / 'wandb'}" in capsys.readouterr().out
+    assert OfflineRun(swept).history
+
+
+def test_runs_that_recorded_nothing_are_not_recorded(swept, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert not log_gaps([swept])
+    assert not (swept / "wandb").exists()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert not log_gaps([swept / "standard0"]), "there is no gap"
