@@ -32,12 +32,12 @@ def gradient_norm(variant: str, length: int, seed: int, stream: TokenStream) -> 
     """L2 norm of the gradients of every layer's wo, at initial values."""
     cfg = load_config([f"attention={variant}", *overrides(length), f"seed={seed}"])
     model = build_model(cfg)
-    window = torch.from_numpy(np.asarray(stream[seed * TOKENS : (seed + 1) * TOKENS + 1]))
+    window = torch.from_numpy(stream.tokens(seed * TOKENS, (seed + 1) * TOKENS + 1))
     rows = window[:-1].reshape(-1, length), window[1:].reshape(-1, length)
-    inputs, targets = (part.to(torch.int64) for part in rows)
+    inputs, targets = rows
     for at in range(len(inputs)):
-        loss = model(inputs[at : at + 1], targets[at : at + 1]).loss.nll / TOKENS
-        loss.backward()
+        out = model(inputs[at : at + 1], targets[at : at + 1])
+        (out.objective / TOKENS).backward()
     squares = [
         (param.grad.double() ** 2).sum().item()
         for name, param in model.named_parameters()

@@ -21,7 +21,7 @@ from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import Schedule
 
 CONF = config_directory()
-FILES = sorted(CONF.glob("*/*.yaml"))
+FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "study")
 NEEDED = {  # what a choice cannot do without
     ("data", "files"): ["data.paths=[corpus.txt]"],
     ("data", "hub"): ["data.dataset=owner/name"],

@@ -2,11 +2,12 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from diffllm import load_config
-from diffllm.run.summary import epochs_text, summary_text, wandb_text
+from diffllm.run.summary import epochs_text, heldout_text, summary_text, wandb_text
 
 
 @pytest.mark.parametrize(("steps", "mean_of"), [(15, "all steps"), (21, "the last 20 steps")])
@@ -56,3 +57,17 @@ def test_the_head_says_how_often_the_corpus_is_read(steps, text):
 
     cfg = load_config(["model=tiny", f"steps={steps}", "global_batch_size=8", "seq_len=32"])
     assert epochs_text(cfg, Data()) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cut", "text"),
+    [
+        (1000, False, "1,000 held out"),
+        (1000, True, "1,000 held out, the end of the text"),
+        (999, False, "999 held out, which says little: a larger data.heldout_fraction holds out"),
+    ],
+)
+def test_the_head_says_how_much_is_held_out(tokens, cut, text):
+    split = SimpleNamespace(tokens=tokens)
+    data = SimpleNamespace(manifest=SimpleNamespace(splits={"heldout": split}, cut=cut))
+    assert heldout_text(data).startswith(text)

@@ -22,7 +22,7 @@ from diffllm.recorder import Recorder
 from diffllm.state import LoopState
 
 FEW_HELDOUT = 1000
-"""Held-out tokens below which a run begins with a warning."""
+"""Held-out tokens whose loss says little."""
 
 
 def headline(
@@ -37,10 +37,9 @@ def headline(
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
         *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
         f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
-        f"{splits['heldout'].tokens:,} held out{', the end of the text' * data.manifest.cut}; "
+        f"{heldout_text(data)}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
-        *few_heldout(splits["heldout"].tokens),
         f"wandb: {wandb_text(cfg, path)}",
         "chosen for this device:",
         *(
@@ -51,14 +50,14 @@ def headline(
     return "\n".join(lines)
 
 
-def few_heldout(tokens: int) -> list[str]:
-    """A warning about a held-out split whose loss says little."""
-    if tokens >= FEW_HELDOUT:
-        return []
-    return [
-        f"warning: {tokens:,} held-out tokens are few, and their loss says little; a larger "
-        "data.heldout_fraction holds out more"
-    ]
+def heldout_text(data: TokenData) -> str:
+    """Say how much text is held out, where from, and if it is little."""
+    tokens = data.manifest.splits["heldout"].tokens
+    few = tokens < FEW_HELDOUT
+    return (
+        f"{tokens:,} held out{', the end of the text' * data.manifest.cut}"
+        f"{', which says little: a larger data.heldout_fraction holds out more' * few}"
+    )
 
 
 def epochs_text(cfg: TrainConfig, data: TokenData) -> str:
