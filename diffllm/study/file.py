@@ -19,6 +19,7 @@ ARM = re.compile(r"(?!\.)[\w.+-]+")
 """Names of arms, of which directories are made."""
 KINDS = ("difference", "equivalence")
 TESTS = ("paired", "welch")
+SCALES = ("linear", "log")
 TYPES = {str: "text", float: "a number", int: "a whole number"}
 
 
@@ -88,6 +89,9 @@ class Study:
     """Who claims it."""
     metric: str = "heldout_loss"
     """A number of summary.json, or a metric of the logs, as report.csv has it; lower is better."""
+    scale: str = "linear"
+    """linear; or log, for a metric above 0: then gaps, bounds and margins are of its logarithm, and
+    a gap is the logarithm of a ratio."""
     also: list[Rule] = field(default_factory=list)
     """Further rules: with `rule` they are the family that p is adjusted for."""
     test: str = "paired"
@@ -99,6 +103,11 @@ class Study:
     path: Path = Path()
     hash: str = ""
     """SHA-256 of the file, hexadecimal."""
+
+    @property
+    def quantity(self) -> str:
+        """The name of what rules are about."""
+        return self.metric if self.scale == "linear" else f"log {self.metric}"
 
     @property
     def rules(self) -> list[Rule]:
@@ -199,6 +208,7 @@ def check(study: Study) -> None:
     check_seeds("seeds", study.seeds, least=2)
     check_metric(study.metric)
     one_of("test", study.test, TESTS)
+    one_of("scale", study.scale, SCALES)
     if study.power and (study.power.sd <= 0 or study.power.gap <= 0):
         raise ConfigError("power: gap and sd have to be above 0")
     if study.lr:

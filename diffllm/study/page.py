@@ -1,5 +1,6 @@
 """The verdict on a study as a page, as Markdown and as lines for a terminal."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def verdict_text(found: Verdict) -> str:
     """The verdict for a terminal."""
     lines = [f"{headline(found).upper()}: {found.study.claim}"]
     lines += [f"  {reason}" for reason in found.reasons]
-    lines += ["", *(f"rule  {rule_line(each)}" for each in found.tested), ""]
+    lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
     cells = [HEADS, *(arm_cells(arm) for arm in found.arms)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -49,9 +50,13 @@ def verdict_text(found: Verdict) -> str:
     return ascii_minus("\n".join(lines))
 
 
-def rule_line(tested: Tested) -> str:
+def rule_line(tested: Tested, study: Study) -> str:
     """A rule, what came of it, and its numbers."""
-    words = [f"{tested.rule.words('the metric')}: {tested.verdict}; {tested.reason}"]
+    words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
+    interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
+    if study.scale == "log" and tested.gap and interval:
+        ratio, low, high = (short(math.exp(x)) for x in (tested.gap.mean, *interval))
+        words.append(f"a ratio of {ratio} ({low} to {high})")
     if tested.p is not None and tested.p_adjusted is not None:
         words.append(f"p {tested.p:.2g}, {tested.p_adjusted:.2g} after Holm")
     if tested.outcome.correlation is not None:
@@ -121,7 +126,7 @@ def figures(found: Verdict) -> list[tuple[str, str, str, str]]:
         }
         if gaps:
             named = [style_of(*pair, styles) for pair in gaps]
-            figure = draw_gaps([*gaps.values()], named, across=found.study.metric)
+            figure = draw_gaps([*gaps.values()], named, across=found.study.quantity)
             caption = "Arm minus arm, with 95% intervals."
             drawn.append(("f1", "Gaps of the rules", to_svg(figure, "f1", styles), caption))
         curves = [bands.gap_band(row) for row in rows]
@@ -160,7 +165,7 @@ def page(found: Verdict) -> str:
         styles=row_styles(rows_of(found)),
         heads=HEADS,
         arms=[arm_cells(arm) for arm in found.arms],
-        rules=[rule_line(each) for each in found.tested],
+        rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         scale=scale_words(found),
     )
@@ -189,13 +194,13 @@ def markdown(found: Verdict) -> str:
             "",
             f"{scale_words(found)}. {power_words(study)}",
             "",
-            *(f"- Rule: {rule_line(each)}" for each in found.tested),
+            *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
             "",
             f"| {' | '.join(HEADS)} |",
             "|---" * len(HEADS) + "|",
             rows,
             "",
-            f"Metric: {study.metric}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
+            f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
             f"`{study.hash}`.",
             "",
         ]

@@ -95,6 +95,7 @@ class Verdict:
             "claim": self.study.claim,
             "source": self.study.source,
             "metric": self.study.metric,
+            "scale": self.study.scale,
             "study": str(self.study.path),
             "hash": self.study.hash,
             "rules": [tested_numbers(each) for each in self.tested],
@@ -140,8 +141,18 @@ def read_arm(study: Study, name: str, lr: float | None, runs: list[Planned], out
             arm.missing.append(planned.name)
             continue
         run = arm.runs[planned.seed] = load_run(path)
-        arm.values[planned.seed] = None if run.final_loss is None else number_of(run, study.metric)
+        arm.values[planned.seed] = None if run.final_loss is None else value_of(run, study)
     return arm
+
+
+def value_of(run: Run, study: Study) -> float | None:
+    """The number of a run that rules are about; raises ConfigError for one without a logarithm."""
+    value = number_of(run, study.metric)
+    if value is None or study.scale == "linear":
+        return value
+    if value <= 0:
+        raise ConfigError(f"{run.path}: {study.metric}={value:g} has no logarithm")
+    return math.log(value)
 
 
 def apply_rules(study: Study, arms: dict[str, Arm]) -> list[Tested]:

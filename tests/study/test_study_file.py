@@ -77,6 +77,7 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
         ("steps: 10", "steps: 0", "lr.steps=0 has to be at least 1"),
         ("metric: heldout_loss", "metric: loss", "metric=loss is none of heldout_loss"),
         ("metric: heldout_loss", "test: sign", "test=sign is not one of paired, welch"),
+        ("metric: heldout_loss", "scale: ln", "scale=ln is not one of linear, log"),
         ("metric: heldout_loss", "power: {gap: 0.02}", "power.sd is missing"),
         ("metric: heldout_loss", "power: {gap: 0, sd: 1}", "power: gap and sd have to be above 0"),
         (

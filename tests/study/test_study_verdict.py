@@ -187,6 +187,16 @@ def test_any_metric_can_decide(tmp_path):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
 
 
+def test_on_a_log_scale_a_gap_is_a_ratio(tmp_path):
+    rule = LOWER.replace("below: 0.0", "below: -0.01")
+    found = judged(tmp_path, rule, [4.30, 4.312, 4.289], scale="log")
+    assert found.verdict == "shown"
+    mean = sum(math.log(a / b) for a, b in zip([4.30, 4.312, 4.289], HALF, strict=True)) / 3
+    assert found.tested[0].gap.mean == pytest.approx(mean)
+    assert f"a ratio of {math.exp(mean):.3g} (" in verdict_text(found)
+    assert "log heldout_loss of v2 minus" in markdown(found)
+
+
 # Learning rates
 
 RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
