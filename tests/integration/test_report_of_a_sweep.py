@@ -39,8 +39,12 @@ def test_a_sweep_of_two_variants_and_two_seeds(
     assert diff_v2.gap is not None
     assert diff_v2.gap.mean == pytest.approx(sum(gaps) / 2)
     assert diff_v2.gap.seeds == 2
-    never = {"incomparable", "group", "perf/mfu"}
-    unknown = {"gap", "gap_low", "gap_high", "gap_seeds", "baseline", *never}
+    ends = ("", "_judged", "_per_1000", "_low", "_high")
+    too_short = {f"{series}_events{end}" for series in ("loss", "grad") for end in ends}
+    too_few = {"seed_correlation", "gap_documents_low", "gap_documents_high"}
+    never = {"incomparable", "group", "perf/mfu", *too_short, *too_few}
+    of_gaps = {name for name in standard.values if name.startswith("gap")}
+    unknown = {*of_gaps, "diverged_p", "baseline", *never}
     assert {name for name, value in standard.values.items() if value is None} == unknown
     assert {name for name, value in diff_v2.values.items() if value is None} == never
     with open(sweep / "report.csv") as file:
