@@ -46,6 +46,8 @@ def test_a_sweep_of_two_variants_and_two_seeds(
     of_gaps = {name for name in standard.values if name.startswith("gap")}
     unknown = {*of_gaps, "diverged_p", "baseline", *never}
     assert {name for name, value in standard.values.items() if value is None} == unknown
-    assert {name for name, value in diff_v2.values.items() if value is None} == never
+    missing = {name for name, value in diff_v2.values.items() if value is None}
+    at_equal_time = {name for name in of_gaps if name.startswith("gap_at_seconds")}
+    assert missing - at_equal_time == never, "a slow run may end before the other is evaluated"
     with open(sweep / "report.csv") as file:
         assert [line["seeds"] for line in csv.DictReader(file)] == ["2", "2"]

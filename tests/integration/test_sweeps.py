@@ -79,8 +79,9 @@ def test_killed_sweeps_go_on_where_they_were(
     assert sweep.returncode == 1, output
     assert re.search(r"^run 1 of 2: standard$", output, re.M), output
     assert re.search(r"^run 2 of 2: diff_v2$", output, re.M), output
-    table = output[output.rindex("outputs/mine/standard ") :]
-    assert re.match(r"outputs/mine/standard +FAILED, killed by SIGKILL", table), table
+    failed = re.search(r"^outputs/mine/standard +FAILED, killed by SIGKILL", output, re.M)
+    assert failed, output
+    table = output[failed.start() :]
     assert re.search(r"^ +log outputs/mine/standard.log$", table, re.M), table
     assert re.search(r"^outputs/mine/diff_v2 +held-out loss \d", table, re.M), table
     assert "1 of 2 runs did not finish, 1 failed" in table
