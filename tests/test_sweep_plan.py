@@ -156,7 +156,11 @@ def test_a_report_that_fails_says_one_line(
     written = (Path("s/report.html"), Path("s/report.csv"))
     monkeypatch.setattr("diffllm.report.write_report", lambda paths: written, raising=False)
     report_module.write_comparison(Path("s"))
-    assert capsys.readouterr().out == ("\nthe table\n\ncomparison s/report.html, s/report.csv\n")
+    page = "\nthe table\n\ncomparison s/report.html, s/report.csv\n"
+    assert capsys.readouterr().out == f"{page}no gaps in wandb: s does not exist\n"
+    monkeypatch.setattr("diffllm.report.log_gaps", lambda paths: True, raising=False)
+    report_module.write_comparison(Path("s"))
+    assert capsys.readouterr().out == page
 
 
 @pytest.mark.parametrize(

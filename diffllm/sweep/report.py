@@ -49,12 +49,14 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
 
 def write_comparison(directory: Path) -> None:
     """Compare the sweep's runs here and in a page; that this fails is no failure of the sweep."""
+    wanted = "comparison of the runs"
     try:
         from diffllm.report import comparison_text, log_gaps, write_report
 
         print(f"\n{comparison_text([directory])}\n")
         page, table = write_report([directory])
         print(f"comparison {page}, {table}")
+        wanted = "gaps in wandb"
         log_gaps([directory])
     except Exception as error:
-        print(f"no comparison of the runs: {' '.join(str(error).split()) or type(error).__name__}")
+        print(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")
