@@ -105,7 +105,7 @@ class FeedForward:
     router: int
     """D for each expert."""
     idle: int
-    """Of the experts that a token does not go to."""
+    """Parameters of the experts that a token does not go to."""
 
 
 def feed_forward(m, width):

@@ -24,7 +24,7 @@ DEFINITIONS: dict[str, tuple[Callable[[], Counter], Callable[[], Counter]]] = {
     "128 steps": (window128, window128),
     "OLMo 2": (olmo2, olmo2),
 }
-"""What counts spikes of a loss and of a gradient norm, by the name that docs/spikes.md has."""
+"""Counters of spikes of a loss and of a gradient norm, by the name that docs/spikes.md has."""
 
 
 def series(run: str) -> tuple[list[float], list[float]]:

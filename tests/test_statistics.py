@@ -114,7 +114,7 @@ def test_equivalence_is_two_one_sided_tests():
 
 
 def test_shares_have_exact_intervals():
-    """Of 10 with none: 1 - 0.025^(1/10); of 3 with one: the printed tables' 0.8% to 90.6%."""
+    """None of 10 have 1 - 0.025^(1/10), one of 3 the printed tables' 0.8% to 90.6%."""
     assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
     assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
     assert Share(1, 3).interval == pytest.approx((0.0084, 0.9057), abs=1e-4)

@@ -135,7 +135,7 @@ LOSS_RTOL = 1.6e-3
 """Each limit is about 3 times the largest of 4 x 4 batches and all variants. Here 5.4e-4."""
 
 COSINE_ATOL, ERROR = 6e-4, 0.06
-"""Of one minus the cosine (2.0e-4) and of the relative error (0.020)."""
+"""Limits of one minus the cosine (2.0e-4) and of the relative error (0.020)."""
 
 COSINE_ATOL_CONST, ERROR_CONST = 2.3e-3, 0.12
 """diff_v1_lambda_const takes the difference of maps at a lambda of about 0.8 in every layer, and

@@ -40,7 +40,7 @@ class Mean:
 
 
 class LayerOutliers:
-    """What is known of one layer so far."""
+    """The numbers of one layer, gathered piece by piece."""
 
     def __init__(self) -> None:
         self.hidden = Spread()

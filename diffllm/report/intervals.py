@@ -36,6 +36,7 @@ def draw_gaps(
     width: float = WIDTH,
     across: str = "nats a token",
     hollow: Sequence[bool] = (),
+    sides: tuple[str, str] = ("better", "worse"),
 ) -> Figure:
     """Gaps and their intervals from top to bottom; an arrow where one goes on beyond the scale.
 
@@ -44,6 +45,7 @@ def draw_gaps(
         styles: of their rows.
         across: the name of the scale.
         hollow: whose mean is drawn as a ring; nobody's if empty.
+        sides: the meaning of gaps below 0 and above it.
     """
     names = [s.label if len(s.label) <= LONGEST else s.label[: LONGEST - 1] + "…" for s in styles]
     left = max(map(len, names)) * CHARACTER + 14
@@ -72,10 +74,10 @@ def draw_gaps(
     height = figure.get_size_inches()[1] * 72
     if low < 0:
         x = (left + 1) / width
-        figure.text(x, 1 - 4 / height, "← better", ha="left", va="top", color=MUTED)
+        figure.text(x, 1 - 4 / height, f"← {sides[0]}", ha="left", va="top", color=MUTED)
     if high > 0:
         x = 1 - RIGHT / width
-        figure.text(x, 1 - 4 / height, "worse →", ha="right", va="top", color=MUTED)
+        figure.text(x, 1 - 4 / height, f"{sides[1]} →", ha="right", va="top", color=MUTED)
     figure.text(1, 3 / height, across, ha="right", va="bottom", color=MUTED)
     return figure
 

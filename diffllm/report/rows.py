@@ -26,7 +26,7 @@ def measured() -> list[Metric]:
 
 
 COSTS = ("tokens", "flops", "seconds")
-"""What training uses up, by the name that columns have for it."""
+"""The budgets of training, by the names that columns have for them."""
 
 
 @dataclass(frozen=True)

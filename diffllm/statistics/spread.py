@@ -53,12 +53,12 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What pairing arms by seed is worth."""
+    """The gain from pairing arms by seed."""
 
     differences: Spread
-    """Of the difference of two arms over seeds."""
+    """The spread of the difference of two arms over seeds."""
     correlation: float | None
-    """Between arms over seeds, pooled over them; None where nothing varies."""
+    """Pearson's correlation of arms over seeds, pooled over arms; None where nothing varies."""
     seeds: int
 
 
@@ -96,7 +96,7 @@ class Trend:
     points: int
 
     def factor(self, tokens: float) -> float:
-        """What the standard deviation is multiplied by at so many times the tokens."""
+        """Return the factor of the standard deviation at so many times the tokens."""
         return float(tokens**self.slope)
 
 

@@ -1,26 +1,25 @@
 """The course of a study: learning rates first, where it chooses them, then the runs that decide."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diffllm.config.saved import load_run_config
-from diffllm.distributed.world import DistributedConfig, World, join
+from diffllm.distributed.world import World
 from diffllm.errors import ConfigError
 from diffllm.study.file import Study
 from diffllm.study.rates import choose
 from diffllm.study.runs import (
     Planned,
     config_of,
-    deciding_run,
+    deciding_runs,
     is_ended,
     strayed,
     words_of,
 )
 from diffllm.sweep.cluster import ClusterLauncher
-from diffllm.sweep.command import run_jobs
-from diffllm.sweep.job import Job, path_for_jobs
+from diffllm.sweep.command import meet, run_jobs
+from diffllm.sweep.job import Job
 from diffllm.sweep.plan import SweepDirectory
 
 
@@ -65,9 +64,8 @@ class Course:
         """Run a stage's jobs, and note which did not end."""
         print(f"{self.out}: {len(jobs)} runs to go in this stage", flush=True)
         self.stopped, endings = run_jobs(jobs, world, self.directory, self.cluster)
-        configs = {run.name: config_of(run) for run in next_runs(self.study, self.out)}
         for job in jobs:
-            if job.name in configs and not is_ended(Path(job.path), configs[job.name]):
+            if not is_ended(Path(job.path)):
                 self.failed.append(job.name)
                 ending = endings.get(job.name)
                 print(f"{job.path}: {ending.state if ending else 'not started'}")
@@ -89,10 +87,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     Raises:
         ConfigError: a study that could not run; nothing has been started or changed.
     """
-    os.environ["PYTHONPATH"] = path_for_jobs()
-    world = join(DistributedConfig())
-    if world.size > 1:  # the runs meet through the store that this process met through
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    world = meet()
     begun: list[Course] = []
 
     def begin() -> None:
@@ -132,12 +127,13 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
             return wanted
         rates = {choice.arm: choice.lr for choice in choices}
     runs = [
-        deciding_run(study, arm, seed, rates[arm])
+        run
         for seed in study.seeds
         for arm in study.arms
         if study.lr is None or rates[arm] is not None
+        for run in deciding_runs(study, arm, seed, rates[arm])
     ]
-    return [run for run in runs if not is_ended(out / run.name, config_of(run))]
+    return [run for run in runs if not is_ended(out / run.name)]
 
 
 def check_runs(study: Study, out: Path, world_size: int) -> None:
@@ -161,4 +157,4 @@ def check_runs(study: Study, out: Path, world_size: int) -> None:
 def first_runs(study: Study) -> list[Planned]:
     """A run of every arm that decides, with a rate of the grid where rates are chosen."""
     lr = study.lr.grid[0] if study.lr else None
-    return [deciding_run(study, arm, study.seeds[0], lr) for arm in study.arms]
+    return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]

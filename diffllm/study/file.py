@@ -4,6 +4,7 @@ import hashlib
 import math
 import re
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -12,6 +13,7 @@ import yaml
 from diffllm.config.overrides import nearest, suggest
 from diffllm.errors import ConfigError
 from diffllm.study.metric import check_metric
+from diffllm.study.sensitivity import LR_SENSITIVITY
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Power:
-    """What the study can show, as it was reckoned before it ran."""
+    """The gap that the study can find, as it was reckoned before it ran."""
 
     gap: float
     sd: float
@@ -88,7 +90,8 @@ class Study:
     source: str = ""
     """Who claims it."""
     metric: str = "heldout_loss"
-    """A number of summary.json, or a metric of the logs, as report.csv has it; lower is better."""
+    """A number of summary.json, or a metric of the logs, as report.csv has it; or lr_sensitivity,
+    of all rates of `lr_sweep` together."""
     scale: str = "linear"
     """linear; or log, for a metric above 0: then gaps, bounds and margins are of its logarithm, and
     a gap is the logarithm of a ratio."""
@@ -97,12 +100,19 @@ class Study:
     test: str = "paired"
     """paired: by seed; welch: as two independent samples."""
     lr: Rates | None = None
+    lr_sweep: list[float] | None = None
+    """Learning rates, increasing, at all of which every arm runs with every seed."""
     power: Power | None = None
     notes: str = ""
     """Anything that its reader should know."""
     path: Path = Path()
     hash: str = ""
     """SHA-256 of the file, hexadecimal."""
+
+    @property
+    def sets_rates(self) -> bool:
+        """Whether learning rates are the study's to set."""
+        return self.lr is not None or self.lr_sweep is not None
 
     @property
     def quantity(self) -> str:
@@ -195,8 +205,8 @@ def check(study: Study) -> None:
     for name, words in study.arms.items():
         if not ARM.fullmatch(name):
             raise ConfigError(f"arms: {name!r} must be letters, digits and _ . + -")
-        check_overrides(f"arms.{name}", words, study.lr is not None)
-    check_overrides("base", study.base, study.lr is not None)
+        check_overrides(f"arms.{name}", words, study.sets_rates)
+    check_overrides("base", study.base, study.sets_rates)
     named = [("baseline", study.baseline)]
     for i, rule in enumerate(study.rules):
         where = f"also[{i - 1}]" if i else "rule"
@@ -206,7 +216,10 @@ def check(study: Study) -> None:
         if arm not in study.arms:
             raise ConfigError(f"{where}={arm} is no arm{suggest(arm, list(study.arms))}")
     check_seeds("seeds", study.seeds, least=2)
-    check_metric(study.metric)
+    if study.lr_sweep is not None:
+        check_sweep(study)
+    else:
+        check_metric(study.metric)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
     if study.power and (study.power.sd <= 0 or study.power.gap <= 0):
@@ -233,10 +246,7 @@ def check_rule(where: str, rule: Rule) -> None:
 
 def check_rates(rates: Rates, deciding: list[int]) -> None:
     """Raise ConfigError for rates that cannot be chosen from, or by seeds that decide."""
-    if len(rates.grid) < 2 or any(b <= a for a, b in zip(rates.grid, rates.grid[1:], strict=False)):
-        raise ConfigError(f"lr.grid={rates.grid} has to be two or more increasing rates")
-    if rates.grid[0] <= 0:
-        raise ConfigError(f"lr.grid={rates.grid} has to be above 0")
+    check_grid("lr.grid", rates.grid)
     check_seeds("lr.seeds", rates.seeds, least=1)
     if both := sorted({*rates.seeds} & {*deciding}):
         raise ConfigError(
@@ -247,6 +257,26 @@ def check_rates(rates: Rates, deciding: list[int]) -> None:
         raise ConfigError(f"lr.steps={rates.steps} has to be at least 1")
     if rates.extend < 0:
         raise ConfigError(f"lr.extend={rates.extend} has to be at least 0")
+
+
+def check_sweep(study: Study) -> None:
+    """Raise ConfigError for a sweep of learning rates that has no single number."""
+    assert study.lr_sweep is not None
+    check_grid("lr_sweep", study.lr_sweep)
+    if study.lr:
+        raise ConfigError("lr_sweep runs at all of its rates, lr chooses one: give one of them")
+    if study.metric != LR_SENSITIVITY:
+        raise ConfigError(
+            f"metric={study.metric}: that of a study with lr_sweep is {LR_SENSITIVITY}"
+        )
+
+
+def check_grid(where: str, grid: list[float]) -> None:
+    """Raise ConfigError unless these are increasing learning rates."""
+    if len(grid) < 2 or any(b <= a for a, b in pairwise(grid)):
+        raise ConfigError(f"{where}={grid} has to be two or more increasing rates")
+    if grid[0] <= 0:
+        raise ConfigError(f"{where}={grid} has to be above 0")
 
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:

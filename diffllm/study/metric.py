@@ -7,6 +7,7 @@ from diffllm.metrics.table import METRICS, metric_of
 from diffllm.report.numbers import finite
 from diffllm.report.rows import of_run
 from diffllm.report.runs import Run
+from diffllm.study.sensitivity import LR_SENSITIVITY
 
 OF_THE_SUMMARY = ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens_per_s", "seconds")
 """Numbers of summary.json that are no logged metrics."""
@@ -16,6 +17,8 @@ def check_metric(name: str) -> None:
     """Raise ConfigError for a name that no run has a number for."""
     if name in OF_THE_SUMMARY:
         return
+    if name == LR_SENSITIVITY:
+        raise ConfigError(f"metric={name} takes lr_sweep: learning rates at which all arms run")
     try:
         metric_of(name)
     except KeyError:

@@ -5,20 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from diffllm.files import replace_file
 from diffllm.report import bands
-from diffllm.report.drawing import draw_curves
+from diffllm.report.drawing import draw_bands, draw_curves
 from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import MISSING, compact, short
 from diffllm.report.rows import Row
+from diffllm.report.runs import Series
 from diffllm.report.style import RC, RowStyle, row_styles, scales, to_svg
 from diffllm.report.text import ascii_minus, counted
 from diffllm.statistics.power import paired_power, welch_power
 from diffllm.study.file import Study
-from diffllm.study.verdict import EXPLORATORY, Arm, Tested, Verdict
+from diffllm.study.verdict import EXPLORATORY, SHOWN, Arm, Tested, Verdict
 
+Drawn = tuple[str, str, str, str]
+"""Name, title, SVG and caption of a figure."""
 HEADS = ("arm", "metric", "95% interval", "seeds", "diverged", "learning rate")
 
 
@@ -58,7 +62,8 @@ def rule_line(tested: Tested, study: Study) -> str:
         ratio, low, high = (short(math.exp(x)) for x in (tested.gap.mean, *interval))
         words.append(f"a ratio of {ratio} ({low} to {high})")
     if tested.p is not None and tested.p_adjusted is not None:
-        words.append(f"p {tested.p:.2g}, {tested.p_adjusted:.2g} after Holm")
+        adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
+        words.append(f"p {tested.p:.2g}{adjusted}")
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
     return ", ".join(words)
@@ -66,7 +71,7 @@ def rule_line(tested: Tested, study: Study) -> str:
 
 def arm_cells(arm: Arm) -> tuple[str, ...]:
     """A line of the table of arms."""
-    mean, lost = arm.mean, sum(value is None for value in arm.values.values())
+    mean = arm.mean
     interval = MISSING
     if mean and mean.low is not None and mean.high is not None:
         interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
@@ -75,13 +80,19 @@ def arm_cells(arm: Arm) -> tuple[str, ...]:
         short(mean.mean, 5) if mean else MISSING,
         interval,
         f"{len(arm.finite)}",
-        f"{lost} of {len(arm.values)}",
-        f"{arm.lr:g}" if arm.lr else "its own",
+        f"{arm.diverged} of {len(arm.runs)}",
+        rates_text(arm),
     )
 
 
+def rates_text(arm: Arm) -> str:
+    """The learning rate that an arm ran with, or the range of several."""
+    rates = sorted({run.cfg.optim.lr for run in arm.runs})
+    return " to ".join(f"{lr:g}" for lr in dict.fromkeys([*rates[:1], *rates[-1:]])) or MISSING
+
+
 def power_words(study: Study) -> str:
-    """What the study could show, as it was reckoned before it ran."""
+    """The power of the study, as it was reckoned before it ran, in a sentence."""
     if study.power is None:
         return "The study says nothing of its power."
     gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
@@ -102,19 +113,15 @@ def rows_of(found: Verdict) -> list[Row]:
     """The arms as rows of a report, the baseline first."""
     study = found.study
     arms = sorted(found.arms, key=lambda arm: arm.name != study.baseline)
-    rows = [
-        Row(arm.name, {"attention": next(iter(arm.runs.values())).variant}, list(arm.runs.values()))
-        for arm in arms
-        if arm.runs
-    ]
+    rows = [Row(arm.name, {"attention": arm.runs[0].variant}, arm.runs) for arm in arms if arm.runs]
     if rows and rows[0].label == study.baseline:
         for row in rows[1:]:
             row.baseline = rows[0]
     return rows
 
 
-def figures(found: Verdict) -> list[tuple[str, str, str, str]]:
-    """Name, title, SVG and caption of the gaps at the end, and over training."""
+def figures(found: Verdict) -> list[Drawn]:
+    """The gaps at the end, and the losses over training or over learning rates."""
     rows = rows_of(found)
     styles = row_styles(rows)
     drawn = []
@@ -126,22 +133,46 @@ def figures(found: Verdict) -> list[tuple[str, str, str, str]]:
         }
         if gaps:
             named = [style_of(*pair, styles) for pair in gaps]
-            figure = draw_gaps([*gaps.values()], named, across=found.study.quantity)
+            across, sides = found.study.quantity, ("lower", "higher")
+            figure = draw_gaps([*gaps.values()], named, across=across, sides=sides)
             caption = "Arm minus arm, with 95% intervals."
             drawn.append(("f1", "Gaps of the rules", to_svg(figure, "f1", styles), caption))
-        curves = [bands.gap_band(row) for row in rows]
-        shown = [curve for curve in curves if curve is not None and len(curve.drawn)]
-        if shown:
-            floor = bands.noise_floor(rows)
-            figure = draw_curves(curves, styles, "nats a token", curves, zero=True, floor=floor)
-            data = scales(figure.axes[0], "tokens")
-            caption = (
-                "Held-out loss during training, minus that of the run with the same seed: mean and "
-                f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
-            )
-            title = f"Gap to {found.study.baseline} over training"
-            drawn.append(("f2", title, to_svg(figure, "f2", styles, **data), caption))
+        second = over_rates if found.study.lr_sweep else over_training
+        drawn += second(found, rows, styles)
     return drawn
+
+
+def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
+    """The gaps of held-out loss to the baseline, over tokens; nothing where none was measured."""
+    curves = [bands.gap_band(row) for row in rows]
+    if not any(curve is not None and len(curve.drawn) for curve in curves):
+        return []
+    floor = bands.noise_floor(rows)
+    figure = draw_curves(curves, styles, "nats a token", curves, zero=True, floor=floor)
+    caption = (
+        "Held-out loss during training, minus that of the run with the same seed: mean and "
+        f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
+    )
+    title = f"Gap to {found.study.baseline} over training"
+    svg = to_svg(figure, "f2", styles, **scales(figure.axes[0], "tokens"))
+    return [("f2", title, svg, caption)]
+
+
+def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
+    """The final held-out loss of every arm over the learning rates of the study."""
+    rates = found.study.lr_sweep
+    assert rates
+    places, curves = np.arange(len(rates)), []
+    for row in rows:
+        losses = {(run.cfg.seed, run.cfg.optim.lr): run.final_loss for run in row.runs}
+        seeds = [[losses.get((seed, lr)) for lr in rates] for seed in found.study.seeds]
+        curves.append(bands.over_seeds(Series(places, np.array(y, np.float64)) for y in seeds))
+    if not any(curves):
+        return []
+    figure, axes = draw_bands(curves, styles, "nats a token", False, "learning rate")
+    axes.set_xticks(places, [f"{lr:g}" for lr in rates])
+    caption = "Final held-out loss: mean and range over seeds; a cross where one diverged next."
+    return [("f2", "Loss over learning rates", to_svg(figure, "f2", styles), caption)]
 
 
 def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
@@ -173,7 +204,7 @@ def page(found: Verdict) -> str:
 
 def scale_words(found: Verdict) -> str:
     """How large the runs were."""
-    runs = [run for arm in found.arms for run in arm.runs.values()]
+    runs = [run for arm in found.arms for run in arm.runs]
     tokens = max(int(run.metrics.tokens[-1]) for run in runs if len(run.metrics.tokens))
     sizes = sorted({run.facts["parameters"] for run in runs if run.facts.get("parameters")})
     known = " to ".join(dict.fromkeys(compact(size) for size in (sizes[:1] + sizes[-1:])))

@@ -1,4 +1,4 @@
-"""What finished runs say of how much seeds vary, and of how long a run takes."""
+"""A pilot: how much seeds vary and how long a run takes, read from finished runs."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -33,7 +33,7 @@ class Arm:
 
     @property
     def sd(self) -> float | None:
-        """Between its seeds; None from fewer than two."""
+        """The standard deviation between its seeds; None from fewer than two."""
         found = pooled([self.losses])
         return found.sd if found else None
 
@@ -52,9 +52,9 @@ class Pilot:
     no_trend: str
     """Why the trend cannot be told; "" if it can."""
     tokens: int
-    """A run's."""
+    """Tokens of a run."""
     seconds: float | None
-    """A run's, all its starts together, mean over finished runs."""
+    """Seconds of a run, all its starts together, mean over finished runs; None where unknown."""
     notes: list[str]
 
     @property
@@ -107,7 +107,7 @@ def read_pilot(paths: list[Path]) -> Pilot:
 
 
 def had(arms: list[Arm]) -> str:
-    """What there is instead of several seeds."""
+    """Describe the runs that a pilot has where it lacks several seeds of an arm."""
     finite = sum(len(arm.losses) for arm in arms)
     if not arms:
         return "and none of its runs has finished"

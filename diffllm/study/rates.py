@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffllm.study.file import Rates, Study
-from diffllm.study.runs import Planned, config_of, heldout_loss, rate_run
+from diffllm.study.runs import Planned, heldout_loss, rate_run
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def choose(study: Study, arm: str, out: Path) -> Choice:
         wanted: list[Planned] = []
         for lr in grid:
             runs = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
-            ended = [heldout_loss(out / run.name, config_of(run)) for run in runs]
+            ended = [heldout_loss(out / run.name) for run in runs]
             known = [loss for loss in ended if loss is not None]
             wanted += [run for run, loss in zip(runs, ended, strict=True) if loss is None]
             losses[lr] = sum(known) / len(known) if len(known) == len(runs) else None

@@ -31,10 +31,24 @@ class Planned:
     """Its overrides, without the directory and the mark of the study."""
 
 
-def deciding_run(study: Study, arm: str, seed: int, lr: float | None) -> Planned:
+def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
+    """The runs of an arm and a seed that decide: one, or one for each rate of `lr_sweep`.
+
+    Args:
+        lr: the arm's learning rate, where the study has chosen one.
+    """
+    if study.lr_sweep is None:
+        return [deciding_run(study, arm, seed, lr, f"{arm}-seed{seed}")]
+    return [
+        deciding_run(study, arm, seed, each, f"{arm}-lr{each:g}-seed{seed}")
+        for each in study.lr_sweep
+    ]
+
+
+def deciding_run(study: Study, arm: str, seed: int, lr: float | None, name: str) -> Planned:
     """A run that decides."""
     words = [*study.base, *study.arms[arm], f"seed={seed}", *([f"optim.lr={lr!r}"] if lr else [])]
-    return Planned(DECIDING, arm, seed, lr, f"{arm}-seed{seed}", words)
+    return Planned(DECIDING, arm, seed, lr, name, words)
 
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
@@ -90,7 +104,7 @@ def words_of(study: Study, planned: Planned, out: Path) -> list[str]:
     return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={begun}"]
 
 
-def is_ended(path: Path, cfg: TrainConfig) -> bool:
+def is_ended(path: Path) -> bool:
     """Whether the run at `path` has made its steps, or has diverged and given up."""
     return summary_of(path) is not None or gave_up(path)
 
@@ -100,7 +114,7 @@ def gave_up(path: Path) -> bool:
     return summary_of(path) is None and (path / "diverged.json").is_file()
 
 
-def heldout_loss(path: Path, cfg: TrainConfig) -> float | None:
+def heldout_loss(path: Path) -> float | None:
     """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
     it has not ended."""
     if (summary := summary_of(path)) is None:

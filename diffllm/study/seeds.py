@@ -43,34 +43,34 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Need:
-    """What one design takes at one length of runs."""
+    """Seeds, tokens and hours of one design at one length of runs."""
 
     design: str
     """unpaired (Welch's test) or paired."""
     factor: int
     """Length of a run over the pilot's."""
     tokens: int
-    """Of a run."""
+    """Tokens of a run."""
     sd: float
-    """Between seeds, or of the differences of pairs."""
+    """Standard deviation between seeds, or of the differences of pairs."""
     sd_low: float
     sd_high: float
     seeds: int | None
-    """Of each arm; None beyond what is looked for."""
+    """Seeds of each arm; None beyond what is looked for."""
     seeds_low: int | None
-    """With the lower end of the standard deviation's interval."""
+    """Seeds of each arm by the lower end of the standard deviation's interval."""
     seeds_high: int | None
     power: float | None
-    """With these seeds."""
+    """Chance of finding the gap with `seeds`."""
     power_by_seeds: dict[int, float]
     total_tokens: int | None
-    """Of both arms."""
+    """Tokens of both arms."""
     hours: float | None
-    """Of both arms on the pilot's machine, one run after another."""
+    """Hours of both arms on the pilot's machine, one run after another."""
 
 
 def needs(pilot: Pilot, wanted: Wanted) -> list[Need]:
-    """What each design takes, at the pilot's length and, where the trend can be told, at others."""
+    """Reckon each design at the pilot's length and, where the trend can be told, at others."""
     designs: list[tuple[str, Spread, Callable[..., float]]] = [
         ("unpaired", pilot.spread, welch_power)
     ]
@@ -92,7 +92,7 @@ def need(
     spread: Spread,
     test: Callable[..., float],
 ) -> Need:
-    """What one design takes at one length.
+    """Reckon one design at one length.
 
     The ends of the standard deviation's interval at another length go by those of the slope, too.
     """

@@ -19,11 +19,12 @@ from diffllm.study.runs import (
     RATES,
     Planned,
     config_of,
-    deciding_run,
+    deciding_runs,
     is_ended,
     mark_of,
     strayed,
 )
+from diffllm.study.sensitivity import lr_sensitivity
 
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
 UNDERPOWERED, NOT_COMPARABLE, EXPLORATORY = "underpowered", "not comparable", "exploratory"
@@ -37,12 +38,17 @@ class Arm:
 
     name: str
     lr: float | None
-    runs: dict[int, Run] = field(default_factory=dict)
-    """Runs that have ended, by seed."""
+    runs: list[Run] = field(default_factory=list)
+    """Runs that have ended, seed by seed."""
     values: dict[int, float | None] = field(default_factory=dict)
-    """Their metric by seed; None where a run diverged."""
+    """The metric by seed; None where that seed diverged."""
     missing: list[str] = field(default_factory=list)
     """Names of runs that have not ended."""
+
+    @property
+    def diverged(self) -> int:
+        """How many of its runs diverged."""
+        return sum(run.final_loss is None for run in self.runs)
 
     @property
     def finite(self) -> list[float]:
@@ -73,12 +79,12 @@ class Tested:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim."""
+    """The verdict on a claim, with everything that it rests on."""
 
     study: Study
     verdict: str
     would_be: str
-    """What it would have been, had nothing made it exploratory; otherwise the verdict."""
+    """The verdict as it would have been, had nothing made it exploratory; otherwise the same."""
     reasons: list[str]
     tested: list[Tested]
     """The rule that decides, then the others."""
@@ -116,9 +122,12 @@ def judge(study: Study, out: Path) -> Verdict:
     rates = {choice.arm: choice.lr for choice in choices}
     arms, planned = [], []
     for name in study.arms:
-        runs = [deciding_run(study, name, seed, rates.get(name)) for seed in study.seeds]
-        arms.append(read_arm(study, name, rates.get(name), runs, out))
-        planned += runs
+        arm = Arm(name, rates.get(name))
+        for seed in study.seeds:
+            runs = deciding_runs(study, name, seed, arm.lr)
+            read_seed(study, arm, seed, runs, out)
+            planned += runs
+        arms.append(arm)
     if not any(arm.runs for arm in arms):
         raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
     by_name = {arm.name: arm for arm in arms}
@@ -132,22 +141,24 @@ def judge(study: Study, out: Path) -> Verdict:
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices)
 
 
-def read_arm(study: Study, name: str, lr: float | None, runs: list[Planned], out: Path) -> Arm:
-    """Read the runs of an arm that have ended."""
-    arm = Arm(name, lr)
-    for planned in runs:
-        path, cfg = out / planned.name, config_of(planned)
-        if not is_ended(path, cfg):
-            arm.missing.append(planned.name)
-            continue
-        run = arm.runs[planned.seed] = load_run(path)
-        arm.values[planned.seed] = None if run.final_loss is None else value_of(run, study)
-    return arm
+def read_seed(study: Study, arm: Arm, seed: int, planned: list[Planned], out: Path) -> None:
+    """Read what has ended of an arm's runs with one seed, and their number once all have."""
+    missing = [run.name for run in planned if not is_ended(out / run.name)]
+    runs = [load_run(out / run.name) for run in planned if run.name not in missing]
+    arm.missing += missing
+    arm.runs += runs
+    if not missing:
+        arm.values[seed] = value_of(runs, study)
 
 
-def value_of(run: Run, study: Study) -> float | None:
-    """The number of a run that rules are about; raises ConfigError for one without a logarithm."""
-    value = number_of(run, study.metric)
+def value_of(runs: list[Run], study: Study) -> float | None:
+    """The number of a seed that rules are about, None where it diverged; raises ConfigError for one
+    without a logarithm."""
+    run = runs[0]
+    if study.lr_sweep:
+        value = lr_sensitivity([each.final_loss for each in runs], run.cfg.model.vocab_size)
+    else:
+        value = None if run.final_loss is None else number_of(run, study.metric)
     if value is None or study.scale == "linear":
         return value
     if value <= 0:
@@ -226,7 +237,7 @@ def not_comparable(
 ) -> list[str]:
     """Why the runs cannot be compared; nothing if they can."""
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
-    runs = [run for arm in arms for run in arm.runs.values()]
+    runs = [run for arm in arms for run in arm.runs]
     wanted = {out / each.name: config_of(each) for each in planned}
     for run in runs:
         problem = strayed(run.path, run.cfg, wanted[run.path])
@@ -240,7 +251,7 @@ def not_comparable(
 
 def exploratory(study: Study, arms: list[Arm], choices: list[Choice], out: Path) -> list[str]:
     """Why the study is not what was written down before it ran; nothing if it is."""
-    marks = [run.cfg.run.study for arm in arms for run in arm.runs.values()]
+    marks = [run.cfg.run.study for arm in arms for run in arm.runs]
     if choices:
         marks += map(mark_of, filter(Path.is_dir, (out / RATES).glob("*")))
     edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
@@ -295,6 +306,7 @@ def arm_numbers(arm: Arm) -> dict[str, Any]:
         "low": mean and mean.low,
         "high": mean and mean.high,
         "values": {str(seed): value for seed, value in arm.values.items()},
-        "diverged": sum(value is None for value in arm.values.values()),
+        "losses": {run.path.name: run.final_loss for run in arm.runs},
+        "diverged": arm.diverged,
         "missing": arm.missing,
     }

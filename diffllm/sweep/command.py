@@ -30,10 +30,7 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
     Raises:
         ConfigError: a sweep that could not run; nothing has been started or changed.
     """
-    os.environ["PYTHONPATH"] = path_for_jobs()
-    world = join(DistributedConfig())
-    if world.size > 1:  # the runs meet through the store that this process met through
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    world = meet()
     chosen: list[tuple[SweepDirectory, ClusterLauncher | None]] = []
 
     def choose() -> list[dict[str, Any]]:
@@ -62,6 +59,15 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
         return 128 + stopped
     write_comparison(directory.path)
     return 1 if unfinished else 0
+
+
+def meet() -> World:
+    """Join the ranks, and set the environment that all runs inherit."""
+    os.environ["PYTHONPATH"] = path_for_jobs()
+    world = join(DistributedConfig())
+    if world.size > 1:  # the runs meet through the store that this process met through
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return world
 
 
 def run_jobs(

@@ -21,8 +21,8 @@ docs/studies.md has its keys.
 run       makes all runs that have not ended, in DIR, and goes on where it was stopped
 verdict   shown, refuted, equivalent, underpowered, not comparable or exploratory, with numbers;
           writes DIR/verdict.html and DIR/verdict.md
---dry-run says what the runs cost, and checks all of them; the speed is that of runs that have
-          ended, or of a few steps of each arm here (probe=false leaves these out)
+--dry-run says what the runs cost, and checks all of them; the speed is that of a few steps of each
+          arm here; with probe=false, that of runs that have ended
 --json    the verdict as JSON alone"""
 OPTIONS = ("out", "probe")
 

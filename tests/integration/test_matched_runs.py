@@ -19,7 +19,7 @@ WORDS = [
 ]
 LAYER = 128 * (2 * 128 + 64 + 64 + 128 + 4) + 3 * 128 * 512 + 2 * 128
 V2_PARAMS = 2 * LAYER + 128 + 2 * 512 * 128
-"""Of diff_v2 in the tiny shape: wq, wk, wv, wo, w_lambda, feed-forward, norms; both tables."""
+"""Parameters of tiny diff_v2: wq, wk, wv, wo, w_lambda, feed-forward, norms, embeddings."""
 
 
 @pytest.fixture(scope="module")

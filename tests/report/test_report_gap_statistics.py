@@ -1,4 +1,4 @@
-"""What a report says of the tests behind its gaps: p, Holm, Welch, correlation, divergence."""
+"""The tests behind a report's gaps: p, Holm, Welch, correlation, divergence."""
 
 import csv
 import io

@@ -11,6 +11,7 @@ from diffllm.study.command import check_runs, next_runs
 from diffllm.study.file import load_study
 from diffllm.study.page import markdown, page, verdict_text
 from diffllm.study.rates import choose
+from diffllm.study.sensitivity import lr_sensitivity
 from diffllm.study.verdict import Arm, apply_rules, judge
 from diffllm.tools import main
 from tests.study.written_study import study_file, write_arms, write_ended, write_rates
@@ -260,6 +261,46 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     out = capsys.readouterr().out
     assert str(tmp_path / "out/verdict.html") in out
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
+
+
+def test_sensitivity_is_the_mean_loss_over_the_best():
+    assert lr_sensitivity([4.4, 4.5, 4.9], 4096) == pytest.approx(0.2)
+    initial = math.log(4096)
+    assert lr_sensitivity([4.4, 20.0], 4096) == pytest.approx((initial - 4.4) / 2), "capped"
+    assert lr_sensitivity([4.4, None], 4096) == pytest.approx((initial - 4.4) / 2), "diverged"
+    assert lr_sensitivity([None, None], 4096) is None
+
+
+def test_arms_are_compared_over_all_learning_rates(tmp_path):
+    sweep = {"lr_sweep": "[1e-3, 2e-3, 4e-3]", "metric": "lr_sensitivity"}
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO, **sweep), tmp_path / "out"
+    assert len(next_runs(study, out)) == 2 * 3 * 3
+    noise = {0: 0.0, 1: 0.01, 2: -0.02}
+    worst = {"half": [4.4, 4.6, NAN], "v2": [4.39, 4.4, 4.5]}
+    for run in [run for run in next_runs(study, out) if run.name != "v2-lr0.004-seed2"]:
+        place = [1e-3, 2e-3, 4e-3].index(run.lr)
+        write_ended(study, run, out, worst[run.arm][place] + noise[run.seed] * (place + 1))
+    found = judge(study, out)
+    assert (found.verdict, found.would_be) == ("exploratory", "shown")
+    assert "v2-lr0.004-seed2" in found.reasons[0]
+    assert list(found.arms[1].values) == [0, 1], "a seed counts once all of its rates have ended"
+
+    (last,) = next_runs(study, out)
+    write_ended(study, last, out, 4.44)
+    found = judge(study, out)
+    assert found.verdict == "shown", found.reasons
+    half, v2 = found.numbers()["arms"].values()
+    tiny = 2048
+    expected = (4.41 + 4.62 + math.log(tiny)) / 3 - 4.41
+    assert half["values"]["1"] == pytest.approx(expected)
+    assert half["diverged"] == 3
+    assert half["losses"]["half-lr0.004-seed0"] is None
+    assert v2["values"]["0"] == pytest.approx(0.04)
+    assert v2["lr"] is None
+    text = page(found)
+    assert "Loss over learning rates" in text
+    assert "0.001 to 0.004" in verdict_text(found)
+    json.dumps(found.numbers(), allow_nan=False)
 
 
 def test_a_dry_run_says_what_is_to_go(tmp_path, capsys):

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from diffllm.config import load_config
 from diffllm.files import write_atomic
 from diffllm.study.file import Study, load_study
-from diffllm.study.runs import Planned, deciding_run, rate_run, words_of
+from diffllm.study.runs import Planned, deciding_runs, rate_run, words_of
 from tests.report.written_runs import facts_of
 
 BASE = "[model=tiny, steps=20, seq_len=32, global_batch_size=8]"
@@ -61,7 +61,8 @@ def write_arms(study: Study, out: Path, losses: dict[str, list[float]], **facts:
     """The runs that decide, by arm, in order of the study's seeds."""
     for arm, values in losses.items():
         for seed, loss in zip(study.seeds, values, strict=False):
-            write_ended(study, deciding_run(study, arm, seed, None), out, loss, **facts)
+            (planned,) = deciding_runs(study, arm, seed, None)
+            write_ended(study, planned, out, loss, **facts)
 
 
 def write_rates(study: Study, out: Path, arm: str, losses: dict[float, float]) -> None:
