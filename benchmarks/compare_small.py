@@ -4,12 +4,9 @@
     python benchmarks/compare_small.py outputs/compare_small
 
 Writes report.csv (gaps to standard), report_diff_v2.csv (gaps to diff_v2), gaps.svg and losses.svg
-into benchmarks/results/compare_small/, and prints the table of that folder's page. Without a
-directory it only draws docs/pictures/compare_small.svg anew, from the committed report.csv.
+into benchmarks/results/compare_small/, and prints the table of that folder's page.
 """
 
-import csv
-import re
 import sys
 from pathlib import Path
 
@@ -19,17 +16,11 @@ from matplotlib.figure import Figure
 
 from diffllm.report.bands import band_of, smoothed
 from diffllm.report.comparison import Comparison, read
-from diffllm.report.intervals import draw_gaps as draw_gaps_of_report
 from diffllm.report.rows import Row
-from diffllm.report.style import RC, row_styles, to_svg
 from diffllm.report.table import csv_text
 from diffllm.statistics.intervals import Estimate
 
 RESULTS = Path(__file__).parent / "results" / "compare_small"
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "compare_small.svg"
-PICTURE_WIDTH = 620
-LIGHT = {"--fg": "#1b1f24", "--muted": "#5d6570", "--grid": "#e3e6ea", "--surface": "#ffffff"}
-DARK = {"--fg": "#e8eaed", "--muted": "#a0a8b2", "--grid": "#2f353d", "--surface": "#191d22"}
 BASELINES = ("standard", "diff_v2")
 SMOOTHING = 5
 """Logged steps in the running mean of the training loss."""
@@ -87,45 +78,8 @@ def table_row(row: Row, other: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def draw_picture() -> None:
-    """The gaps to standard as the report draws them, as a file that follows the reader's theme."""
-    with open(RESULTS / "report.csv") as file:
-        lines = [line for line in csv.DictReader(file) if line["gap"]]
-    lines.sort(key=lambda line: float(line["gap"]))
-    rows = [Row(line["variant"], {"attention": line["variant"]}, []) for line in lines]
-    gaps = [
-        Estimate(*(float(line[f"gap{end}"]) for end in ("", "_low", "_high")), 3) for line in lines
-    ]
-    styles = row_styles(rows)
-    across = "held-out loss minus standard's, nats a token"
-    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        figure = draw_gaps_of_report(gaps, styles, PICTURE_WIDTH, across)
-        svg = to_svg(figure, "gaps", styles, "Held-out loss minus standard's, with 95% intervals")
-    light = {f"--r{style.index}": style.light for style in styles} | LIGHT
-    dark = {f"--r{style.index}": style.dark for style in styles} | DARK
-    for names in (light, dark):  # a lone row of a variant has its hue unmixed
-        names |= {key: re.sub(r".*?(#\w{6}).*", r"\1", value) for key, value in names.items()}
-    rules = [";".join(f"{key}:{value}" for key, value in names.items()) for names in (light, dark)]
-    style = (
-        f"<style>:root{{{rules[0]}}}@media(prefers-color-scheme:dark){{:root{{{rules[1]}}}}}"
-        "text{font:12px system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}</style>"
-        '<rect x="-10" y="-8" width="100%" height="100%" rx="6" fill="var(--surface)"/>'
-    )
-    start = svg.index(">") + 1
-    head = svg[: start - 1].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
-    width, height = (round(side * 72) for side in figure.get_size_inches())
-    head = re.sub(r'width=.*?viewBox="[^"]*"', "", head)
-    head += f' width="{width + 20}" height="{height + 16}"'
-    head += f' viewBox="-10 -8 {width + 20} {height + 16}"'
-    PICTURE.write_text(f"{head}>{style}{svg[start:]}\n")
-    print(PICTURE)
-
-
 def main() -> None:
     paths = [Path(word) for word in sys.argv[1:]]
-    if not paths:
-        draw_picture()
-        return
     matplotlib.rcParams["svg.hashsalt"] = "compare_small"
     RESULTS.mkdir(parents=True, exist_ok=True)
     comparisons = [read(paths, baseline)[0] for baseline in BASELINES]

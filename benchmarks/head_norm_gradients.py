@@ -70,7 +70,9 @@ def main() -> None:
     gap = paired(dict(zip(SEEDS, slopes, strict=True)), dict.fromkeys(SEEDS, 0.0))
     assert gap
     p = gap.p_above(0.0)
-    verdict = "shown" if p is not None and p < ALPHA else "not shown"
+    assert p is not None
+    assert gap.high is not None
+    verdict = "shown" if p < ALPHA else "refuted" if gap.high < 0 else "underpowered"
     print("| tokens a sequence | ratio of gradient norms, mean of seeds | lowest | highest |")
     print("|---|---|---|---|")
     for n, column in zip(LENGTHS, logs.T, strict=True):

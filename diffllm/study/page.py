@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from diffllm.files import replace_file
 from diffllm.report import bands
@@ -15,7 +16,7 @@ from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import MISSING, compact, short
 from diffllm.report.rows import Row
 from diffllm.report.runs import Series
-from diffllm.report.style import RC, RowStyle, row_styles, scales, to_svg
+from diffllm.report.style import RC, WIDTH, RowStyle, row_styles, scales, to_svg
 from diffllm.report.text import ascii_minus, counted
 from diffllm.statistics.power import paired_power, welch_power
 from diffllm.study.file import Study
@@ -23,7 +24,6 @@ from diffllm.study.verdict import EXPLORATORY, SHOWN, Arm, Tested, Verdict
 
 Drawn = tuple[str, str, str, str]
 """Name, title, SVG and caption of a figure."""
-HEADS = ("arm", "metric", "95% interval", "seeds", "diverged", "learning rate")
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
@@ -46,7 +46,7 @@ def verdict_text(found: Verdict) -> str:
     lines = [f"{headline(found).upper()}: {found.study.claim}"]
     lines += [f"  {reason}" for reason in found.reasons]
     lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
-    cells = [HEADS, *(arm_cells(arm) for arm in found.arms)]
+    cells = [heads(found.study), *(arm_cells(arm) for arm in found.arms)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
@@ -67,6 +67,11 @@ def rule_line(tested: Tested, study: Study) -> str:
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
     return ", ".join(words)
+
+
+def heads(study: Study) -> tuple[str, ...]:
+    """The heads of the table of arms."""
+    return ("arm", study.quantity, "95% interval", "seeds", "diverged", "learning rate")
 
 
 def arm_cells(arm: Arm) -> tuple[str, ...]:
@@ -126,20 +131,24 @@ def figures(found: Verdict) -> list[Drawn]:
     styles = row_styles(rows)
     drawn = []
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        gaps = {
-            (each.rule.arm, each.rule.against): each.gap.estimate
-            for each in found.tested
-            if each.gap is not None
-        }
-        if gaps:
-            named = [style_of(*pair, styles) for pair in gaps]
-            across, sides = found.study.quantity, ("lower", "higher")
-            figure = draw_gaps([*gaps.values()], named, across=across, sides=sides)
-            caption = "Arm minus arm, with 95% intervals."
-            drawn.append(("f1", "Gaps of the rules", to_svg(figure, "f1", styles), caption))
+        if any(each.gap for each in found.tested):
+            svg = to_svg(draw_rules(found, styles), "f1", styles)
+            drawn.append(("f1", "Gaps of the rules", svg, "Arm minus arm, with 95% intervals."))
         second = over_rates if found.study.lr_sweep else over_training
         drawn += second(found, rows, styles)
     return drawn
+
+
+def draw_rules(found: Verdict, styles: list[RowStyle], width: float = WIDTH) -> Figure:
+    """The gaps of the rules that have one, with 95% intervals; there is at least one."""
+    gaps = {
+        (each.rule.arm, each.rule.against): each.gap.estimate
+        for each in found.tested
+        if each.gap is not None
+    }
+    named = [style_of(*pair, styles) for pair in gaps]
+    across, sides = found.study.quantity, ("lower", "higher")
+    return draw_gaps([*gaps.values()], named, width, across, sides=sides)
 
 
 def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
@@ -194,7 +203,7 @@ def page(found: Verdict) -> str:
         headline=headline(found),
         figures=figures(found),
         styles=row_styles(rows_of(found)),
-        heads=HEADS,
+        heads=heads(found.study),
         arms=[arm_cells(arm) for arm in found.arms],
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
@@ -213,7 +222,7 @@ def scale_words(found: Verdict) -> str:
 
 def markdown(found: Verdict) -> str:
     """The verdict for a repository."""
-    study = found.study
+    study, names = found.study, heads(found.study)
     rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
     return "\n".join(
         [
@@ -227,8 +236,8 @@ def markdown(found: Verdict) -> str:
             "",
             *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
             "",
-            f"| {' | '.join(HEADS)} |",
-            "|---" * len(HEADS) + "|",
+            f"| {' | '.join(names)} |",
+            "|---" * len(names) + "|",
             rows,
             "",
             f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
