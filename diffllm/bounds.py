@@ -31,8 +31,15 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Iterate over (prefix of its keys, such as "model.rope.", dataclass) of a config's tree."""
     yield prefix, config
     for f in fields(config):
-        if is_dataclass(value := getattr(config, f.name)):
-            yield from sections(value, f"{prefix}{f.name}.")
+        value = getattr(config, f.name)
+        parts = [(f.name, value)]
+        if isinstance(value, dict):
+            parts = [(f"{f.name}.{key}", part) for key, part in value.items()]
+        elif isinstance(value, list):
+            parts = [(f"{f.name}[{i}]", part) for i, part in enumerate(value)]
+        for name, part in parts:
+            if is_dataclass(part):
+                yield from sections(part, f"{prefix}{name}.")
 
 
 def check_bounds(prefix: str, config: Any) -> None:

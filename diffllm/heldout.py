@@ -29,11 +29,18 @@ class DocumentLosses:
     """Bytes of its text in UTF-8, as its tokens decode to it, int64."""
     texts: np.ndarray
     """The first 8 bytes of the SHA-256 of that text, int64."""
+    sources: np.ndarray
+    """The place of its source among those of a mixture, int64; 0 where there is one source."""
 
     @property
     def loss(self) -> float:
         """Nats a token, over all documents together."""
         return float(self.nats.sum() / self.tokens.sum())
+
+    def of_source(self, place: int) -> float | None:
+        """Nats a token over the documents of one source of a mixture; None where there are none."""
+        mine = self.sources == place
+        return float(self.nats[mine].sum() / self.tokens[mine].sum()) if mine.any() else None
 
     @property
     def bits_per_byte(self) -> float:
@@ -74,9 +81,12 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     names = [f.name for f in fields(DocumentLosses)]
     try:
         with np.load(file, allow_pickle=False) as content:
-            found = DocumentLosses(*(content[name] for name in names))
+            parts = {name: content[name] for name in names if name in content}
+            # files of older versions are of one source
+            parts.setdefault("sources", np.zeros_like(parts["tokens"]))
+            found = DocumentLosses(**parts)
         check(found)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
     return found
 

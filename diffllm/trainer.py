@@ -11,7 +11,8 @@ from torch import Tensor
 from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
-from diffllm.data import TokenData, TrainLoader, heldout_batches
+from diffllm.data import Prepared, TrainLoader, heldout_batches, training_samples
+from diffllm.data.shards import Stream
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.fsdp import local
@@ -135,7 +136,7 @@ def logged(cfg: TrainConfig, step: int) -> bool:
 def train(
     t: Training,
     state: LoopState,
-    data: TokenData,
+    data: Prepared,
     recorder: Recorder,
     checkpointer: Checkpointer,
     profiler: StepProfiler,
@@ -167,8 +168,11 @@ def train(
             check_tensors(t.tensors(), t.meshes.dense.size(1))
         if every(cfg.eval.interval, step) or last:
             with recorder.paused():
-                recorder.note("eval/loss", evaluate(t, data))
+                for name, value in evaluate(t, data).items():
+                    recorder.note(name, value)
         if logged(cfg, step):
+            for name, value in loader.consumed().items():
+                recorder.note(name, value)
             params = [local(p).detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
             recorder.log(step, lr, norms(t.params, params, t.meshes.dense).total)
@@ -197,13 +201,12 @@ def train(
     return stopping if state.step < cfg.steps else None
 
 
-def training_loader(t: Training, data: TokenData, state: LoopState) -> TrainLoader:
+def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
     """This rank's batches, from where `state` stands."""
     cfg = t.cfg
+    total = cfg.steps * cfg.global_batch_size
     loader = TrainLoader(
-        data.split("train"),
-        seq_len=cfg.seq_len,
-        seed=cfg.seed,
+        training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total),
         global_batch_size=cfg.global_batch_size,
         micro_batch_size=cfg.micro_batches(dist.get_world_size())[0],
         rank=dist.get_rank(),
@@ -217,14 +220,23 @@ def training_loader(t: Training, data: TokenData, state: LoopState) -> TrainLoad
     return loader
 
 
-def evaluate(t: Training, data: TokenData) -> float:
-    """Loss of the held-out sample, `eval.sequences`, in nats a token; every rank calls it."""
+def evaluate(t: Training, data: Prepared) -> dict[str, float]:
+    """`eval/loss` of the held-out sample, `eval.sequences`, in nats a token, and for a mixture that
+    of each source, `eval/loss/<source>`, of as many together; every rank calls it."""
+    wanted = t.cfg.eval.sequences
+    losses = {"eval/loss": sample_loss(t, data.split("heldout"), wanted)}
+    for name, source in data.sources.items():
+        share = -(-wanted // len(data.sources))
+        losses[f"eval/loss/{name}"] = sample_loss(t, source.split("heldout"), share)
+    t.weights.rest()
+    return losses
+
+
+def sample_loss(t: Training, stream: Stream, sequences: int) -> float:
+    """Loss of at most so many sequences spread evenly over a stream."""
     cfg, rank, world_size = t.cfg, dist.get_rank(), dist.get_world_size()
-    stream = data.split("heldout")
-    sequences = min(cfg.eval.sequences, (len(stream) - 1) // cfg.seq_len)
+    sequences = min(sequences, (len(stream) - 1) // cfg.seq_len)
     batch = cfg.micro_batches(world_size)[0]
     batches = heldout_batches(stream, cfg.seq_len, batch, sequences, rank, world_size)
     rounds = -(-sequences // (batch * world_size))
-    loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
-    t.weights.rest()
-    return loss
+    return heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)

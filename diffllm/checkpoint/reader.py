@@ -145,11 +145,19 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     wrong = {
         "numbers": not plain(loop),
         "step": loop.get("step") != state["step"],
-        "data": not (isinstance(data, dict) and all(type(v) is int for v in data.values())),
+        "data": not (isinstance(data, dict) and all(map(is_place, data.values()))),
         "wandb_id": run_id is not None and not re.fullmatch(r"[\w-]{1,64}", str(run_id)),
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise CheckpointError(f"{path} is not a checkpoint: state.json has no usable loop.{name}")
+
+
+def is_place(value: Any) -> bool:
+    """Whether a value can say where the loader stands: a number of samples, those of each source of
+    a mixture, or a list of its weights."""
+    if isinstance(value, dict):
+        return all(type(count) is int for count in value.values())
+    return type(value) is int or isinstance(value, list)
 
 
 def plain(value: Any, depth: int = 8) -> bool:

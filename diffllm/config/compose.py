@@ -23,11 +23,11 @@ from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
-    as_lists,
     check_booleans,
     check_overrides,
     check_secrets,
     explain,
+    for_hydra,
     implied_source,
     nearest,
     one_line,
@@ -149,7 +149,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
             check_secrets(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
-            overrides = [*quickstart(parsed), *as_lists(parsed)]
+            overrides = [*quickstart(parsed), *for_hydra(parsed)]
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             if source := implied_source(cfg, parsed):
                 overrides = [*source, *overrides]

@@ -3,6 +3,7 @@
 import bisect
 import difflib
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.data.config import READ_BY
+from diffllm.data.config import READ_BY, Point, SourceConfig
 from diffllm.errors import ConfigError
 from diffllm.registry import SCHEMAS
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
+INNER = {cls.__name__: cls for cls in (SourceConfig, Point)}
+"""Types of mappings inside of values."""
+OPEN = ("data.sources",)
+"""Keys that hold a mapping of names of the user's."""
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
 """The keys that hold lists of text, for which a command line may give a single one."""
 COMPOSING = (
@@ -126,18 +131,21 @@ def nearest(key: str, known: list[str]) -> list[str]:
     return [name for name in known if last[name] in close]
 
 
-def as_lists(overrides: list[Override]) -> list[str]:
-    """Return overrides as words, with a single value in brackets where a key holds a list."""
+def for_hydra(overrides: list[Override]) -> list[str]:
+    """Return overrides as words for Hydra: a single value in brackets where a key holds a list, and
+    a mark at a key that takes any names."""
 
-    def as_list(override: Override) -> str:
+    def word_of(override: Override) -> str:
         word, value = str(override.input_line), override.value()
+        if override.key_or_group in OPEN and word.startswith(override.key_or_group):
+            return f"++{word}"
         key, _, text = word.partition("=")
         single = isinstance(value, str | int | float) and not isinstance(value, bool)
         single &= not text.startswith("${") or text.startswith("${oc.env:")
         listed = override.key_or_group in LISTS and single
         return f"{key}=[{text}]" if listed else word
 
-    return [as_list(override) for override in overrides]
+    return [word_of(override) for override in overrides]
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
@@ -185,10 +193,14 @@ def explain(error: Exception, words: list[str]) -> str:
     if culprit is None:  # an interpolation, which is resolved when its value is asked for
         where = getattr(cause, "full_key", None)
         return f"{where}: {text}" if where else text
-    key = culprit.partition("=")[0].lstrip("+~")
+    culprit = culprit.lstrip("+~")
+    key = culprit.partition("=")[0]
     unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
     if key in GROUPS and (fault := fault_of(yaml_of(key, culprit.partition("=")[2]), key, error)):
         return f"{culprit}: {fault}"
+    if (inner := re.search(r"Key '(\S+)' not in '(\w+)'", text)) and inner[2] in INNER:
+        name, names = inner[1], [f.name for f in fields(INNER[inner[2]])]
+        return f"{key}: unknown key {name}{suggest(name, nearest(name, names) or names)}"
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
         return f"unknown key {key}{suggest(key, nearest(key, names) or sisters(key, names))}"

@@ -15,7 +15,7 @@ from diffllm.config.changes import FREE, Changes, is_allowed
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
-from diffllm.data.config import DataConfig
+from diffllm.data.config import MIXTURE, DataConfig
 from diffllm.errors import CheckpointError, ConfigError, PluginError
 from diffllm.registry import SCHEMAS, SOURCES
 
@@ -91,8 +91,10 @@ def check_registered(path: Path, saved: Any) -> None:
         for group, name in saved.run.get("schemas", {}).items()
         if (group, name) not in SCHEMAS
     ]
-    if saved.data.source not in SOURCES:
-        missing.append(f"data.source={saved.data.source}")
+    parts = [saved.data, *saved.data.get("sources", {}).values()]
+    missing += [
+        f"data.source={part.source}" for part in parts if part.source not in (*SOURCES, MIXTURE)
+    ]
     if missing:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
@@ -121,7 +123,8 @@ def defaults_of(
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
         base.data = OmegaConf.structured(data)
-    OmegaConf.set_struct(base.run.schemas, False)
+    for names_of_the_users in (base.run.schemas, base.data.sources):
+        OmegaConf.set_struct(names_of_the_users, False)
     return base
 
 

@@ -7,13 +7,18 @@ import diffllm.data.corpus  # noqa: F401  registers our sources of text
 
 if TYPE_CHECKING:
     from diffllm.data.heldout import HeldoutDocuments, heldout_documents, heldout_tokens
-    from diffllm.data.loader import TrainLoader, heldout_batches, sequences_in
-    from diffllm.data.preparation import TokenData, prepare
+    from diffllm.data.loader import TrainLoader, heldout_batches, training_samples
+    from diffllm.data.mixture.prepared import MixtureData, Prepared
+    from diffllm.data.preparation import prepare
+    from diffllm.data.samples import sequences_in
     from diffllm.data.shards import TokenStream
+    from diffllm.data.token_data import TokenData
     from diffllm.data.tokenizer import Tokenizer
 
 __all__ = [
     "HeldoutDocuments",
+    "MixtureData",
+    "Prepared",
     "TokenData",
     "TokenStream",
     "Tokenizer",
@@ -23,11 +28,14 @@ __all__ = [
     "heldout_tokens",
     "prepare",
     "sequences_in",
+    "training_samples",
 ]
 
 _HOMES = {
     "HeldoutDocuments": "heldout",
-    "TokenData": "preparation",
+    "MixtureData": "mixture.prepared",
+    "Prepared": "mixture.prepared",
+    "TokenData": "token_data",
     "TokenStream": "shards",
     "Tokenizer": "tokenizer",
     "TrainLoader": "loader",
@@ -35,7 +43,8 @@ _HOMES = {
     "heldout_documents": "heldout",
     "heldout_tokens": "heldout",
     "prepare": "preparation",
-    "sequences_in": "loader",
+    "sequences_in": "samples",
+    "training_samples": "loader",
 }
 
 

@@ -1,5 +1,6 @@
 """The config of the ``data`` group."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,31 +17,30 @@ class SampleBy(Enum):
     line = "line"
 
 
-READ_BY = {"paths": "files", "dataset": "hub", "name": "hub", "revision": "hub"}
+class Between(Enum):
+    """The weights between two points of a curriculum.
+
+    constant: those of the point before. linear: on the line from one point to the next.
+    """
+
+    constant = "constant"
+    linear = "linear"
+
+
+READ_BY = {
+    "paths": "files", "dataset": "hub", "name": "hub", "revision": "hub", "sources": "mixture",
+}  # fmt: skip
 """The fields that one source alone of ours reads, each with that source."""
-OURS = ("stdlib", "files", "hub")
+MIXTURE = "mixture"
+OURS = ("stdlib", "files", "hub", MIXTURE)
 
 
 @dataclass
-class DataConfig:
-    """The corpus: where its text comes from, and how it becomes tokens."""
+class TextConfig:
+    """A source of text."""
 
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
-    cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
-    """Directory of prepared corpora and tokenizers."""
-    tokenizer: str | None = None
-    """A sentencepiece .model file; null trains one on the corpus."""
-    vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
-    """Number of pieces of a tokenizer that is trained here."""
-    tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
-    """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
-    heldout_fraction: float = bounded(0.02, above=0, below=1)
-    """Share of documents that are never trained on, chosen by a hash of their text."""
-    num_workers: int = bounded(1, least=0, most=256)
-    """Loader processes a rank; 0 reads in the training process."""
-    prefetch_factor: int = bounded(4, least=1, most=10_000)
-    """Micro-batches each loader process prepares ahead."""
     paths: list[str] = field(default_factory=list)
     """Files or globs (data=files): parquet, jsonl, json or txt, or one such path. The last three
     also .gz or .zst."""
@@ -57,6 +57,72 @@ class DataConfig:
     revision: str | None = None
     """Branch, tag or commit of the hub dataset; null: the newest at its first use."""
 
+    def check_source(self, where: str) -> None:
+        """Raise ConfigError for keys that the source does not read, or lacks.
+
+        Args:
+            where: what stands before the names of keys.
+        """
+        if self.source not in (*SOURCES, MIXTURE):
+            known = ", ".join((*SOURCES, MIXTURE))
+            raise ConfigError(f"{where}source={self.source!r} is not one of {known}")
+        for name, source in READ_BY.items():
+            value = getattr(self, name, None)
+            if value and self.source in OURS and self.source != source:
+                needs = f"data={source}" if where == "data." else f"{where}source={source}"
+                raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
+        if self.source == "files" and not self.paths:
+            raise ConfigError(f"{where}source=files needs {where}paths=[file, glob, ...]")
+        if self.source == "hub" and not self.dataset:
+            raise ConfigError(f"{where}source=hub needs {where}dataset=<owner/name>")
+
+
+@dataclass
+class SourceConfig(TextConfig):
+    """A source of a mixture."""
+
+    weight: float = bounded(1.0, least=0)
+    """Share of the samples, in parts of the sum of all sources' weights."""
+    epochs_at_most: float | None = bounded(None, above=0)
+    """Passes over its training split after which its weight goes to the others; null: no limit."""
+
+
+@dataclass
+class Point:
+    """A point of a curriculum."""
+
+    at: float = bounded(0.0, least=0)
+    """Share of the run's tokens, up to 1; above 1, tokens."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights from there on, by source; 0 for one that is not named."""
+
+
+@dataclass
+class DataConfig(TextConfig):
+    """The corpus: where its text comes from, and how it becomes tokens."""
+
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Sources of a mixture by name (data=mixture), each with the keys above, a weight, and
+    epochs_at_most."""
+    curriculum: list[Point] = field(default_factory=list)
+    """Weights that change on the way: [{at: 0.8, weights: {code: 0.3, web: 0.7}}]."""
+    between: Between = Between.constant
+    """Weights between two points of the curriculum."""
+    cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
+    """Directory of prepared corpora and tokenizers."""
+    tokenizer: str | None = None
+    """A sentencepiece .model file; null trains one on the corpus."""
+    vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
+    """Number of pieces of a tokenizer that is trained here."""
+    tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
+    """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
+    heldout_fraction: float = bounded(0.02, above=0, below=1)
+    """Share of documents that are never trained on, chosen by a hash of their text."""
+    num_workers: int = bounded(1, least=0, most=256)
+    """Loader processes a rank; 0 reads in the training process."""
+    prefetch_factor: int = bounded(4, least=1, most=10_000)
+    """Micro-batches each loader process prepares ahead."""
+
     mask_documents: bool = False
     """Keep attention inside a document, and start positions at 0 in each."""
     sample_prompt: str | None = None
@@ -65,14 +131,46 @@ class DataConfig:
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""
         check_bounds("data.", self)
-        if self.source not in SOURCES:
-            raise ConfigError(f"data.source={self.source!r} is not one of {', '.join(SOURCES)}")
-        for name, source in READ_BY.items():
-            if getattr(self, name) and self.source in OURS and self.source != source:
-                raise ConfigError(
-                    f"data.{name}={getattr(self, name)} needs data={source}, not {self.source}"
-                )
-        if self.source == "files" and not self.paths:
-            raise ConfigError("data=files needs data.paths=[file, glob, ...]")
-        if self.source == "hub" and not self.dataset:
-            raise ConfigError("data=hub needs data.dataset=<owner/name>")
+        self.check_source("data.")
+        if self.source == MIXTURE:
+            self.check_mixture()
+        elif self.curriculum:
+            raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
+
+    def check_mixture(self) -> None:
+        """Raise ConfigError for sources or a curriculum that no mixture can have."""
+        if not self.sources:
+            raise ConfigError(
+                "data=mixture needs data.sources={name: {source: files, paths: [...], weight: 1}}"
+            )
+        for name, source in self.sources.items():
+            where = f"data.sources.{name}."
+            if not NAME.fullmatch(name):
+                raise ConfigError(f"data.sources: {name!r} has to be of letters, digits, _ and -")
+            if source.source == MIXTURE:
+                raise ConfigError(f"{where}source=mixture: a mixture cannot hold another")
+            source.check_source(where)
+        if not any(source.weight for source in self.sources.values()):
+            raise ConfigError("data.sources: all weights are 0")
+        former = 0.0
+        for i, point in enumerate(self.curriculum):
+            check_point(f"data.curriculum[{i}]", point, list(self.sources))
+            place = point.at if point.at <= 1 else float("inf")
+            if place <= former and former != float("inf"):
+                raise ConfigError(f"data.curriculum[{i}].at={point.at:g} has to rise, above 0")
+            former = place
+
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Names of sources, which stand in those of metrics."""
+
+
+def check_point(where: str, point: Point, names: list[str]) -> None:
+    """Raise ConfigError for a point that gives no weights to the sources."""
+    for name, weight in point.weights.items():
+        if name not in names:
+            raise ConfigError(f"{where}.weights.{name} is no source; known: {', '.join(names)}")
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"{where}.weights.{name}={weight:g} has to be 0 or more")
+    if not any(point.weights.values()):
+        raise ConfigError(f"{where}.weights: all are 0")

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from diffllm.data.shards import TokenStream
+from diffllm.data.shards import Stream
 from diffllm.data.tokenizer import Tokenizer
 
 BLOCK = 2**22
@@ -30,7 +30,7 @@ OwnedBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class HeldoutDocuments:
     """Whole documents of the held-out split, one behind the other as in training."""
 
-    stream: TokenStream
+    stream: Stream
     eos_id: int
     starts: np.ndarray
     """Place of each document's first token in the split, (n,) int64, ascending."""
@@ -99,9 +99,7 @@ class HeldoutDocuments:
         return parts[0], parts[1], parts[2]
 
 
-def heldout_documents(
-    stream: TokenStream, eos_id: int, tokens: float | None = None
-) -> HeldoutDocuments:
+def heldout_documents(stream: Stream, eos_id: int, tokens: float | None = None) -> HeldoutDocuments:
     """Choose the documents of a split that its loss is measured on: all, or enough to have that
     many tokens.
 
@@ -128,14 +126,14 @@ def heldout_documents(
     )
 
 
-def heldout_tokens(stream: TokenStream, eos_id: int, tokens: float | None = None) -> int:
+def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
     """Count the tokens of `heldout_documents`, without reading those of a whole split."""
     if tokens is None or tokens >= len(stream):
         return len(stream)
     return int(heldout_documents(stream, eos_id, tokens).ends[-1])
 
 
-def all_ends(stream: TokenStream, eos_id: int) -> np.ndarray:
+def all_ends(stream: Stream, eos_id: int) -> np.ndarray:
     """Find the ends of all documents: the places behind their EOS, (n,) int64."""
     found = [
         start + 1 + np.flatnonzero(stream.tokens(start, min(start + BLOCK, len(stream))) == eos_id)
@@ -145,7 +143,7 @@ def all_ends(stream: TokenStream, eos_id: int) -> np.ndarray:
     return ends if len(ends) and ends[-1] == len(stream) else np.append(ends, len(stream))
 
 
-def end_behind(stream: TokenStream, eos_id: int, place: int) -> int:
+def end_behind(stream: Stream, eos_id: int, place: int) -> int:
     """Find the end of the document that a token belongs to: the place behind its EOS."""
     for start in range(place, len(stream), STEP):
         here = np.flatnonzero(stream.tokens(start, min(start + STEP, len(stream))) == eos_id)

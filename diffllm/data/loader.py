@@ -9,45 +9,43 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from diffllm.data.permutation import permute
-from diffllm.data.shards import TokenStream
-from diffllm.errors import CheckpointError, ConfigError, DataError
-
-Batch = tuple[torch.Tensor, torch.Tensor]
+from diffllm.data.config import DataConfig
+from diffllm.data.mixture.prepared import MixtureData, Prepared
+from diffllm.data.mixture.samples import MixedSequences
+from diffllm.data.samples import (
+    Batch,
+    Samples,
+    ShuffledSequences,
+    read_sequences,
+    sequences_in,
+)
+from diffllm.data.shards import Stream
+from diffllm.errors import ConfigError, DataError
 
 WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def sequences_in(stream: TokenStream, seq_len: int) -> int:
-    """Count the sequences of seq_len inputs, and a target each, that `stream` holds; raises
-    DataError if there is not even one."""
-    n = (len(stream) - 1) // seq_len
-    if n < 1:
-        raise DataError(
-            f"the corpus is shorter than one sequence: its {stream.split} split has "
-            f"{len(stream)} tokens, seq_len={seq_len} needs {seq_len + 1}"
-        )
-    return n
+def training_samples(
+    data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
+) -> Samples:
+    """Return the samples of a run in their order; raises as `sequences_in`.
 
-
-def read_sequences(stream: TokenStream, seq_len: int, samples: np.ndarray) -> Batch:
-    """Read inputs and targets, (m, T) int64 each, of samples (m,): sample i starts at token i *
-    T."""
-    rows = [stream.tokens(i * seq_len, (i + 1) * seq_len + 1) for i in samples.tolist()]
-    tokens = torch.from_numpy(np.stack(rows))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    Args:
+        total: samples of the whole run, which a mixture's curriculum goes by.
+    """
+    if isinstance(data, MixtureData):
+        return MixedSequences(data, cfg, seq_len, seed, total)
+    return ShuffledSequences(data.split("train"), seq_len, seed)
 
 
 def heldout_batches(
-    stream: TokenStream,
+    stream: Stream,
     seq_len: int,
     batch_size: int,
     sequences: int,
@@ -69,17 +67,14 @@ def heldout_batches(
 class TrainLoader:
     """Yields (inputs, targets), (m, T) int64, for ever, and resumes at any step.
 
-    Global sample g is sequence `permute(g % n)` of epoch g // n. Step s reads the global samples
-    [s * G, (s + 1) * G) from the start on; its micro-step k on rank r reads m of them from
-    s * G + k * W * m + r * m on. So what a step reads depends on neither the world size W, the
-    micro batch nor the workers.
+    Step s reads the global samples [s * G, (s + 1) * G) from the start on; its micro-step k on rank
+    r reads m of them from s * G + k * W * m + r * m on. So what a step reads depends on neither the
+    world size W, the micro batch nor the workers.
     """
 
     def __init__(
         self,
-        stream: TokenStream,
-        seq_len: int,
-        seed: int,
+        samples: Samples,
         global_batch_size: int,
         micro_batch_size: int,
         rank: int = 0,
@@ -88,18 +83,16 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample; raises as `sequences_in`, and ConfigError for a global batch
-        that does not divide into micro batches of all ranks."""
+        """Start at the first sample; raises ConfigError for a global batch that does not divide
+        into micro batches of all ranks."""
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
                 f"{micro_batch_size} times {world_size} ranks"
             )
-        self._samples = sequences_in(stream, seq_len)
-        self._seed, self._start = seed, 0
+        self._samples, self._start = samples, 0
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._world_size = rank, world_size
-        self._dataset = ShuffledSequences(stream, seq_len, self._samples, seed)
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
@@ -128,27 +121,25 @@ class TrainLoader:
         self._consumed += 1
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the start of the first step that is not wholly consumed: seed, epoch, sample."""
+    @property
+    def sample(self) -> int:
+        """The first sample of the first step that is not wholly consumed."""
         micro_steps = self._global_batch_size // (self._micro_batch_size * self._world_size)
-        steps = self._consumed // micro_steps
-        epoch, sample = divmod(self._start + steps * self._global_batch_size, self._samples)
-        return {"seed": self._seed, "epoch": epoch, "sample": sample}
+        return self._start + self._consumed // micro_steps * self._global_batch_size
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def consumed(self) -> dict[str, float]:
+        """Say what has been read by now, as metrics."""
+        return self._samples.consumed(self.sample)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the start of the first step that is not wholly consumed."""
+        return self._samples.state(self.sample)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, whatever world size, micro batch or workers it was saved with;
-        raises CheckpointError if it belongs to another seed, corpus or sequence length."""
-        if state["seed"] != self._seed:
-            raise CheckpointError(
-                f"the checkpoint's data order has seed={state['seed']}, this run seed={self._seed}"
-            )
-        if state["sample"] >= self._samples:
-            raise CheckpointError(
-                f"the checkpoint stands at sequence {state['sample']} of an epoch, but this corpus "
-                f"has {self._samples}: it was saved with another corpus or seq_len"
-            )
+        raises CheckpointError if it belongs to other samples."""
         self._stop_workers()
-        self._start = state["epoch"] * self._samples + state["sample"]
+        self._start = self._samples.sample_of(state)
         self._consumed = 0
 
     def close(self) -> None:
@@ -167,7 +158,7 @@ class TrainLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
             loader = StatefulDataLoader(
-                self._dataset,
+                self._samples,
                 batch_size=None,
                 sampler=(range(start, start + m) for start in first),
                 worker_init_fn=_leave_signals_to_the_trainer,
@@ -190,28 +181,6 @@ class TrainLoader:
             for worker in batches._workers:
                 if worker.is_alive():
                     worker.kill()
-
-
-@dataclass
-class ShuffledSequences(Dataset[Batch | DataError]):
-    """The sequences of a stream by global sample index, each epoch in its own order."""
-
-    stream: TokenStream
-    seq_len: int
-    samples: int
-    seed: int
-
-    def __getitem__(self, indices: range) -> Batch | DataError:
-        """Return (inputs, targets) of global samples, or the error: a worker would wrap it."""
-        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self.samples)
-        samples = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            samples[here] = permute(positions[here], self.samples, self.seed, epoch)
-        try:
-            return read_sequences(self.stream, self.seq_len, samples)
-        except DataError as error:
-            return error
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 ROUNDS = 8
 
 
-def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndarray:
     """Map `indices` (any shape, integers in [0, n)) to their places in the order of (seed, epoch).
 
     Returns int64 of the same shape. Integer arithmetic only: equal on every platform.
@@ -41,6 +41,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
+def _round_keys(seed: int | str, epoch: int) -> np.ndarray:
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

@@ -2,15 +2,18 @@
 
 import shutil
 import time
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from diffllm.data.config import DataConfig
-from diffllm.data.corpus import open_corpus
+from diffllm.data.config import MIXTURE, DataConfig
+from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
+from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
 from diffllm.data.progress import print_line
-from diffllm.data.shards import FORMAT_VERSION, Manifest, TokenStream, again
+from diffllm.data.shards import FORMAT_VERSION
+from diffllm.data.token_data import TokenData
 from diffllm.data.tokenise import (
     TOKENIZER_FILE,
     available_cores,
@@ -19,41 +22,12 @@ from diffllm.data.tokenise import (
     write_tokens,
 )
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.train_tokenizer import TRAINING, train_tokenizer
+from diffllm.data.train_tokenizer import TRAINING, train_tokenizer, training_sample
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
 
-@dataclass(frozen=True)
-class TokenData:
-    """A prepared corpus: `directory` holds its manifest, tokenizer and shards."""
-
-    directory: Path
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        """Counts, hashes and shards; raises DataError if they cannot be read."""
-        return Manifest.load(self.directory)
-
-    def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that the shards were written with."""
-        return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
-
-    def check(self) -> None:
-        """Raise DataError unless manifest, tokenizer and every shard are there, of their sizes."""
-        for name in self.manifest.splits:
-            self.split(name)
-        if not (self.directory / TOKENIZER_FILE).is_file():
-            raise DataError(
-                f"{self.directory / TOKENIZER_FILE}: no such file; {again(self.directory)}"
-            )
-
-    def split(self, name: str) -> TokenStream:
-        """Open the tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
-        return TokenStream(self.directory, self.manifest, name)
-
-
-def prepare(cfg: DataConfig) -> TokenData:
+def prepare(cfg: DataConfig) -> Prepared:
     """Return the token shards of `cfg`'s corpus, made if the cache does not hold them yet.
 
     Safe to call in any number of processes at once: one prepares, the others wait for it. To be
@@ -64,29 +38,50 @@ def prepare(cfg: DataConfig) -> TokenData:
     cfg.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
-        data = _prepare(cfg, cache_dir)
+        data: Prepared
+        if cfg.source == MIXTURE:
+            data = prepare_mixture(cfg, cache_dir)
+        else:
+            data = prepare_corpus(cfg, cache_dir, open_corpus(cfg, cache_dir))
         data.check()
         return data
     except OSError as error:
         raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
 
 
-def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    corpus = open_corpus(cfg, cache_dir)
+def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
+    """Prepare the sources of a mixture one by one, with one tokenizer.
+
+    Where none is given it is trained on all of them, on as many bytes of each; weights, which may
+    change on a run's way, have no part in it.
+    """
+    each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
+    corpora = {name: open_corpus(own, cache_dir) for name, own in each.items()}
+    tokenizer = cfg.tokenizer
+    if tokenizer is None:
+        size = -(-cfg.tokenizer_sample_bytes // len(corpora))
+        texts = [(c, size) for c in sorted(corpora.values(), key=lambda corpus: corpus.identity)]
+        what = [[corpus.identity for corpus, _ in texts], size, cfg.vocab_size, TRAINING]
+        path = trained_tokenizer(cache_dir, combined_hash([MIXTURE, *what]))
+        build_once(path.parent, partial(build_tokenizer, cfg, texts))
+        tokenizer = str(path)
+    sources = {
+        name: prepare_corpus(replace(own, tokenizer=tokenizer), cache_dir, corpora[name])
+        for name, own in each.items()
+    }
+    return MixtureData(sources)
+
+
+def prepare_corpus(cfg: DataConfig, cache_dir: Path, corpus: Corpus) -> TokenData:
+    """Prepare one corpus: a tokenizer, unless one is given, and its tokens."""
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
         tokenizer_key = combined_hash(training)[:32]
-        tokenizer_path = cache_dir / "tokenizers" / tokenizer_key / TOKENIZER_FILE
+        tokenizer_path = trained_tokenizer(cache_dir, tokenizer_key)
     else:
         tokenizer_path = Path(cfg.tokenizer).expanduser()
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
     key = combined_hash([FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction])
-
-    def build_tokenizer(directory: Path) -> None:
-        model = train_tokenizer(
-            corpus.load(), cfg.vocab_size, cfg.tokenizer_sample_bytes, available_cores()
-        )
-        (directory / TOKENIZER_FILE).write_bytes(model)
 
     def build(directory: Path) -> None:
         started = time.monotonic()
@@ -94,7 +89,8 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
         parts = cut_in_two(corpus, cfg.heldout_fraction)
         texts, is_heldout = parts or (corpus, choose_heldout(corpus.load(), cfg.heldout_fraction))
         if cfg.tokenizer is None:
-            build_once(tokenizer_path.parent, build_tokenizer)
+            sample = [(corpus, cfg.tokenizer_sample_bytes)]
+            build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
         shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
         manifest = write_tokens(texts, is_heldout, directory, cut=parts is not None)
         train, heldout = manifest.splits["train"], manifest.splits["heldout"]
@@ -107,3 +103,15 @@ def _prepare(cfg: DataConfig, cache_dir: Path) -> TokenData:
     directory = cache_dir / "tokens" / key[:32]
     build_once(directory, build)
     return TokenData(directory)
+
+
+def trained_tokenizer(cache_dir: Path, key: str) -> Path:
+    """Return the place of a tokenizer that is trained here."""
+    return cache_dir / "tokenizers" / key[:32] / TOKENIZER_FILE
+
+
+def build_tokenizer(cfg: DataConfig, texts: Sequence[tuple[Corpus, int]], directory: Path) -> None:
+    """Train a tokenizer on corpora, so many bytes of each, and write it into a directory."""
+    sample = (part for corpus, size in texts for part in training_sample(corpus.load(), size))
+    model = train_tokenizer(sample, cfg.vocab_size, available_cores())
+    (directory / TOKENIZER_FILE).write_bytes(model)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -96,6 +96,18 @@ class Manifest:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the smallest type that holds every token, little-endian on every machine."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class Stream(Protocol):
+    """Tokens that can be read at any place."""
+
+    split: str
+
+    def __len__(self) -> int:
+        """Count the tokens."""
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64."""
 
 
 class ShardWriter:

@@ -33,12 +33,10 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def train_tokenizer(
-    documents: "Dataset", vocab_size: int, sample_bytes: int, threads: int
-) -> bytes:
+def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> bytes:
     """Train a sentencepiece model of exactly `vocab_size` pieces; return it serialised.
 
-    The pieces depend on the text, `vocab_size` and `sample_bytes` alone. Raises DataError for a
+    The pieces depend on the text of `sample` and on `vocab_size` alone. Raises DataError for a
     corpus that cannot fill, or does not fit, a vocabulary of that size.
     """
     from sentencepiece import SentencePieceTrainer
@@ -46,7 +44,7 @@ def train_tokenizer(
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=training_sample(documents, sample_bytes),
+            sentence_iterator=sample,
             model_writer=model,
             vocab_size=vocab_size,
             num_threads=threads,

@@ -48,6 +48,7 @@ GATE = Section(
     "The gate multiplies attention's output, before its projection.",
 )
 PERFORMANCE = Section("Performance")
+DATA = Section("Data", "Data", "The sources of a mixture.")
 EXPERTS = Section(
     "Experts",
     "Experts",
@@ -55,7 +56,8 @@ EXPERTS = Section(
     "balanced.",
 )
 SECTIONS = [
-    LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, EXPERTS,
+    LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, DATA,
+    EXPERTS,
 ]  # fmt: skip
 """In the order of the dashboard, the report and docs/metrics.md."""
 
@@ -113,6 +115,11 @@ METRICS: list[Metric] = [
         summary="min",
         plots=(Curve("Held-out loss", "On a sample of held-out text, in nats a token, at every "
                      "evaluation.{incomparable}", clip=True),),
+    ),
+    Metric(
+        "eval/loss/*", LOSS, "Cross-entropy of held-out text of one source of a mixture, "
+        "`eval.sequences` of all sources together", "nats a token", summary="min",
+        plots=(Curve("Held-out loss, {group}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
     Metric("train/lr", LOSS, "Learning rate of the logged step",
@@ -287,6 +294,11 @@ METRICS: list[Metric] = [
     Metric("perf/peak_memory_gib", PERFORMANCE,
            "Most memory that rank 0 has held: on the GPU, or resident on a CPU", "GiB",
            summary="max"),
+
+    Metric("data/epochs/*", DATA, "Passes over one source of a mixture so far", "epochs",
+           plots=(Curve("Epochs of {group}", folded=True),)),
+    Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far",
+           "tokens"),
 
     Metric(
         "expert_load_max/*", EXPERTS,

@@ -206,7 +206,7 @@ class Figures:
             return [("", highest)]
         names = {name for run in self.runs for name in run.metrics.columns if metric.covers(name)}
         return [
-            (name.partition("/")[2], lambda run, name=name: run.series(name))  # type: ignore[misc]
+            (name.removeprefix(f"{metric.quantity}/"), lambda run, name=name: run.series(name))  # type: ignore[misc]
             for name in sorted(names)
         ]
 

@@ -1,14 +1,16 @@
 """Conditions of a start: equal configs and tokens on all ranks, data that fits, a fit tokenizer,
 and a learning rate that goes on smoothly."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
 from diffllm.config.saved import flatten, yaml_dict
-from diffllm.data import TokenData, Tokenizer
+from diffllm.data import Prepared, Tokenizer
 from diffllm.data.file_index import combined_hash
+from diffllm.data.shards import Manifest
 from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
 from diffllm.registry import SCHEMAS
@@ -22,10 +24,15 @@ OF_THE_MACHINE = (
 def shared_config(cfg: TrainConfig) -> dict[str, Any]:
     """The config by dotted key, without what may differ between the ranks' machines."""
     flat = flatten(yaml_dict(cfg))
-    return {key: value for key, value in flat.items() if key not in OF_THE_MACHINE}
+    return {key: value for key, value in flat.items() if not of_the_machine(key)}
 
 
-def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
+def of_the_machine(key: str) -> bool:
+    """Whether a key may differ between the machines of a run."""
+    return key in OF_THE_MACHINE or bool(re.fullmatch(r"data\.sources\.[^.]+\.paths", key))
+
+
+def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
     """Return the values that decide which samples a step reads."""
     return {
         "seed": cfg.seed,
@@ -36,7 +43,7 @@ def data_order(cfg: TrainConfig, data: TokenData) -> dict[str, Any]:
     }
 
 
-def corpus_facts(data: TokenData) -> dict[str, str]:
+def corpus_facts(data: Prepared) -> dict[str, str]:
     """Hashes that identify prepared tokens, which machines may have prepared apart."""
     shards = [shard.sha256 for split in data.manifest.splits.values() for shard in split.shards]
     return {
@@ -58,13 +65,20 @@ def check_tokenizer(cfg: TrainConfig) -> None:
         )
 
 
-def check_fit(cfg: TrainConfig, data: TokenData) -> None:
+def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     """Raise DataError if the corpus is too short for one sequence."""
-    for name, split in data.manifest.splits.items():
+    check_length(cfg, data.manifest)
+    for name, source in data.sources.items():
+        check_length(cfg, source.manifest, f" of {name}")
+
+
+def check_length(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
+    """Raise DataError if a split is too short for one sequence; `whose` names its source."""
+    for name, split in manifest.splits.items():
         if split.tokens < cfg.seq_len + 1:
             more = ", a larger data.heldout_fraction" * (name == "heldout")
             raise DataError(
-                f"the {name} split has {split.tokens} tokens, fewer than one sequence needs "
+                f"the {name} split{whose} has {split.tokens} tokens, fewer than one sequence needs "
                 f"(seq_len + 1 = {cfg.seq_len + 1}); use more text{more} or a smaller seq_len"
             )
 

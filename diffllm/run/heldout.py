@@ -37,7 +37,9 @@ def measure_documents(session: Session, t: Training) -> DocumentLosses:
     texts = texts.to(t.device)
     dist.all_reduce(texts)
     sizes, hashes = texts.cpu().numpy()
-    return DocumentLosses(nats.cpu().numpy(), chosen.lengths, sizes, hashes)
+    ends = np.cumsum([len(source.split("heldout")) for source in data.sources.values()])
+    sources = np.searchsorted(ends, chosen.starts, side="right").astype(np.int64)
+    return DocumentLosses(nats.cpu().numpy(), chosen.lengths, sizes, hashes, sources)
 
 
 def until_stopped(

@@ -4,8 +4,7 @@ import torch
 
 from diffllm.build import Training
 from diffllm.config.compose import variant_config
-from diffllm.data import TokenData
-from diffllm.data.loader import ShuffledSequences, sequences_in
+from diffllm.data import Prepared, training_samples
 from diffllm.distributed.fsdp import local
 from diffllm.distributed.world import World
 from diffllm.errors import DataError
@@ -17,7 +16,7 @@ SEQUENCES = 8
 """The first sequences in the order of the data; those of step 0, unless it has fewer."""
 
 
-def match_initial_values(t: Training, data: TokenData, world: World) -> list[float] | None:
+def match_initial_values(t: Training, data: Prepared, world: World) -> list[float] | None:
     """Scale `wo` as model.init_match says; return the factor of each layer, None where it is off.
 
     Rank 0 measures, on the first sequences of step 0, and tells the others, so that values do not
@@ -28,9 +27,8 @@ def match_initial_values(t: Training, data: TokenData, world: World) -> list[flo
         return None
 
     def measured() -> list[float]:
-        stream = data.split("train")
-        count = sequences_in(stream, cfg.seq_len)
-        first = ShuffledSequences(stream, cfg.seq_len, count, cfg.seed)[range(SEQUENCES)]
+        total = cfg.steps * cfg.global_batch_size
+        first = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)[range(SEQUENCES)]
         if isinstance(first, DataError):
             raise first
         tokens, _ = first

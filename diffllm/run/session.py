@@ -16,7 +16,7 @@ from diffllm.checkpoint import check_parameters
 from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
-from diffllm.data import TokenData, prepare
+from diffllm.data import Prepared, prepare
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
@@ -49,7 +49,7 @@ class Session:
     """The number of ranks that wrote it."""
     device: torch.device
     """The device of this rank; from `prepare` on."""
-    data: TokenData
+    data: Prepared
     """The prepared corpus; from `prepare` on."""
     state: LoopState
     """The step, spike counts and place in the data of the run; from `prepare` on."""

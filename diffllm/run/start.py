@@ -12,7 +12,7 @@ from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described
 from diffllm.config.saved import yaml_dict
-from diffllm.data import TokenData
+from diffllm.data import Prepared
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
@@ -180,7 +180,7 @@ def report_on(path: Path) -> str:
         return f"not written: {error!r}"
 
 
-def sample(t: Training, data: TokenData) -> str:
+def sample(t: Training, data: Prepared) -> str:
     """A continuation of data.sample_prompt, or of the held-out split's first tokens."""
     tokenizer = data.tokenizer()
     if t.cfg.data.sample_prompt:

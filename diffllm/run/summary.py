@@ -13,7 +13,7 @@ from diffllm.build import Training
 from diffllm.choices import for_json
 from diffllm.config import TrainConfig
 from diffllm.config.descriptions import variant_line
-from diffllm.data import TokenData, heldout_tokens, sequences_in
+from diffllm.data import Prepared, heldout_tokens, sequences_in, training_samples
 from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
@@ -25,9 +25,7 @@ FEW_HELDOUT = 1000
 """Held-out tokens whose loss says little."""
 
 
-def headline(
-    cfg: TrainConfig, facts: dict[str, Any], data: TokenData, path: Path, step: int
-) -> str:
+def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
     """The lines printed before the first step; `facts` are those of `describe`."""
     choices, splits = cfg.run.choices, data.manifest.splits
     millions = facts["parameters"] / 1e6
@@ -40,6 +38,7 @@ def headline(
         f"{heldout_text(data)}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
+        *sources_text(cfg, data),
         f"wandb: {wandb_text(cfg, path)}",
         "chosen for this device:",
         *(
@@ -50,7 +49,7 @@ def headline(
     return "\n".join(lines)
 
 
-def heldout_text(data: TokenData) -> str:
+def heldout_text(data: Prepared) -> str:
     """Say how much text is held out, where from, and if it is little."""
     tokens = data.manifest.splits["heldout"].tokens
     few = tokens < FEW_HELDOUT
@@ -60,11 +59,27 @@ def heldout_text(data: TokenData) -> str:
     )
 
 
-def epochs_text(cfg: TrainConfig, data: TokenData) -> str:
+def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
     """Express the length of a run in passes over the training split."""
     epochs = cfg.steps * cfg.global_batch_size / sequences_in(data.split("train"), cfg.seq_len)
     number = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
     return f"{number} epoch{'s' * (number != '1')}"
+
+
+def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
+    """Say how much of each source of a mixture a run reads, a line each."""
+    if not data.sources:
+        return []
+    total = cfg.steps * cfg.global_batch_size
+    read = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total).consumed(total)
+    lines = []
+    for name, source in data.sources.items():
+        tokens, epochs = read[f"data/tokens/{name}"], read[f"data/epochs/{name}"]
+        lines.append(
+            f"  {name:<16}{tokens / (total * cfg.seq_len):.1%} of the run, {epochs:.2g} epochs of "
+            f"{source.manifest.splits['train'].tokens:,} tokens"
+        )
+    return lines
 
 
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
@@ -78,7 +93,7 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
     return f"online, project {project}, a copy in {place}"
 
 
-def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
+def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
     """Facts about a run beyond its config, for run.json and wandb's config."""
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id
@@ -102,7 +117,7 @@ def describe(cfg: TrainConfig, t: Training, data: TokenData) -> dict[str, Any]:
 def summarise(
     cfg: TrainConfig,
     state: LoopState,
-    data: TokenData,
+    data: Prepared,
     recorder: Recorder,
     losses: DocumentLosses,
 ) -> dict[str, Any]:
@@ -114,6 +129,11 @@ def summarise(
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
         "train_loss": state.spikes.recent_loss(20),
         "heldout_loss": losses.loss,
+        **{
+            f"heldout_loss/{name}": loss
+            for i, name in enumerate(data.sources)
+            if (loss := losses.of_source(i)) is not None
+        },
         "heldout_bits_per_byte": losses.bits_per_byte,
         "heldout_tokens": int(losses.tokens.sum()),
         "heldout_documents": len(losses.tokens),

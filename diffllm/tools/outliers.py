@@ -15,8 +15,8 @@ from diffllm.checkpoint import find_checkpoint
 from diffllm.checkpoint.directory import step_of
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.data import TokenData, prepare, sequences_in
-from diffllm.data.loader import read_sequences
+from diffllm.data import Prepared, prepare, sequences_in
+from diffllm.data.samples import read_sequences
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.model.documents import Documents
 from diffllm.run.model import load_model
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
         show(found)
 
 
-def own_data(run: Path, cfg: TrainConfig) -> TokenData:
+def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     """Open the corpus that the run's config names; raises ConfigError if it is not what the run was
     trained on."""
     data = prepare(cfg.data)
@@ -110,7 +110,7 @@ def own_data(run: Path, cfg: TrainConfig) -> TokenData:
 
 
 def heldout(
-    cfg: TrainConfig, data: TokenData, count: int, device: torch.device
+    cfg: TrainConfig, data: Prepared, count: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Documents | None]]:
     """Yield the first `count` sequences of the held-out split, one at a time, (1, T) int64."""
     import numpy as np

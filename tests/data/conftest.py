@@ -57,9 +57,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
 def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TokenStream]:
     """A stream of the given tokens, in shards of `shard_tokens`."""
 
-    def make(tokens: list[int], vocab_size: int = 50_000, shard_tokens: int = 97) -> TokenStream:
+    def make(
+        tokens: list[int],
+        vocab_size: int = 50_000,
+        shard_tokens: int = 97,
+        directory: str | Path = "stream",
+    ) -> TokenStream:
         monkeypatch.setattr(shards, "SHARD_TOKENS", shard_tokens)
-        directory = tmp_path / "stream"
+        directory = tmp_path / directory
         directory.mkdir()
         writer = ShardWriter(directory, "train", vocab_size)
         writer.add([tokens], text_bytes=len(tokens), documents=1)

@@ -14,6 +14,7 @@ import torch
 
 from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
 from diffllm.data.permutation import permute
+from diffllm.data.samples import ShuffledSequences
 from diffllm.errors import CheckpointError, ConfigError, DataError
 
 SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12
@@ -35,13 +36,15 @@ def make_loader(stream: TokenStream) -> Iterator[MakeLoader]:
 
     def make(**changes: Any) -> TrainLoader:
         options: dict[str, Any] = {
-            "seq_len": SEQ_LEN,
-            "seed": SEED,
             "global_batch_size": GLOBAL_BATCH,
             "micro_batch_size": 4,
             "num_workers": 0,
         }
-        loaders.append(TrainLoader(stream, **{**options, **changes}))
+        seed = changes.pop("seed", SEED)
+        samples = ShuffledSequences(
+            changes.pop("stream", stream), changes.pop("seq_len", SEQ_LEN), seed
+        )
+        loaders.append(TrainLoader(samples, **{**options, **changes}))
         return loaders[-1]
 
     yield make
@@ -243,10 +246,11 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from diffllm.data import TokenStream, TrainLoader
+from diffllm.data.samples import ShuffledSequences
 from diffllm.data.shards import Manifest
 directory = Path(sys.argv[1])
 stream = TokenStream(directory, Manifest.load(directory), "train")
-loader = TrainLoader(stream, 8, 0, 4, 4, num_workers=2)
+loader = TrainLoader(ShuffledSequences(stream, 8, 0), 4, 4, num_workers=2)
 next(loader)
 print("here", flush=True)
 if sys.argv[2] == "hang":

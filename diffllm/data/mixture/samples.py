@@ -1,0 +1,117 @@
+"""The samples of a mixture: each source in its own shuffled order, interleaved by weight."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from diffllm.data.config import DataConfig
+from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segments
+from diffllm.data.mixture.order import MixtureOrder
+from diffllm.data.mixture.prepared import MixtureData
+from diffllm.data.samples import Batch, check_seed, read_sequences, sequences_in, shuffled
+from diffllm.errors import CheckpointError, DataError
+
+
+class MixedSequences(Dataset[Batch | DataError]):
+    """Sample g of a run is a sequence of the source that the mixture's order has at place g, the
+    next one in that source's own shuffled order.
+
+    Args:
+        total: samples of the whole run, which a curriculum's shares are of.
+
+    Raises DataError for a source that is shorter than a sequence, ConfigError where no source is
+    left before the run's end.
+    """
+
+    def __init__(
+        self, data: MixtureData, cfg: DataConfig, seq_len: int, seed: int, total: int
+    ) -> None:
+        self.names = list(data.sources)
+        self.streams = [each.split("train") for each in data.sources.values()]
+        self.seq_len, self.seed, self.total = seq_len, seed, total
+        self.sequences = [sequences_in(stream, seq_len) for stream in self.streams]
+        limits = [source.epochs_at_most for source in cfg.sources.values()]
+        self.most = [
+            math.inf if limit is None else math.floor(limit * count)
+            for limit, count in zip(limits, self.sequences, strict=True)
+        ]
+        self.plan = segments(cfg, total, seq_len)
+        self._go_on(0, [0] * len(self.names))
+
+    def __getitem__(self, samples: range) -> Batch | DataError:
+        """Return (inputs, targets) of samples, or the error."""
+        sources, numbers = self.order.places(np.asarray(samples, np.int64))
+        rows: list[Batch] = [(torch.empty(0), torch.empty(0))] * len(samples)
+        for k in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == k)
+            places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
+            try:
+                inputs, targets = read_sequences(self.streams[k], self.seq_len, places)
+            except DataError as error:
+                return DataError(f"data.sources.{self.names[k]}: {error}")
+            for row, place in enumerate(here.tolist()):
+                rows[place] = inputs[row], targets[row]
+        parts = zip(*rows, strict=True)
+        inputs, targets = (torch.stack(part) for part in parts)
+        return inputs, targets
+
+    def consumed(self, sample: int) -> dict[str, float]:
+        """Return `data/tokens/<source>` and `data/epochs/<source>` before a sample."""
+        found: dict[str, float] = {}
+        for name, count, whole in zip(
+            self.names, self.order.counts(sample), self.sequences, strict=True
+        ):
+            found[f"data/tokens/{name}"] = count * self.seq_len
+            found[f"data/epochs/{name}"] = count / whole
+        return found
+
+    def state(self, sample: int) -> dict[str, Any]:
+        """Describe the place before a sample: what each source has given, the weights from here on,
+        and since when they hold."""
+        return {
+            "seed": self.seed,
+            "sample": sample,
+            "consumed": dict(zip(self.names, self.order.counts(sample), strict=True)),
+            "since": self.since,
+            "before": dict(zip(self.names, self.before, strict=True)),
+            "weights": [[start, *weights] for start, weights in self.plan],
+        }
+
+    def sample_of(self, state: dict[str, Any]) -> int:
+        """Return the sample that a state stands before, and go on from there: as it began where
+        the weights are the same, else by the new ones, each source with its next sequence.
+
+        Raises CheckpointError if it belongs to another seed or other sources.
+        """
+        check_seed(state, self.seed)
+        try:
+            known = {name: int(count) for name, count in state.get("consumed", {}).items()}
+            sample, since = int(state["sample"]), int(state.get("since", 0))
+            former = [
+                (int(start), tuple(map(float, ws))) for start, *ws in state.get("weights", [])
+            ]
+            before = {name: int(count) for name, count in state.get("before", {}).items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's place in the data is no place: {error}"
+            ) from error
+        if [*known] != self.names or [*before] != self.names:
+            of = f"the sources {', '.join(known)}" if known else "no mixture"
+            raise CheckpointError(
+                f"the checkpoint is of {of}, this run of the sources {', '.join(self.names)}"
+            )
+        if former and from_sample(former, sample) == from_sample(self.plan, sample):
+            self.plan = former
+            self._go_on(since, list(before.values()))
+        else:
+            self._go_on(sample, list(known.values()))
+        return sample
+
+    def _go_on(self, since: int, before: list[int]) -> None:
+        """Lay the order out anew from a sample on."""
+        self.since, self.before = since, before
+        plan: Segments = limited(self.plan, since, self.total, before, self.most)
+        self.order = MixtureOrder(plan, before)

@@ -1,0 +1,44 @@
+"""A prepared corpus on disk."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from diffllm.data.shards import Manifest, TokenStream, again
+from diffllm.data.tokenise import TOKENIZER_FILE
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A prepared corpus: `directory` holds its manifest, tokenizer and shards."""
+
+    directory: Path
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Counts, hashes and shards; raises DataError if they cannot be read."""
+        return Manifest.load(self.directory)
+
+    @property
+    def sources(self) -> "dict[str, TokenData]":
+        """The sources that it is a mixture of: none."""
+        return {}
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer that the shards were written with."""
+        return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
+
+    def check(self) -> None:
+        """Raise DataError unless manifest, tokenizer and every shard are there, of their sizes."""
+        for name in self.manifest.splits:
+            self.split(name)
+        if not (self.directory / TOKENIZER_FILE).is_file():
+            raise DataError(
+                f"{self.directory / TOKENIZER_FILE}: no such file; {again(self.directory)}"
+            )
+
+    def split(self, name: str) -> TokenStream:
+        """Open the tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
+        return TokenStream(self.directory, self.manifest, name)

@@ -1,0 +1,218 @@
+"""Mixtures: what their samples are, whatever reads them, and where they go on."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffllm.data import TokenStream, TrainLoader, prepare
+from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
+from diffllm.data.mixture.prepared import JoinedStream, MixtureData
+from diffllm.data.mixture.samples import MixedSequences
+from diffllm.errors import CheckpointError, ConfigError
+
+SEQ_LEN, SEED, BATCH, STEPS = 8, 5, 12, 40
+SIZES = {"code": 50, "web": 700, "books": 90}
+RAMP = [Point(0.3, {"code": 5, "web": 3, "books": 2}), Point(0.9, {"web": 1})]
+
+Make = Callable[..., MixedSequences]
+
+
+@pytest.fixture
+def make(make_stream: Callable[..., TokenStream]) -> Make:
+    """Token i of source k is 1,000 k + i, so that a batch tells where it was read."""
+    parts = {}
+    for k, (name, sequences) in enumerate(SIZES.items()):
+        tokens = [1000 * k + i % 1000 for i in range(sequences * SEQ_LEN + 1)]
+        stream = make_stream(tokens, directory=name)
+        parts[name] = SimpleNamespace(split=lambda _, stream=stream: stream)
+
+    def samples(total: int = BATCH * STEPS, seed: int = SEED, **changes: Any) -> MixedSequences:
+        sources = {name: SourceConfig(weight=w) for name, w in zip(SIZES, (5, 3, 2), strict=True)}
+        options: dict[str, Any] = {"curriculum": RAMP, "between": Between.linear, **changes}
+        for name, limit in options.pop("limits", {}).items():
+            sources[name].epochs_at_most = limit
+        cfg = DataConfig(source="mixture", sources=sources, **options)
+        return MixedSequences(MixtureData(parts), cfg, SEQ_LEN, seed, total)  # type: ignore[arg-type]
+
+    return samples
+
+
+@pytest.fixture
+def loader() -> Iterator[Callable[..., TrainLoader]]:
+    made: list[TrainLoader] = []
+
+    def make_loader(samples: MixedSequences, **options: Any) -> TrainLoader:
+        options = {"micro_batch_size": 2, "num_workers": 0, **options}
+        made.append(TrainLoader(samples, BATCH, **options))
+        return made[-1]
+
+    yield make_loader
+    for each in made:
+        each.close()
+
+
+def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
+    inputs, targets = samples[numbers]
+    assert inputs.shape == targets.shape == (len(numbers), SEQ_LEN)
+    return inputs[:, 0].tolist()
+
+
+def test_every_source_is_read_in_an_order_of_its_own(make: Make) -> None:
+    read = first_tokens(make(curriculum=[]), range(200))
+    code = [token for token in read if token < 1000]
+    assert len(code) == 100
+    assert sorted(code[:50]) == sorted(code[50:]) == [8 * i for i in range(50)], "two epochs"
+    assert code[:50] != code[50:]
+    assert read != first_tokens(make(curriculum=[], seed=6), range(200))
+    assert [t // 1000 for t in read] == [
+        t // 1000 for t in first_tokens(make(curriculum=[], seed=6), range(200))
+    ], "the seed shuffles within sources"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "num_workers"),
+    [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0), (4, 3, 0)],
+)
+def test_a_step_reads_the_same_whatever_the_layout(
+    make: Make, loader: Any, world_size: int, micro_batch_size: int, num_workers: int
+) -> None:
+    expected = first_tokens(make(), range(BATCH * STEPS))
+    layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    loaders = [loader(make(), rank=r, world_size=world_size, **layout) for r in range(world_size)]
+    read: list[int] = []
+    for _ in range(BATCH * STEPS // (world_size * micro_batch_size)):
+        read += [token for each in loaders for token in next(each)[0][:, 0].tolist()]
+    assert read == expected
+
+
+@pytest.mark.parametrize("step", [1, 13, 20, 39])
+def test_it_resumes_in_the_middle_of_a_slope(make: Make, loader: Any, step: int) -> None:
+    whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
+    one = loader(make(limits={"code": 2}))
+    for _ in range(step * BATCH // 2 + 1):  # and a part of the next step
+        next(one)
+    state = one.state_dict()
+    assert state["sample"] == step * BATCH
+    others = [loader(make(limits={"code": 2}), rank=r, world_size=3) for r in range(3)]
+    for other in others:
+        other.load_state_dict(state)
+    assert others[0].state_dict() == state
+    read = [
+        token
+        for _ in range((STEPS - step) * BATCH // 6)
+        for other in others
+        for token in next(other)[0][:, 0].tolist()
+    ]
+    assert read == whole[step * BATCH :]
+
+
+def test_other_weights_hold_from_where_it_stands(make: Make) -> None:
+    """Each source goes on with its next sequence, and resumes once more as it then began."""
+    former = make(curriculum=[])
+    state = former.state(101)
+    changed = make(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
+    assert changed.sample_of(state) == 101
+    read = first_tokens(changed, range(101, 301))
+    assert {token // 1000 for token in read} == {1, 2}
+    before = former.order.counts(101)
+    every_book = [t for t in first_tokens(former, range(400)) if t // 1000 == 2]
+    books = [t for t in read if t // 1000 == 2]
+    common = min(len(books), len(every_book) - before[2])
+    assert books[:common] == every_book[before[2] : before[2] + common]
+
+    again = make(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
+    later = changed.state(150)
+    assert again.sample_of(later) == 150
+    assert first_tokens(again, range(150, 301)) == read[49:]
+    assert again.consumed(301) == changed.consumed(301)
+
+
+def test_a_place_in_other_samples_is_refused(make: Make) -> None:
+    state = make().state(24)
+    with pytest.raises(CheckpointError, match="seed=5, this run seed=6"):
+        make(seed=6).sample_of(state)
+    with pytest.raises(CheckpointError, match="is of the sources code, web, this run of the"):
+        make().sample_of({**state, "consumed": {"code": 1, "web": 2}})
+    with pytest.raises(CheckpointError, match="of no mixture"):
+        make().sample_of({"seed": SEED, "epoch": 0, "sample": 3})
+
+
+def test_what_was_consumed_is_counted(make: Make) -> None:
+    samples = make(limits={"code": 1})
+    read = first_tokens(samples, range(BATCH * STEPS))
+    consumed = samples.consumed(BATCH * STEPS)
+    for k, name in enumerate(SIZES):
+        count = sum(token // 1000 == k for token in read)
+        assert consumed[f"data/tokens/{name}"] == count * SEQ_LEN
+        assert consumed[f"data/epochs/{name}"] == count / SIZES[name]
+    assert consumed["data/epochs/code"] == 1
+
+
+def test_streams_are_joined(make_stream: Callable[..., TokenStream]) -> None:
+    parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
+    joined = JoinedStream("train", [make_stream(p, directory=f"p{i}") for i, p in enumerate(parts)])
+    whole = np.concatenate(parts)
+    assert len(joined) == 8
+    for start in range(9):
+        for stop in range(start, 9):
+            assert joined.tokens(start, stop).tolist() == whole[start:stop].tolist()
+    with pytest.raises(IndexError):
+        joined.tokens(3, 9)
+
+
+# Prepared
+
+
+def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)))
+    (tmp_path / "b.txt").write_text("\n\n".join(f"The {i}th day was mild." for i in range(200)))
+    texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
+    sources = {
+        "code": SourceConfig(**texts, paths=[str(tmp_path / "a.txt")], weight=3),
+        "prose": SourceConfig(**texts, paths=[str(tmp_path / "b.txt")]),
+    }
+    cfg = DataConfig(
+        source="mixture", sources=sources, vocab_size=300, cache_dir=str(tmp_path / "cache"),
+        heldout_fraction=0.1,
+    )  # fmt: skip
+    data = prepare(cfg)
+    assert isinstance(data, MixtureData)
+    code, prose = data.sources.values()
+    assert code.manifest.pieces_hash == prose.manifest.pieces_hash == data.manifest.pieces_hash
+    for split in ("train", "heldout"):
+        joined = data.split(split)
+        assert len(joined) == data.manifest.splits[split].tokens
+        assert len(joined) == len(code.split(split)) + len(prose.split(split))
+    text = data.tokenizer().decode(prose.split("train").tokens(0, 60).tolist())
+    assert "day was mild." in text
+    again = prepare(cfg)
+    assert again.manifest.corpus == data.manifest.corpus
+    weights = {name: SourceConfig(**{**vars(s), "weight": 1.0}) for name, s in sources.items()}
+    other = prepare(DataConfig(**{**vars(cfg), "sources": weights}))
+    assert other.manifest.corpus == data.manifest.corpus, "weights are no part of the corpus"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sources": {}}, "data=mixture needs data.sources="),
+        ({"sources": {"a b": SourceConfig()}}, "'a b' has to be of letters"),
+        ({"sources": {"a": SourceConfig(weight=-1)}}, "data.sources.a.weight=-1 must not be neg"),
+        ({"sources": {"a": SourceConfig(weight=0)}}, "all weights are 0"),
+        ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot hold another"),
+        ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, glob"),
+        ({"sources": {"a": SourceConfig(source="web")}}, "data.sources.a.source='web' is not one"),
+        ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
+        ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
+        ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
+        ({"source": "stdlib"}, "data.sources="),
+    ],
+)
+def test_a_bad_mixture_is_refused(changes: dict[str, Any], said: str) -> None:
+    good = {"source": "mixture", "sources": {"a": SourceConfig()}}
+    with pytest.raises(ConfigError) as raised:
+        DataConfig(**{**good, "vocab_size": 300, **changes}).validate()
+    assert said in str(raised.value)

@@ -1,0 +1,138 @@
+"""The order of a mixture: shares, gaps, random access, curricula and limits."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffllm.data.config import Between, DataConfig, Point, SourceConfig
+from diffllm.data.mixture.curriculum import from_sample, limited, segments
+from diffllm.data.mixture.order import MixtureOrder, in_parts, laid_out, shared_out
+from diffllm.errors import ConfigError
+
+SHARES = st.lists(st.floats(0.002, 1), min_size=1, max_size=8)
+
+
+def read(order, first, count):
+    return order.places(np.arange(first, first + count))
+
+
+@settings(deadline=None, max_examples=25)
+@given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
+def test_every_source_is_spread_by_its_weight(weights, first):
+    order = MixtureOrder([(0, weights)])
+    count = 12_000
+    sources, numbers = read(order, first, count)
+    before = order.counts(first)
+    parts = in_parts(weights)
+    for k, weight in enumerate(np.array(parts) / sum(parts)):
+        here = np.flatnonzero(sources == k)
+        assert (numbers[here] == before[k] + np.arange(len(here))).all(), "each once, in order"
+        assert (np.diff(here) - 1 <= 2 / weight).all()
+        so_far = np.cumsum(sources == k)
+        windows = (so_far[10_000:] - so_far[:-10_000]) / 10_000
+        assert (np.abs(windows - weight) < 0.001).all()
+        assert abs(before[k] - first * parts[k] // sum(parts)) <= 2
+    assert (
+        order.counts(first + count)
+        == (np.bincount(sources, minlength=len(before)) + before).tolist()
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
+def test_counts_stay_within_less_than_one_of_their_shares(counts):
+    """The bound of the theorem, 1 - 1 / (2K - 2), at every place."""
+    size, used = sum(counts), sum(map(bool, counts))
+    order = laid_out(counts)
+    bound = 1 - 1 / (2 * used - 2) if used > 1 else 0
+    for k, count in enumerate(counts):
+        lag = np.cumsum(order == k) - count * np.arange(1, size + 1) / size
+        assert np.abs(lag).max() <= bound + 1e-9
+
+
+def test_one_sample_or_many_are_read_alike():
+    order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
+    sources, numbers = read(order, 0, 3000)
+    again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
+    for g in (2999, 0, 1000, 999, 64, 2000):
+        source, number = read(again, g, 1)
+        assert (source[0], number[0]) == (sources[g], numbers[g])
+        assert again.counts(g) == np.bincount(sources[:g], minlength=3).tolist()
+    assert not (sources[1000:] == 2).any(), "a weight of 0 is not read"
+
+
+def test_random_access_walks_no_further_than_a_block(monkeypatch):
+    import diffllm.data.mixture.order as module
+
+    laid: list[int] = []
+    real = module.laid_out
+    monkeypatch.setattr(module, "laid_out", lambda counts: laid.append(sum(counts)) or real(counts))
+    order = MixtureOrder([(0, [0.6, 0.3, 0.1])])
+    read(order, 10**15, 1)
+    assert sum(laid) <= 256
+
+
+def test_orders_are_known():
+    """The definition itself, which no release may change."""
+    order = MixtureOrder([(0, [0.5, 0.3, 0.2])])
+    assert read(order, 0, 20)[0].tolist() == [
+        0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1,
+    ]  # fmt: skip
+
+
+def test_shares_are_rounded_to_whole_samples():
+    assert shared_out(10, [1, 1, 1]) == [4, 3, 3]
+    assert shared_out(7, [5, 3, 2]) == [4, 2, 1]
+    assert in_parts([0.2, 0, 0.6]) == (250_000_000, 0, 750_000_000)
+    for weights in ([0, 0], [-1, 2], [1, 1e-5]):
+        with pytest.raises(ValueError, match="weight"):
+            in_parts(weights)
+
+
+# Curricula
+
+
+def config(curriculum=(), between=Between.constant, **weights):
+    sources = {name: SourceConfig(weight=weight) for name, weight in weights.items()}
+    return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
+
+
+def test_points_are_shares_of_the_run_or_tokens():
+    half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
+    plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
+    assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
+
+
+def test_a_slope_goes_evenly_from_point_to_point():
+    cfg = config([Point(0.5, {"a": 1}), Point(1.0, {"b": 1})], Between.linear, a=1, b=1)
+    order = MixtureOrder(segments(cfg, samples=40_000, seq_len=8))
+    sources, _ = read(order, 0, 40_000)
+    so_far = np.cumsum(sources == 0)
+    for first in range(0, 30_000, 500):
+        places = np.arange(first, first + 10_000)
+        wanted = np.where(places < 20_000, 0.5 + places / 40_000, 2 - places / 20_000).mean()
+        got = (so_far[first + 9_999] - (so_far[first - 1] if first else 0)) / 10_000
+        assert abs(got - wanted) < 0.01, first
+
+
+def test_a_source_that_has_been_read_often_enough_leaves_its_weight():
+    plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
+    order = MixtureOrder(plan)
+    counts = order.counts(10_000)
+    assert sum(counts) == 10_000
+    assert [math.isclose(a, b, abs_tol=1) for a, b in zip(counts[1:], (600, 100), strict=True)]
+    assert counts[1] <= 600
+    assert counts[2] <= 100
+    assert limited(plan, 0, 400, [0, 0, 0], [math.inf, 600, 100]) == plan
+    with pytest.raises(ConfigError, match="no source with a weight is left"):
+        limited([(0, (1.0,))], 0, 10_000, [0], [100])
+    assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
+
+
+def test_a_plan_can_be_cut():
+    plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
+    assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
+    assert from_sample(plan, 100) == plan[1:]
