@@ -34,6 +34,7 @@ from diffllm.config.overrides import (
     suggest,
 )
 from diffllm.config.plugins import add_named_directory, directories, load, named
+from diffllm.config.recipes import with_recipes
 from diffllm.config.schema import MOST_STEPS, TrainConfig
 from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_values, leaves
@@ -147,6 +148,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
     with hydra():
         try:
             check_secrets(overrides)
+            overrides = with_recipes(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed)
             overrides = [*quickstart(parsed), *for_hydra(parsed)]

@@ -28,7 +28,8 @@ class Between(Enum):
 
 
 READ_BY = {
-    "paths": "files", "dataset": "hub", "name": "hub", "revision": "hub", "sources": "mixture",
+    "paths": "files", "dataset": "hub", "name": "hub", "data_dir": "hub", "revision": "hub",
+    "sources": "mixture",
 }  # fmt: skip
 """The fields that one source alone of ours reads, each with that source."""
 MIXTURE = "mixture"
@@ -52,6 +53,8 @@ class TextConfig:
     """Hub dataset owner/name, or a local dataset directory (data=hub)."""
     name: str | None = None
     """Configuration of the hub dataset, where it has several."""
+    data_dir: str | None = None
+    """Folder of the hub dataset that is read, where it has several."""
     split: str = "train"
     """Split of the hub dataset; held-out documents are chosen from it, too."""
     revision: str | None = None

@@ -186,12 +186,16 @@ def _hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     def load() -> "Dataset":
         where = f"data.dataset={cfg.dataset}"
         options = {"name": cfg.name, "split": cfg.split, "revision": revision}
+        options |= {"data_dir": cfg.data_dir} if cfg.data_dir else {}
         loaded = _load(where, dataset, cache_dir, **options)
         return _text_column(loaded, cfg.text_column, where)
 
     return Corpus(
-        description=", ".join(filter(None, [label, cfg.name, cfg.split])),
-        identity=combined_hash(["hub", version, cfg.name, cfg.split, cfg.text_column]),
+        description=", ".join(filter(None, [label, cfg.name, cfg.data_dir, cfg.split])),
+        identity=combined_hash(
+            ["hub", version, cfg.name, cfg.split, cfg.text_column]
+            + [cfg.data_dir] * bool(cfg.data_dir)
+        ),
         load=cache(load),
     )
 

@@ -1,0 +1,48 @@
+"""A corpus from a YAML of one's own: data=FILE.yaml, as overrides."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from diffllm.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def with_recipes(words: list[str]) -> list[str]:
+    """Replace data=FILE.yaml by the overrides that the file stands for; raises ConfigError."""
+    return [part for word in words for part in overrides_of(word)]
+
+
+def overrides_of(word: str) -> list[str]:
+    """The overrides of a word: itself, unless it names a file."""
+    key, _, value = word.partition("=")
+    if key != "data" or not value.endswith(SUFFIXES) or "," in value:
+        return [word]
+    path = Path(value).expanduser()
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{word} cannot be read: {reason}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{word} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(f"{word} has to be a mapping of keys of data, such as sources")
+    source = content.pop("source", "mixture" if "sources" in content else None)
+    chosen = [f"data={source}"] if source else []
+    return chosen + [f"data.{name}={as_text(value)}" for name, value in content.items()]
+
+
+def as_text(value: Any) -> str:
+    """A YAML's value in the words of an override."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_text, value))}]"
+    if isinstance(value, str):
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{quoted}'"
+    return json.dumps(value, default=str)

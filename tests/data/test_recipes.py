@@ -1,0 +1,82 @@
+"""data=FILE.yaml: the recipes that are here, and files that are none."""
+
+from pathlib import Path
+
+import pytest
+from sample_texts import sample_documents
+
+import diffllm
+from diffllm.config.recipes import as_text, with_recipes
+from diffllm.data import prepare
+from diffllm.errors import ConfigError
+
+RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_our_recipes_are_mixtures(path):
+    cfg = diffllm.load_config([f"data={path}", "model=tiny", "steps=100"])
+    cfg.data.validate()
+    assert len(cfg.data.sources) > 1
+    assert f"data=data/recipes/{path.name}" in path.read_text(), "the command"
+    for source in cfg.data.sources.values():
+        assert (source.source == "hub") == bool(source.dataset)
+
+
+def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch):
+    (recipe,) = (path for path in RECIPES if path.stem == "local")
+    monkeypatch.chdir(tmp_path)
+    for name in ("code", "prose"):
+        (tmp_path / "mydata" / name).mkdir(parents=True)
+    texts = sample_documents(80)
+    lines = "".join(f'{{"content": "{text}"}}\n' for text in texts)
+    (tmp_path / "mydata/code/a.jsonl").write_text(lines)
+    (tmp_path / "mydata/prose/a.txt").write_text("\n\n".join(texts))
+    words = [f"data={recipe}", "model=tiny", "steps=100", "data.vocab_size=400"]
+    cfg = diffllm.load_config([*words, f"data.cache_dir={tmp_path / 'cache'}"])
+    data = prepare(cfg.data)
+    assert list(data.sources) == ["code", "prose"]
+    assert data.sources["prose"].manifest.splits["train"].documents > 40
+
+
+def test_the_command_line_wins_over_a_recipe(tmp_path):
+    path = tmp_path / "mine.yml"
+    path.write_text('sources: {a: {weight: 2}, b: {source: files, paths: ["it\'s {a}, b.txt"]}}')
+    words = [f"data={path}", "data.sources.a.weight=3", "data.heldout_fraction=0.1", "steps=5"]
+    cfg = diffllm.load_config(words)
+    assert cfg.data.sources["a"].weight == 3
+    assert cfg.data.sources["b"].paths == ["it's {a}, b.txt"]
+    assert cfg.run.choices["data"] == "mixture"
+
+
+def test_one_source_can_be_a_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
+    assert with_recipes([f"data={path}", "steps=1"]) == [
+        "data=files", "data.paths=['a.txt']", "data.heldout_fraction='1e-2'", "steps=1",
+    ]  # fmt: skip
+    assert diffllm.load_config([f"data={path}", "steps=1"]).data.heldout_fraction == 0.01
+
+
+def test_values_stay_what_they_are():
+    assert as_text({"a": [1, 2.5, True, None, "x'y\\"]}) == r"{a: [1, 2.5, true, null, 'x\'y\\']}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has to be a mapping"),
+        ("[]", "has to be a mapping"),
+        ("sources: [", "is not YAML"),
+        ("sorces: {}", "unknown key data.sorces; did you mean data.sources"),
+        ("sources: {a: {wieght: 1}}", "data.sources: unknown key wieght; did you mean weight?"),
+        ("sources: {a: 3}", "data.sources"),
+    ],
+)
+def test_a_bad_recipe_ends_in_one_line(tmp_path, text, said):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        diffllm.load_config([f"data={path}", "model=tiny", "steps=1"])
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
