@@ -3,7 +3,7 @@
 import io
 import math
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,12 @@ class DocumentLosses:
     """Bytes of its text in UTF-8, as its tokens decode to it, int64."""
     texts: np.ndarray
     """The first 8 bytes of the SHA-256 of that text, int64."""
-    sources: np.ndarray
+    sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The place of its source among those of a mixture, int64; 0 where there is one source."""
+
+    def __post_init__(self) -> None:
+        if not len(self.sources):
+            object.__setattr__(self, "sources", np.zeros_like(self.tokens))
 
     @property
     def loss(self) -> float:
@@ -81,10 +85,8 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     names = [f.name for f in fields(DocumentLosses)]
     try:
         with np.load(file, allow_pickle=False) as content:
-            parts = {name: content[name] for name in names if name in content}
-            # files of older versions are of one source
-            parts.setdefault("sources", np.zeros_like(parts["tokens"]))
-            found = DocumentLosses(**parts)
+            # files of older versions have no sources
+            found = DocumentLosses(**{name: content[name] for name in names if name in content})
         check(found)
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error

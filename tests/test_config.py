@@ -25,6 +25,7 @@ FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "st
 NEEDED = {  # what a choice cannot do without
     ("data", "files"): ["data.paths=[corpus.txt]"],
     ("data", "hub"): ["data.dataset=owner/name"],
+    ("data", "mixture"): ["data.sources={a: {}}"],
 }
 
 

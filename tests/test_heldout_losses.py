@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffllm.errors import CheckpointError
-from diffllm.heldout import DocumentLosses, document_losses
+from diffllm.heldout import DocumentLosses, document_losses, path_of
 
 SOME = DocumentLosses(
     nats=np.array([20.0, 6.0, 4.0]),
@@ -25,8 +25,23 @@ def test_the_losses_of_a_run_are_those_after_its_last_step(tmp_path: Path) -> No
     later.save(tmp_path, 40)
     assert document_losses(tmp_path).nats.tolist() == [10.0, 3.0, 2.0]
     first = document_losses(tmp_path, step=9)
-    for name in ("nats", "tokens", "bytes", "texts"):
+    for name in ("nats", "tokens", "bytes", "texts", "sources"):
         assert np.array_equal(getattr(first, name), getattr(SOME, name))
+
+
+def test_losses_are_told_apart_by_source(tmp_path: Path) -> None:
+    mixed = DocumentLosses(**{**vars(SOME), "sources": np.array([1, 0, 1])})
+    mixed.save(tmp_path, 9)
+    read = document_losses(tmp_path)
+    assert [read.of_source(place) for place in range(3)] == [6 / 2, 24 / 6, None]
+    assert SOME.of_source(0) == SOME.loss, "one source"
+
+
+def test_a_file_of_an_older_version_is_of_one_source(tmp_path: Path) -> None:
+    path_of(tmp_path, 9).parent.mkdir()
+    older = {name: value for name, value in vars(SOME).items() if name != "sources"}
+    np.savez(path_of(tmp_path, 9), **older)
+    assert document_losses(tmp_path).sources.tolist() == [0, 0, 0]
 
 
 def test_loss_and_bits_a_byte_by_hand() -> None:

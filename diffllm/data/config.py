@@ -105,8 +105,7 @@ class DataConfig(TextConfig):
     """The corpus: where its text comes from, and how it becomes tokens."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    """Sources of a mixture by name (data=mixture), each with the keys above, a weight, and
-    epochs_at_most."""
+    """Sources of a mixture by name: the keys above, weight, epochs_at_most."""
     curriculum: list[Point] = field(default_factory=list)
     """Weights that change on the way: [{at: 0.8, weights: {code: 0.3, web: 0.7}}]."""
     between: Between = Between.constant

@@ -25,7 +25,7 @@ CODE = Dataset.from_dict(
 @pytest.fixture(scope="module")
 def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "code.model"
-    path.write_bytes(train_tokenizer(CODE, 1000, 200_000, threads=2))
+    path.write_bytes(train_tokenizer(training_sample(CODE, 200_000), 1000, threads=2))
     return Tokenizer.from_file(path)
 
 
@@ -63,7 +63,7 @@ def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
     hashes = set()
     for threads in (1, 2):
         path = tmp_path / f"{threads}.model"
-        path.write_bytes(train_tokenizer(CODE, 600, 100_000, threads))
+        path.write_bytes(train_tokenizer(training_sample(CODE, 100_000), 600, threads))
         hashes.add(Tokenizer.from_file(path).pieces_hash)
     assert len(hashes) == 1
 
@@ -147,6 +147,6 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
 )
 def test_a_vocabulary_that_does_not_fit_is_explained(vocab_size: int, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        train_tokenizer(CODE, vocab_size, 50_000, threads=2)
+        train_tokenizer(training_sample(CODE, 50_000), vocab_size, threads=2)
     works = int(str(caught.value).split()[-1])
-    train_tokenizer(CODE, works, 50_000, threads=2)
+    train_tokenizer(training_sample(CODE, 50_000), works, threads=2)
