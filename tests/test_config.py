@@ -26,6 +26,7 @@ NEEDED = {  # what a choice cannot do without
     ("data", "files"): ["data.paths=[corpus.txt]"],
     ("data", "hub"): ["data.dataset=owner/name"],
     ("data", "mixture"): ["data.sources={a: {}}"],
+    ("data", "tokens"): ["data.paths=[a.bin]", "data.tokenizer=t.model"],
 }
 
 

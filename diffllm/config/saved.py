@@ -15,7 +15,7 @@ from diffllm.config.changes import FREE, Changes, is_allowed
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
-from diffllm.data.config import MIXTURE, DataConfig
+from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
 from diffllm.errors import CheckpointError, ConfigError, PluginError
 from diffllm.registry import SCHEMAS, SOURCES
 
@@ -92,9 +92,8 @@ def check_registered(path: Path, saved: Any) -> None:
         if (group, name) not in SCHEMAS
     ]
     parts = [saved.data, *saved.data.get("sources", {}).values()]
-    missing += [
-        f"data.source={part.source}" for part in parts if part.source not in (*SOURCES, MIXTURE)
-    ]
+    sources = {*SOURCES, *PREPARED_ELSEWHERE}
+    missing += [f"data.source={part.source}" for part in parts if part.source not in sources]
     if missing:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""

@@ -31,9 +31,11 @@ READ_BY = {
     "paths": "files", "dataset": "hub", "name": "hub", "data_dir": "hub", "revision": "hub",
     "sources": "mixture",
 }  # fmt: skip
-"""The fields that one source alone of ours reads, each with that source."""
-MIXTURE = "mixture"
-OURS = ("stdlib", "files", "hub", MIXTURE)
+"""The fields that not every source of ours reads, each with the source that it implies."""
+MIXTURE, TOKENS = "mixture", "tokens"
+PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
+"""Sources that are no text of documents: their preparation is another one."""
+OURS = ("stdlib", "files", "hub", *PREPARED_ELSEWHERE)
 
 
 @dataclass
@@ -66,16 +68,19 @@ class TextConfig:
         Args:
             where: what stands before the names of keys.
         """
-        if self.source not in (*SOURCES, MIXTURE):
-            known = ", ".join((*SOURCES, MIXTURE))
+        if self.source not in (*SOURCES, *PREPARED_ELSEWHERE):
+            known = ", ".join((*SOURCES, *PREPARED_ELSEWHERE))
             raise ConfigError(f"{where}source={self.source!r} is not one of {known}")
         for name, source in READ_BY.items():
             value = getattr(self, name, None)
-            if value and self.source in OURS and self.source != source:
+            read = (source, TOKENS) if name == "paths" else (source,)
+            if value and self.source in OURS and self.source not in read:
                 needs = f"data={source}" if where == "data." else f"{where}source={source}"
                 raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
         if self.source == "files" and not self.paths:
             raise ConfigError(f"{where}source=files needs {where}paths=[file, glob, ...]")
+        if self.source == TOKENS and not self.paths:
+            raise ConfigError(f"{where}source=tokens needs {where}paths=[file.bin, file.ds, ...]")
         if self.source == "hub" and not self.dataset:
             raise ConfigError(f"{where}source=hub needs {where}dataset=<owner/name>")
 

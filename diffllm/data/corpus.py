@@ -89,7 +89,7 @@ def python_files(root: Path) -> list[Path]:
 
 @source("files")
 def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    paths = list(dict.fromkeys(path for pattern in cfg.paths for path in _expand(pattern)))
+    paths = list(dict.fromkeys(path for pattern in cfg.paths for path in expand(pattern)))
     formats = [_format(path) for path in paths]
     facts = file_facts(paths, cache_dir)
     for path, facts_of_file in zip(paths, facts, strict=True):
@@ -113,7 +113,7 @@ def _files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     )
 
 
-def _expand(pattern: str) -> list[Path]:
+def expand(pattern: str) -> list[Path]:
     """Return the file of that name, or the files that a glob finds, sorted."""
     path = Path(pattern).expanduser().absolute()
     if path.is_file():

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from diffllm.data.config import MIXTURE, DataConfig
+from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
+from diffllm.data.imported.prepared import ImportedData, prepare_tokens
 from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION
@@ -42,7 +43,7 @@ def prepare(cfg: DataConfig) -> Prepared:
         if cfg.source == MIXTURE:
             data = prepare_mixture(cfg, cache_dir)
         else:
-            data = prepare_corpus(cfg, cache_dir, open_corpus(cfg, cache_dir))
+            data = prepare_source(cfg, cache_dir)
         data.check()
         return data
     except OSError as error:
@@ -56,9 +57,9 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
     change on a run's way, have no part in it.
     """
     each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
-    corpora = {name: open_corpus(own, cache_dir) for name, own in each.items()}
     tokenizer = cfg.tokenizer
     if tokenizer is None:
+        corpora = {name: open_corpus(own, cache_dir) for name, own in each.items()}
         size = -(-cfg.tokenizer_sample_bytes // len(corpora))
         texts = [(c, size) for c in sorted(corpora.values(), key=lambda corpus: corpus.identity)]
         what = [[corpus.identity for corpus, _ in texts], size, cfg.vocab_size, TRAINING]
@@ -66,14 +67,17 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
         build_once(path.parent, partial(build_tokenizer, cfg, texts))
         tokenizer = str(path)
     sources = {
-        name: prepare_corpus(replace(own, tokenizer=tokenizer), cache_dir, corpora[name])
+        name: prepare_source(replace(own, tokenizer=tokenizer), cache_dir)
         for name, own in each.items()
     }
     return MixtureData(sources)
 
 
-def prepare_corpus(cfg: DataConfig, cache_dir: Path, corpus: Corpus) -> TokenData:
-    """Prepare one corpus: a tokenizer, unless one is given, and its tokens."""
+def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData:
+    """Prepare one source: a tokenizer, unless one is given, and tokens, unless they are there."""
+    if cfg.source == TOKENS:
+        return prepare_tokens(cfg, cache_dir)
+    corpus = open_corpus(cfg, cache_dir)
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
         tokenizer_key = combined_hash(training)[:32]

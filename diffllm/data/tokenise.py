@@ -61,7 +61,7 @@ def write_tokens(
         dtype=token_dtype(tokenizer.vocab_size).name,
         skipped_empty=corpus.skipped_empty + len(documents) - len(is_heldout),
         skipped_undecodable=corpus.skipped_undecodable,
-        heldout_unigram_entropy=_entropy(writers["heldout"].counts),
+        heldout_unigram_entropy=entropy(writers["heldout"].counts),
         splits={name: writer.finish() for name, writer in writers.items()},
         cut=cut,
     )
@@ -170,7 +170,7 @@ def _batches(documents: "Dataset") -> Iterator[list[str]]:
         yield batch
 
 
-def _entropy(counts: np.ndarray) -> float:
+def entropy(counts: np.ndarray) -> float:
     """Compute the entropy, in nats, of the distribution that counts (vocab_size,) describe."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

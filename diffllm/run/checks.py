@@ -66,7 +66,13 @@ def check_tokenizer(cfg: TrainConfig) -> None:
 
 
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
-    """Raise DataError if the corpus is too short for one sequence."""
+    """Raise DataError if the corpus is too short for one sequence, or has more pieces than the
+    model."""
+    if (pieces := data.manifest.vocab_size) > cfg.model.vocab_size:
+        raise DataError(
+            f"the corpus has tokens of {pieces:,} pieces, more than "
+            f"model.vocab_size={cfg.model.vocab_size}"
+        )
     check_length(cfg, data.manifest)
     for name, source in data.sources.items():
         check_length(cfg, source.manifest, f" of {name}")

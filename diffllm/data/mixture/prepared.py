@@ -9,16 +9,18 @@ import numpy as np
 
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
 from diffllm.data.file_index import combined_hash
-from diffllm.data.shards import Manifest, Split, TokenStream
+from diffllm.data.imported.prepared import ImportedData
+from diffllm.data.shards import Manifest, Split, Stream
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
 
 
 @dataclass(frozen=True)
 class MixtureData:
     """The prepared sources of a mixture by name; stands where `TokenData` does."""
 
-    sources: dict[str, TokenData]
+    sources: dict[str, TokenData | ImportedData]
 
     @property
     def directory(self) -> Path:
@@ -55,23 +57,32 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError unless the files of every source are there, of their sizes."""
+        """Raise DataError unless the files of every source are there, of their sizes, and all are
+        tokens of one tokenizer."""
         for data in self.sources.values():
             data.check()
+        hashes = {name: data.manifest.pieces_hash for name, data in self.sources.items()}
+        (first, own), *others = hashes.items()
+        for name, other in others:
+            if other != own:
+                raise DataError(
+                    f"data.sources: {first} and {name} are tokens of different tokenizers, "
+                    f"{own[:12]} and {other[:12]}"
+                )
 
     def split(self, name: str) -> "JoinedStream":
         """Open the tokens of "train" or "heldout" of all sources, one behind the other."""
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])
 
 
-Prepared = TokenData | MixtureData
-"""What `prepare` returns: a corpus, or several."""
+Prepared = TokenData | ImportedData | MixtureData
+"""What `prepare` returns: a corpus, tokens of other libraries, or several of these."""
 
 
 class JoinedStream:
     """The tokens of several streams, one behind the other."""
 
-    def __init__(self, split: str, streams: Sequence[TokenStream]) -> None:
+    def __init__(self, split: str, streams: Sequence[Stream]) -> None:
         self.split, self.streams = split, list(streams)
         self.ends = np.cumsum([len(stream) for stream in streams], dtype=np.int64)
 

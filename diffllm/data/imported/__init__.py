@@ -1,0 +1,1 @@
+"""Tokens that other libraries wrote, read where they lie."""

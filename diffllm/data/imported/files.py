@@ -1,0 +1,132 @@
+"""Files of tokens: what one has to say of itself, and what all have in common."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.errors import DataError
+
+SAMPLED = 64
+"""Places of a file that its fingerprint reads, beside its ends."""
+BLOCK = 1 << 16
+LOOKED_AT = 100
+"""Documents whose last tokens say whether all end with the token for that."""
+
+
+@dataclass
+class TokenFile:
+    """The tokens of a file and the ends of its documents."""
+
+    path: Path
+    content: np.ndarray
+    """All tokens, (n,), of any integer type; mapped, not read."""
+    end_of: Callable[[int], int]
+    """The place behind document i, from 0."""
+    documents: int
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64."""
+        return np.asarray(self.content[start:stop]).astype(np.int64)
+
+
+class WithEnds:
+    """A file whose documents lack the token that ends one, read as if each had it."""
+
+    def __init__(self, file: TokenFile, eos_id: int) -> None:
+        self.file, self.eos_id = file, eos_id
+        self.path, self.documents = file.path, file.documents
+
+    def __len__(self) -> int:
+        return len(self.file) + self.documents
+
+    def end_of(self, document: int) -> int:
+        """The place behind document i, its end counted."""
+        return self.file.end_of(document) + document + 1
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64."""
+        out = np.full(stop - start, self.eos_id, dtype=np.int64)
+        document = first_beyond(self.end_of, self.documents, start)
+        while start < stop:
+            end = self.end_of(document)
+            last = min(stop, end - 1)  # what is at end - 1 is the mark
+            if start < last:
+                place = len(out) - (stop - start)
+                out[place : place + last - start] = self.file.tokens(
+                    start - document, last - document
+                )
+            start, document = end, document + 1
+        return out
+
+
+Tokens = TokenFile | WithEnds
+
+
+def first_beyond(end_of: Callable[[int], int], documents: int, place: int) -> int:
+    """The first document whose end lies behind a place."""
+    low, high = 0, documents
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if end_of(middle) > place else (middle + 1, high)
+    return low
+
+
+def ended(file: TokenFile, eos_id: int) -> Tokens:
+    """The file, with ends where its documents have none; raises DataError where only some have."""
+    looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
+    ends = [file.end_of(int(i)) for i in looked_at]
+    last = [int(file.content[end - 1]) == eos_id for end in ends if end]
+    if all(last):
+        return file
+    if any(last):
+        raise DataError(
+            f"{file.path}: {sum(last)} of {len(last)} documents end with token {eos_id}, the "
+            "tokenizer's end of a document, and others do not: is this its tokenizer?"
+        )
+    return WithEnds(file, eos_id)
+
+
+def fingerprint(path: Path) -> str:
+    """Hash a file's size, its ends, and blocks that lie evenly over it: no more is read of a large
+    one."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    starts = np.unique(np.linspace(0, max(0, size - BLOCK), SAMPLED).astype(np.int64))
+    with path.open("rb") as file:
+        for start in starts.tolist():
+            file.seek(start)
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def mapped(path: Path, dtype: str, offset: int = 0, count: int | None = None) -> np.ndarray:
+    """Map a file as an array; raises DataError where it is not as long, or of whole numbers."""
+    kind = np.dtype(dtype)
+    try:
+        size = path.stat().st_size - offset
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    there = size // kind.itemsize
+    if size < 0 or (count is None and size % kind.itemsize) or (count or 0) > there:
+        wanted = f"{count:,} numbers" if count is not None else "whole numbers"
+        raise DataError(
+            f"{path}: {max(size, 0):,} bytes where {wanted} of {kind.itemsize} are expected: it is "
+            "cut off, or of another type"
+        )
+    number = there if count is None else count
+    if not number:
+        return np.zeros(0, kind)
+    return np.memmap(path, kind, mode="r", offset=offset, shape=(number,))
+
+
+def check_rising(path: Path, ends: Sequence[int] | np.ndarray, length: int) -> None:
+    """Raise DataError unless ends of documents rise, and the last one is the end of the tokens."""
+    if not len(ends) or int(ends[-1]) != length:
+        last = int(ends[-1]) if len(ends) else 0
+        raise DataError(f"{path}: its documents end at token {last:,}, its tokens at {length:,}")

@@ -1,0 +1,113 @@
+"""Parquet files with a column of tokens.
+
+Rows cannot be read one by one: they are copied into shards, once, without tokenising anything.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from diffllm.data.config import DataConfig
+from diffllm.data.file_index import combined_hash
+from diffllm.data.imported.files import fingerprint
+from diffllm.data.progress import print_line
+from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, token_dtype
+from diffllm.data.token_data import TokenData
+from diffllm.data.tokenise import TOKENIZER_FILE, entropy
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
+from diffllm.files import build_once
+
+ROWS = 1024
+"""Documents that are in memory at a time."""
+
+
+def prepare_parquet(cfg: DataConfig, cache_dir: Path, paths: list[Path]) -> TokenData:
+    """Copy the tokens of the column data.text_column into shards; raises DataError."""
+    tokenizer = Tokenizer.from_file(str(cfg.tokenizer))
+    corpus = combined_hash(["parquet", cfg.text_column, [fingerprint(path) for path in paths]])
+    key = combined_hash([FORMAT_VERSION, corpus, tokenizer.pieces_hash, cfg.heldout_fraction])
+
+    def build(directory: Path) -> None:
+        print_line(f"copying tokens of {len(paths)} files into {cache_dir}")
+        shutil.copyfile(Path(str(cfg.tokenizer)).expanduser(), directory / TOKENIZER_FILE)
+        write(cfg, paths, tokenizer, corpus, directory)
+
+    directory = cache_dir / "tokens" / key[:32]
+    build_once(directory, build)
+    return TokenData(directory)
+
+
+def write(
+    cfg: DataConfig, paths: list[Path], tokenizer: Tokenizer, corpus: str, directory: Path
+) -> None:
+    """Write shards and manifest; a hash of its tokens decides whether a document is held out."""
+    writers = {
+        name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
+    }
+    limit, empty = int(cfg.heldout_fraction * 2**64), 0
+    for path in paths:
+        for tokens in documents(path, cfg.text_column, tokenizer.vocab_size):
+            if not len(tokens):
+                empty += 1
+                continue
+            digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
+            writer = writers["heldout" if int.from_bytes(digest[:8]) < limit else "train"]
+            ending = [] if tokens[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+            writer.add([[*tokens.tolist(), *ending]], text_bytes=0, documents=1)
+    for name, writer in writers.items():
+        if not writer.documents:
+            raise DataError(
+                f"{paths[0]}: its documents are too few for a {name} split with "
+                f"data.heldout_fraction={cfg.heldout_fraction:g}"
+            )
+    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    Manifest(
+        format_version=FORMAT_VERSION,
+        source=f"tokens of {names}",
+        corpus=corpus,
+        pieces_hash=tokenizer.pieces_hash,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        skipped_empty=empty,
+        skipped_undecodable=0,
+        heldout_unigram_entropy=entropy(writers["heldout"].counts),
+        splits={name: writer.finish() for name, writer in writers.items()},
+    ).save(directory)
+
+
+def documents(path: Path, column: str, vocab_size: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of each row, (n,) int64; raises DataError."""
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        types = {field.name: field.type for field in file.schema_arrow}
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
+    lists = [name for name, kind in types.items() if is_tokens(kind)]
+    if column not in lists:
+        hint = f": use data.text_column={' or '.join(lists)}" if lists else ", none of them tokens"
+        raise DataError(f"{path}: no column {column!r} of tokens; it has {', '.join(types)}{hint}")
+    try:
+        for batch in file.iter_batches(ROWS, columns=[column]):
+            for row in batch.column(0):
+                tokens = np.asarray(row.values if row.is_valid else [], dtype=np.int64)
+                if tokens.max(initial=0) >= vocab_size or tokens.min(initial=0) < 0:
+                    raise DataError(
+                        f"{path}: it has token {int(tokens.max())}, the tokenizer {vocab_size:,} "
+                        "pieces: it was written with another one"
+                    )
+                yield tokens
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def is_tokens(kind: pyarrow.DataType) -> bool:
+    """Whether a column holds a list of integers in each row."""
+    lists = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
+    return any(is_list(kind) for is_list in lists) and pyarrow.types.is_integer(kind.value_type)

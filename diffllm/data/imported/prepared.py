@@ -1,0 +1,215 @@
+"""Tokens of other libraries as a corpus: nothing is tokenised, and nothing copied."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.data.config import DataConfig
+from diffllm.data.corpus import expand
+from diffllm.data.file_index import combined_hash
+from diffllm.data.heldout import end_behind
+from diffllm.data.imported.datatrove import open_datatrove
+from diffllm.data.imported.files import Tokens, ended, fingerprint
+from diffllm.data.imported.megatron import open_megatron
+from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Split, token_dtype
+from diffllm.data.token_data import TokenData
+from diffllm.data.tokenise import TOKENIZER_FILE, entropy
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
+from diffllm.files import build_once
+
+FORMATS, TABLE = (".bin", ".ds"), ".parquet"
+COUNTED = 1 << 22
+"""Tokens that are counted at a time."""
+
+
+class FilesStream:
+    """A stretch of the tokens of several files, one behind the other; cheap to pickle."""
+
+    def __init__(
+        self, split: str, paths: Sequence[str], tokenizer: tuple[int, int], start: int, stop: int
+    ) -> None:
+        """Open the files; raises DataError.
+
+        Args:
+            tokenizer: pieces, and the one that ends a document.
+            start, stop: the stretch, in tokens of all files together.
+        """
+        self.split, self.paths, self.tokenizer = split, list(paths), tokenizer
+        self.start, self.stop = start, stop
+        self.files = [open_tokens(Path(path), *tokenizer) for path in paths]
+        self.ends = np.cumsum([len(file) for file in self.files], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop) of the stretch, (stop - start,) int64; raises DataError for one
+        that is no piece of the tokenizer."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
+        start, stop = start + self.start, stop + self.start
+        parts = [np.zeros(0, np.int64)]
+        place = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop:
+            file = self.files[place]
+            first = int(self.ends[place]) - len(file)
+            end = min(stop, int(self.ends[place]))
+            part = file.tokens(start - first, end - first)
+            if part.max(initial=0) >= self.tokenizer[0] or part.min(initial=0) < 0:
+                wrong = part[(part >= self.tokenizer[0]) | (part < 0)][0]
+                raise DataError(
+                    f"{file.path}: token {wrong} is none of the tokenizer's {self.tokenizer[0]:,} "
+                    "pieces: it was written with another one, or the file has changed"
+                )
+            parts.append(part)
+            start, place = end, place + 1
+        return np.concatenate(parts)
+
+    def __getstate__(self) -> tuple[object, ...]:
+        return self.split, self.paths, self.tokenizer, self.start, self.stop
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class ImportedData:
+    """Files of tokens, whose end is held out; stands where `TokenData` does."""
+
+    directory: Path
+    """Holds the tokenizer, and what was counted."""
+    paths: tuple[str, ...]
+    """The files, which may have moved since they were counted."""
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Counts and hashes; raises DataError if they cannot be read."""
+        return Manifest.load(self.directory)
+
+    @property
+    def sources(self) -> dict[str, TokenData]:
+        """The sources that it is a mixture of: none."""
+        return {}
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer that the files were written with."""
+        return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
+
+    def check(self) -> None:
+        """Raise DataError unless every file is there, as long as it was."""
+        for name in self.manifest.splits:
+            self.split(name)
+
+    def split(self, name: str) -> FilesStream:
+        """Open the tokens of "train" or "heldout"; raises DataError where files have changed."""
+        manifest = self.manifest
+        train = manifest.splits["train"].tokens
+        heldout = manifest.splits["heldout"].tokens
+        start, stop = (0, train) if name == "train" else (train, train + heldout)
+        tokenizer = manifest.vocab_size, manifest.eos_id
+        stream = FilesStream(name, self.paths, tokenizer, start, stop)
+        if int(stream.ends[-1]) != train + heldout:
+            raise DataError(
+                f"{', '.join(self.paths[:3])}: {int(stream.ends[-1]):,} tokens where "
+                f"{train + heldout:,} were; delete {self.directory} to count them again"
+            )
+        return stream
+
+
+def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
+    """Open a file of tokens by its name, its documents with their ends; raises DataError."""
+    if path.suffix == ".bin":
+        return ended(open_megatron(path), eos_id)
+    if path.suffix == ".ds":
+        return ended(open_datatrove(path, vocab_size), eos_id)
+    raise DataError(f"{path}: no file of tokens that is known: {', '.join(FORMATS)}")
+
+
+def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData:
+    """Take the tokens of data.paths as they are; raises DataError.
+
+    One directory with a manifest holds shards of ours, both splits of them.
+    """
+    if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
+        return TokenData(Path(cfg.paths[0]).expanduser().absolute())
+    if cfg.tokenizer is None:
+        raise DataError("data=tokens needs data.tokenizer, the one that they were written with")
+    tokenizer = Tokenizer.from_file(cfg.tokenizer)
+    paths = list(dict.fromkeys(path for pattern in cfg.paths for path in expand(pattern)))
+    tables = [path for path in paths if path.suffix == TABLE]
+    paths = [path for path in paths if path.suffix in FORMATS]
+    if tables and paths:
+        raise DataError(f"data.paths: {TABLE} and {paths[0].suffix} files make two sources")
+    if tables:
+        from diffllm.data.imported.parquet import prepare_parquet
+
+        return prepare_parquet(cfg, cache_dir, tables)
+    if not paths:
+        known = ", ".join((*FORMATS, TABLE))
+        raise DataError(f"data.paths={cfg.paths}: none of {known}, and no directory of ours")
+    prints = [fingerprint(path) for path in paths]
+    names = tuple(map(str, paths))
+    key = combined_hash(["tokens", prints, tokenizer.pieces_hash, cfg.heldout_fraction])
+
+    def build(directory: Path) -> None:
+        shutil.copyfile(Path(str(cfg.tokenizer)).expanduser(), directory / TOKENIZER_FILE)
+        manifest = counted(names, prints, tokenizer, cfg.heldout_fraction)
+        (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+
+    directory = cache_dir / "tokens" / key[:32]
+    build_once(directory, build)
+    return ImportedData(directory, names)
+
+
+def counted(
+    paths: Sequence[str], prints: Sequence[str], tokenizer: Tokenizer, fraction: float
+) -> Manifest:
+    """Count files of tokens, and cut off the end of all, from the end of a document on, to be held
+    out."""
+    pieces = tokenizer.vocab_size, tokenizer.eos_id
+    whole = FilesStream("all", paths, pieces, 0, 2**62)
+    length = int(whole.ends[-1])
+    whole.stop = length
+    cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - fraction)) - 1))
+    if cut >= length:
+        raise DataError(
+            f"{', '.join(map(str, paths[:3]))}: no document ends before the last "
+            f"{fraction:.2g} of its tokens; a larger data.heldout_fraction holds out more"
+        )
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    for start in range(cut, length, COUNTED):
+        part = whole.tokens(start, min(start + COUNTED, length))
+        counts += np.bincount(part, minlength=len(counts))
+    heldout = int(counts[tokenizer.eos_id])
+    documents = sum(file.documents for file in whole.files)
+    splits: dict[str, Split] = {}
+    for name, start, stop, within in (
+        ("train", 0, cut, documents - heldout),
+        ("heldout", cut, length, heldout),
+    ):
+        shards = []
+        for path, sha256, end, file in zip(paths, prints, whole.ends, whole.files, strict=True):
+            inside = min(stop, int(end)) - max(start, int(end) - len(file))
+            if inside > 0:
+                shards.append(Shard(Path(path).name, inside, sha256))
+        splits[name] = Split(within, stop - start, 0, shards)
+    names = ", ".join(Path(path).name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        source=f"tokens of {names}",
+        corpus=combined_hash(["tokens", list(prints), fraction]),
+        pieces_hash=tokenizer.pieces_hash,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        skipped_empty=0,
+        skipped_undecodable=0,
+        heldout_unigram_entropy=entropy(counts),
+        splits=splits,
+    )

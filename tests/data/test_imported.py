@@ -1,0 +1,255 @@
+"""Tokens of other libraries are read where they lie, and are what these wrote."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffllm.data import TokenData, prepare
+from diffllm.data.config import DataConfig, SampleBy, SourceConfig
+from diffllm.data.imported.files import TokenFile, WithEnds, ended
+from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
+from diffllm.errors import ConfigError, DataError
+
+FILES = Path(__file__).parents[1] / "data_files" / "imported"
+NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
+DOCUMENTS = json.loads((FILES / "documents.json").read_text())
+ALL = np.concatenate(DOCUMENTS)
+EOS = 1
+
+Make = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def make(prepared: TokenData, tmp_path: Path) -> Make:
+    """Configs of tokens, whose tokenizer has 400 pieces, 1 of them the end of a document."""
+
+    def config(*paths: Path, **changes: Any) -> DataConfig:
+        options: dict[str, Any] = {
+            "source": "tokens",
+            "paths": [str(path) for path in paths],
+            "tokenizer": str(prepared.directory / "tokenizer.model"),
+            "heldout_fraction": 0.1,
+            "vocab_size": 400,
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        return DataConfig(**{**options, **changes})
+
+    return config
+
+
+def copied(name: str, directory: Path) -> Path:
+    """A file of tokens with its index, in a directory of its own."""
+    directory.mkdir(exist_ok=True)
+    for path in FILES.glob(f"{Path(name).stem}.*"):
+        shutil.copy(path, directory)
+    return directory / name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_has_the_tokens_of_its_documents(name: str) -> None:
+    file = open_tokens(FILES / name, 400, EOS)
+    assert len(file) == len(ALL)
+    assert file.documents == len(DOCUMENTS)
+    assert np.array_equal(file.tokens(0, len(file)), ALL)
+    ends = np.cumsum([len(document) for document in DOCUMENTS])
+    assert [file.end_of(i) for i in range(file.documents)] == ends.tolist()
+    rng = np.random.default_rng(0)
+    for start, stop in np.sort(rng.integers(0, len(ALL) + 1, (200, 2)), axis=1).tolist():
+        assert np.array_equal(file.tokens(start, stop), ALL[start:stop])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
+def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.DataObject) -> None:
+    documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, start=1)]
+    whole = [token for document in documents for token in [*document, EOS]]
+    ends = np.cumsum(lengths)
+    content = np.array([token for document in documents for token in document], np.int32)
+    file = WithEnds(TokenFile(Path("f"), content, lambda i: int(ends[i]), len(lengths)), EOS)
+    assert len(file) == len(whole)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
+    assert file.tokens(start, stop).tolist() == whole[start:stop]
+
+
+def test_what_megatron_reads_is_the_same() -> None:
+    module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    dataset = module.IndexedDataset(str(FILES / "megatron_uint16"))
+    read = np.concatenate([dataset[i] for i in range(len(dataset))])
+    assert np.array_equal(read, open_tokens(FILES / NAMES[0], 400, EOS).tokens(0, len(read)))
+
+
+def test_what_datatrove_reads_is_the_same() -> None:
+    module = pytest.importorskip("datatrove.utils.dataset")
+    dataset = module.DatatroveFileDataset(str(FILES / "datatrove_2.ds"), 31, token_size=2)
+    read = np.concatenate([dataset[i]["input_ids"] for i in range(len(dataset))])
+    assert np.array_equal(read, open_tokens(FILES / NAMES[2], 400, EOS).tokens(0, len(read)))
+
+
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES])
+def test_the_end_is_held_out_from_the_end_of_a_document_on(make: Make, names: list[str]) -> None:
+    data = prepare(make(*(FILES / name for name in names)))
+    assert isinstance(data, ImportedData)
+    train, heldout = data.split("train"), data.split("heldout")
+    whole = np.tile(ALL, len(names))
+    assert np.array_equal(train.tokens(0, len(train)), whole[: len(train)])
+    assert np.array_equal(heldout.tokens(0, len(heldout)), whole[len(train) :])
+    assert whole[len(train) - 1] == EOS
+    assert 0.05 < len(heldout) / len(whole) <= 0.1
+    splits = data.manifest.splits
+    assert splits["train"].documents + splits["heldout"].documents == len(names) * len(DOCUMENTS)
+    assert splits["heldout"].documents == (whole[len(train) :] == EOS).sum()
+    counts = np.bincount(whole[len(train) :])
+    shares = counts[counts > 0] / counts.sum()
+    assert data.manifest.heldout_unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
+    assert list((data.directory).glob("*.bin")) == [], "nothing is copied"
+
+
+def test_files_that_moved_are_the_same_corpus(make: Make, tmp_path: Path) -> None:
+    first = prepare(make(FILES / NAMES[0]))
+    moved = copied(NAMES[0], tmp_path / "moved")
+    second = prepare(make(moved))
+    assert second.directory == first.directory
+    assert second.paths == (str(moved),)
+    assert np.array_equal(second.split("heldout").tokens(0, 9), first.split("heldout").tokens(0, 9))
+
+
+def test_a_stream_can_be_sent_to_a_loader_process(make: Make) -> None:
+    import pickle
+
+    stream = prepare(make(FILES / NAMES[1])).split("train")
+    again = pickle.loads(pickle.dumps(stream))
+    assert np.array_equal(again.tokens(5, 70), stream.tokens(5, 70))
+
+
+def test_our_own_shards_are_taken_where_they_lie(make: Make, prepared: TokenData) -> None:
+    data = prepare(make(prepared.directory, tokenizer=None))
+    assert isinstance(data, TokenData)
+    assert data.directory == prepared.directory.absolute()
+
+
+def test_tokens_and_text_mix(make: Make, tmp_path: Path, prepared: TokenData) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(f"Line {i} says little." for i in range(300)))
+    sources = {
+        "text": SourceConfig(
+            source="files", paths=[str(tmp_path / "a.txt")], sample_by=SampleBy.line
+        ),
+        "tokens": SourceConfig(source="tokens", paths=[str(FILES / NAMES[2])]),
+    }
+    data = prepare(make(source="mixture", sources=sources))
+    assert len(data.split("heldout")) == sum(len(s.split("heldout")) for s in data.sources.values())
+
+
+def table(path: Path, column: str = "input_ids", **more: Any) -> Path:
+    rows = [document[:-1] if i % 2 else document for i, document in enumerate(DOCUMENTS)]
+    columns = {column: pyarrow.array([*rows, [], None], pyarrow.list_(pyarrow.int32())), **more}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return path
+
+
+def test_a_column_of_tokens_is_copied_as_it_is(make: Make, tmp_path: Path) -> None:
+    data = prepare(make(table(tmp_path / "a.parquet"), text_column="input_ids"))
+    splits = {name: data.split(name) for name in ("train", "heldout")}
+    read = {}
+    for name, stream in splits.items():
+        tokens = stream.tokens(0, len(stream))
+        parts = np.split(tokens, np.flatnonzero(tokens == EOS) + 1)
+        read[name] = [part.tolist() for part in parts if len(part)]
+    in_order = [d for d in DOCUMENTS if d in read["train"]]
+    assert read["train"] == in_order
+    assert sorted([*read["train"], *read["heldout"]]) == sorted(DOCUMENTS)
+    assert data.manifest.skipped_empty == 2
+    assert data.tokenizer().vocab_size == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "no column 'text' of tokens; it has input_ids, n: use data.text_column=input_ids"),
+        ({"text_column": "n"}, "no column 'n' of tokens"),
+        ({"text_column": "input_ids", "paths": NAMES[:1]}, "make two sources"),
+    ],
+)
+def test_a_table_without_tokens_is_named(
+    make: Make, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = table(tmp_path / "a.parquet", n=pyarrow.array(range(62)))
+    more = [str(FILES / name) for name in changes.pop("paths", [])]
+    with pytest.raises(DataError, match=said):
+        prepare(make(paths=[str(path), *more], **changes))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"a\.parquet: "):
+        prepare(make(path, text_column="input_ids"))
+
+
+# What is wrong
+
+
+def cut(path: Path, by: int) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) -> Any:
+    return pytest.param(name, suffix, damage, said, id=f"{name}-{said[:20]}")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "damage", "said"),
+    [
+        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "do not follow|end at token"),
+        damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes where whole numbers of 2"),
+        damaged(NAMES[0], ".idx", lambda p: p.unlink(), "No such file.*needs its index"),
+        damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes where 61 numbers of 8"),
+        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "no index of Megatron's"),
+        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "no index of Megatron's"),
+        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "end at token 1,906, its tokens at 1,905"),
+        damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "needs its index"),
+        damaged(NAMES[2], ".ds.metadata", lambda p: p.write_text("x|3"), "tokens of '3' bytes"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    make: Make, tmp_path: Path, name: str, suffix: str, damage: Callable[[Path], Any], said: str
+) -> None:
+    path = copied(name, tmp_path / "files")
+    damage(path.with_name(Path(name).stem + suffix))
+    with pytest.raises(DataError, match=said) as raised:
+        prepare(make(path))
+    assert str(tmp_path / "files") in str(raised.value)
+
+
+def test_a_file_that_grew_is_counted_anew(make: Make, tmp_path: Path) -> None:
+    path = copied(NAMES[2], tmp_path / "files")
+    data = prepare(make(path))
+    path.write_bytes(path.read_bytes() + np.array([5, EOS], "<u2").tobytes())
+    index = path.with_name(f"{path.name}.index")
+    index.write_bytes(index.read_bytes() + np.array([len(ALL) + 2], "<u8").tobytes())
+    with pytest.raises(DataError, match=r"1,908 tokens where 1,906 were; delete"):
+        data.split("train")
+    assert prepare(make(path)).directory != data.directory
+
+
+def test_tokens_of_another_tokenizer_are_noticed(make: Make) -> None:
+    stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
+    with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):
+        stream.tokens(0, len(ALL))
+    ends = np.array([2, 4])
+    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: int(ends[i]), 2)
+    with pytest.raises(DataError, match="1 of 2 documents end with token 1"):
+        ended(half, EOS)
+
+
+def test_what_is_missing_is_said(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data=tokens needs data\.tokenizer"):
+        prepare(make(FILES / NAMES[0], tokenizer=None))
+    with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
+        prepare(make())
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"none of \.bin, \.ds, \.parquet"):
+        prepare(make(tmp_path / "a.txt"))
