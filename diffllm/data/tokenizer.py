@@ -12,6 +12,8 @@ from diffllm.errors import DataError
 
 SPACE_MARK = "\u2581"
 """U+2581, which sentencepiece writes for a space in a piece and cannot tell from one in text."""
+PART = 100_000
+"""Characters of the parts that long texts are encoded in: the time for one grows faster than it."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
 
 
@@ -49,14 +51,55 @@ class Tokenizer:
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Encode each text to token ids, in order, without EOS, in `threads` threads."""
-        ids = self._processor.encode(list(texts), num_threads=threads)
-        if self._mark_bytes is None:
-            return ids
+        """Encode each text to token ids, in order, without EOS, in `threads` threads.
+
+        Long texts are encoded in parts, with the ids of one piece.
+        """
+        cut = [self._parts(text) for text in texts]
+        parts = [part for of_text in cut for part in of_text]
+        ids = self._processor.encode(parts, num_threads=threads)
+        if self._mark_bytes is not None:
+            ids = [
+                self._encode_around_marks(part) if SPACE_MARK in part else encoded
+                for part, encoded in zip(parts, ids, strict=True)
+            ]
+        left = iter(ids)
         return [
-            self._encode_around_marks(text) if SPACE_MARK in text else encoded
-            for text, encoded in zip(texts, ids, strict=True)
+            next(left) if len(of_text) == 1 else [token for _ in of_text for token in next(left)]
+            for of_text in cut
         ]
+
+    def _parts(self, text: str) -> list[str]:
+        """Cut a long text between two characters that no piece has side by side.
+
+        What lies on either side is then encoded alike on its own. A text is whole where the model
+        changes it beforehand.
+        """
+        if len(text) <= 2 * PART or not self._cuttable:
+            return [text]
+        parts, start = [], 0
+        while len(text) - start > 2 * PART:
+            cut = start + PART
+            while (
+                cut < len(text) and text[cut - 1 : cut + 1].replace(" ", SPACE_MARK) in self._pairs
+            ):
+                cut += 1
+            parts.append(text[start:cut])
+            start = cut
+        return [*parts, text[start:]] if start < len(text) else parts
+
+    @cached_property
+    def _cuttable(self) -> bool:
+        """Whether a text is taken as it is, but for the mark of a space."""
+        return self._processor.normalize(BEHAVIOUR_PROBE) == BEHAVIOUR_PROBE.replace(
+            " ", SPACE_MARK
+        )
+
+    @cached_property
+    def _pairs(self) -> frozenset[str]:
+        """The pairs of characters that some piece has side by side."""
+        pieces = map(self.piece, range(self.vocab_size))
+        return frozenset(piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1))
 
     def _encode_around_marks(self, text: str) -> list[int]:
         """Encode text with U+2581 spelt in its bytes, or it would come back as a space."""

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from diffllm.data import TokenData, Tokenizer, prepare
+from diffllm.data import TokenData, Tokenizer, prepare, tokenizer
 from diffllm.data.config import DataConfig
 from diffllm.data.train_tokenizer import train_tokenizer, training_sample
 from diffllm.errors import DataError
@@ -48,6 +48,44 @@ def test_a_batch_is_encoded_as_its_texts_are(code_tokenizer: Tokenizer, texts: l
     assert code_tokenizer.encode_batch(texts, threads=2) == [
         code_tokenizer.encode(text) for text in texts
     ]
+
+
+@given(
+    text=st.text(alphabet="abdef():,=_. \n\t0129\u2581é\U0001f600", max_size=300)
+    | st.sampled_from(CODE["text"]).map(lambda text: text[:3000])
+)
+@settings(deadline=None, max_examples=150)
+def test_a_long_text_has_the_ids_of_one_piece(code_tokenizer: Tokenizer, text: str) -> None:
+    """Parts of 8 characters or more, where the vocabulary lets a cut be."""
+    whole = code_tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "PART", 8)
+        cut = code_tokenizer._parts(text)
+        assert "".join(cut) == text
+        assert all(len(part) >= 8 for part in cut[:-1])
+        assert code_tokenizer.encode(text) == whole
+        assert code_tokenizer.encode_batch([text, "ab", text], 2) == [
+            whole, code_tokenizer.encode("ab"), whole,
+        ]  # fmt: skip
+
+
+def test_long_texts_are_cut_often(
+    code_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "PART", 100)
+    text = CODE[0]["text"]
+    sizes = [len(part) for part in code_tokenizer._parts(text)]
+    assert max(sizes) <= 220
+    assert len(sizes) > len(text) // 150
+
+
+def test_a_text_that_a_model_changes_first_is_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
+    monkeypatch.setattr(tokenizer, "PART", 8)
+    text = "Two  words and\nmore of them, again and again."
+    assert foreign._parts(text) == [text]
 
 
 def test_eos_is_no_text(code_tokenizer: Tokenizer) -> None:
