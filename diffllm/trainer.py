@@ -221,15 +221,20 @@ def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoade
 
 
 def evaluate(t: Training, data: Prepared) -> dict[str, float]:
-    """`eval/loss` of the held-out sample, `eval.sequences`, in nats a token, and for a mixture that
-    of each source, `eval/loss/<source>`, of as many together; every rank calls it."""
+    """`eval/loss` of the held-out sample, `eval.sequences`, in nats a token, and in bits a byte of
+    text where that is known; for a mixture also of each source, `eval/loss/<source>`, of as many
+    sequences together. Every rank calls it."""
+    found = {}
     wanted = t.cfg.eval.sequences
-    losses = {"eval/loss": sample_loss(t, data.split("heldout"), wanted)}
-    for name, source in data.sources.items():
-        share = -(-wanted // len(data.sources))
-        losses[f"eval/loss/{name}"] = sample_loss(t, source.split("heldout"), share)
+    parts: list[tuple[str, Prepared, int]] = [("", data, wanted)]
+    share = -(-wanted // max(1, len(data.sources)))
+    parts += [(f"/{name}", source, share) for name, source in data.sources.items()]
+    for end, part, sequences in parts:
+        found[f"eval/loss{end}"] = loss = sample_loss(t, part.split("heldout"), sequences)
+        if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
+            found[f"eval/bits_per_byte{end}"] = bits
     t.weights.rest()
-    return losses
+    return found
 
 
 def sample_loss(t: Training, stream: Stream, sequences: int) -> float:

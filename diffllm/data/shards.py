@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,11 @@ class Split:
     tokens: int
     bytes: int
     shards: list[Shard]
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Bits a byte of text of a loss in nats a token, by the mean bytes of a token here; None
+        where the text is not known."""
+        return loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 
 @dataclass(frozen=True)

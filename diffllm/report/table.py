@@ -293,7 +293,9 @@ def loss_cell(row: Row) -> Cell:
     tag = diverged(row)
     if row.loss is None or finite(row.loss.mean) is None:
         return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
-    return Cell(fixed(row.loss.mean), row.loss.mean, in_words(row.loss), tag)
+    bits = finite(row.values.get("bits_per_byte"))
+    more = () if bits is None else (f"{fixed(bits, 3)} bits a byte",)
+    return Cell(fixed(row.loss.mean), row.loss.mean, in_words(row.loss), tag, more=more)
 
 
 def diverged(row: Row, of: str = "") -> str:
