@@ -1,6 +1,5 @@
 """From a data config to token shards, which a cache keeps."""
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +15,13 @@ from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenise import (
-    TOKENIZER_FILE,
     available_cores,
     choose_heldout,
     cut_in_two,
     write_tokens,
 )
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import MODEL, located, write_tokenizer
 from diffllm.data.train_tokenizer import TRAINING, train_tokenizer, training_sample
 from diffllm.errors import DataError
 from diffllm.files import build_once
@@ -83,7 +82,7 @@ def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData
         tokenizer_key = combined_hash(training)[:32]
         tokenizer_path = trained_tokenizer(cache_dir, tokenizer_key)
     else:
-        tokenizer_path = Path(cfg.tokenizer).expanduser()
+        tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
     key = combined_hash([FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction])
 
@@ -95,7 +94,7 @@ def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData
         if cfg.tokenizer is None:
             sample = [(corpus, cfg.tokenizer_sample_bytes)]
             build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
-        shutil.copyfile(tokenizer_path, directory / TOKENIZER_FILE)
+        write_tokenizer(tokenizer_path, directory)
         manifest = write_tokens(texts, is_heldout, directory, cut=parts is not None)
         train, heldout = manifest.splits["train"], manifest.splits["heldout"]
         print_line(
@@ -111,11 +110,11 @@ def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData
 
 def trained_tokenizer(cache_dir: Path, key: str) -> Path:
     """Return the place of a tokenizer that is trained here."""
-    return cache_dir / "tokenizers" / key[:32] / TOKENIZER_FILE
+    return cache_dir / "tokenizers" / key[:32] / MODEL
 
 
 def build_tokenizer(cfg: DataConfig, texts: Sequence[tuple[Corpus, int]], directory: Path) -> None:
     """Train a tokenizer on corpora, so many bytes of each, and write it into a directory."""
     sample = (part for corpus, size in texts for part in training_sample(corpus.load(), size))
     model = train_tokenizer(sample, cfg.vocab_size, available_cores())
-    (directory / TOKENIZER_FILE).write_bytes(model)
+    (directory / MODEL).write_bytes(model)

@@ -5,8 +5,8 @@ from functools import cached_property
 from pathlib import Path
 
 from diffllm.data.shards import Manifest, TokenStream, again
-from diffllm.data.tokenise import TOKENIZER_FILE
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.errors import DataError
 
 
@@ -28,15 +28,15 @@ class TokenData:
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that the shards were written with."""
-        return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
+        return Tokenizer.from_file(tokenizer_in(self.directory))
 
     def check(self) -> None:
         """Raise DataError unless manifest, tokenizer and every shard are there, of their sizes."""
         for name in self.manifest.splits:
             self.split(name)
-        if not (self.directory / TOKENIZER_FILE).is_file():
+        if not tokenizer_in(self.directory).is_file():
             raise DataError(
-                f"{self.directory / TOKENIZER_FILE}: no such file; {again(self.directory)}"
+                f"{tokenizer_in(self.directory)}: no such file; {again(self.directory)}"
             )
 
     def split(self, name: str) -> TokenStream:

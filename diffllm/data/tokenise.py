@@ -13,6 +13,7 @@ from diffllm.data.corpus import Corpus
 from diffllm.data.progress import track
 from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, token_dtype
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 4_000_000
 PIECE = 1_000_000
-TOKENIZER_FILE = "tokenizer.model"
 
 
 def write_tokens(
@@ -31,7 +31,7 @@ def write_tokens(
     `is_heldout`, (documents,) bool, is what `choose_heldout` says of the corpus; with `cut` it is
     that of `cut_in_two`, whose documents are pieces of one.
     """
-    tokenizer = Tokenizer.from_file(directory / TOKENIZER_FILE)
+    tokenizer = Tokenizer.from_file(tokenizer_in(directory))
     documents = corpus.load()
     writers = {
         name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")

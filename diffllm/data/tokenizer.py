@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
+from diffllm.data.tokenizer_files import located
 from diffllm.errors import DataError
 
 SPACE_MARK = "\u2581"
@@ -28,23 +29,26 @@ class Tokenizer:
         self._processor = processor
         self.vocab_size: int = processor.vocab_size()
         self.eos_id: int = processor.eos_id()
+        self.eos_token: str = processor.id_to_piece(max(self.eos_id, 0))
         if self.eos_id < 0:
             raise DataError(f"{source}: the tokenizer has no end-of-sentence piece")
         mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._mark_bytes = mark if all(map(processor.is_byte, mark)) else None
 
-    @classmethod
-    def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Load a .model file; raises DataError if it is missing, no sentencepiece model, or has no
-        EOS piece."""
-        path = Path(path).expanduser()
-        if not path.is_file():
-            raise DataError(f"{path}: no such tokenizer file")
+    @staticmethod
+    def from_file(path: str | Path) -> "Tokenizer":
+        """Load a sentencepiece .model or a tokenizer.json, named as `located` takes it; raises
+        DataError if it is missing, none of these, or has no EOS piece."""
+        path = located(path)
+        if path.suffix == ".json":
+            from diffllm.data.fast_tokenizer import FastTokenizer
+
+            return FastTokenizer(path)
         try:
             processor = SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, TypeError) as error:
             raise DataError(f"{path}: not a sentencepiece model") from error
-        return cls(processor, str(path))
+        return Tokenizer(processor, str(path))
 
     def encode(self, text: str) -> list[int]:
         """Encode `text` to token ids, without EOS."""

@@ -20,6 +20,7 @@ from diffllm.checkpoint.directory import (
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, described, is_allowed
 from diffllm.config.saved import differences, load_run_config
+from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.errors import ConfigError
 from diffllm.files import hold, write_atomic
 
@@ -93,8 +94,13 @@ class RunDirectory:
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         (self.path / "diverged.json").unlink(missing_ok=True)  # of a start that gave up
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
-        if "tokenizer" in self.changes or not (self.path / "tokenizer.model").exists():
-            write_atomic(self.path / "tokenizer.model", tokenizer.read_bytes())
+        if "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
+            files = tokenizer_files(tokenizer)
+            for name, content in files.items():
+                write_atomic(self.path / name, content)
+            for name in TOKENIZER_FILES:
+                if name not in files:
+                    (self.path / name).unlink(missing_ok=True)
         for leftover in list_incomplete(self.path / "checkpoints"):
             remove(leftover)
 

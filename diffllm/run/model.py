@@ -5,6 +5,7 @@ from pathlib import Path
 from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, read_state
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
+from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend
 
@@ -26,4 +27,4 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
     model.reset_parameters()
     tensors = {**{n: p.detach() for n, p in params.items()}, **model.router_state()}
     load_tensors(path, {f"model.{n}": tensor for n, tensor in tensors.items()}, no_dist=True)
-    return model.eval(), Tokenizer.from_file(run / "tokenizer.model")
+    return model.eval(), Tokenizer.from_file(tokenizer_in(run))

@@ -17,6 +17,7 @@ from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
 from diffllm.data import Prepared, prepare
+from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
@@ -114,7 +115,7 @@ class Session:
         def on_rank_0() -> dict[str, Any]:
             assert self.directory
             state = self._continued(self.directory)
-            self.directory.begin(self.data.directory / "tokenizer.model", state.step)
+            self.directory.begin(tokenizer_in(self.data.directory), state.step)
             self.log.open(log_file(self.path))
             return state.state_dict()
 

@@ -12,6 +12,7 @@ from diffllm.analysis.maps import LayerMaps, layer_maps
 from diffllm.analysis.token_labels import visible
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
+from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.model.probes import entropy, negative_share
 from diffllm.run.model import load_model
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     run = Path(args.run)
     cfg = load_run_config(run)
     layers = layer_indices(args.layer, cfg.model.n_layers)
-    tokenizer = Tokenizer.from_file(run / "tokenizer.model")
+    tokenizer = Tokenizer.from_file(tokenizer_in(run))
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
     places = [figure_path(args, run, layer) for layer in layers]
     model, _ = load_model(run, args.step)

@@ -31,6 +31,7 @@ from diffllm.checkpoint import check_parameters, find_checkpoint, load_tensors, 
 from diffllm.checkpoint.reader import reason
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
+from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_in
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import sync
@@ -38,7 +39,6 @@ from diffllm.model import Transformer
 from diffllm.tools.arguments import parse, plugins_field
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-BESIDE = ("config.yaml", "tokenizer.model")
 SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 
@@ -126,10 +126,11 @@ def files_beside(run: Path, directory: Path) -> list[str]:
     """List the files that go with the parameters, unless they go into the run itself."""
     if directory.resolve() == run.resolve():
         return []
-    for name in BESIDE:
-        if not (run / name).is_file():
+    names = [name for name in ("config.yaml", *TOKENIZER_FILES) if (run / name).is_file()]
+    for name in ("config.yaml", tokenizer_in(run).name):
+        if name not in names:
             raise CheckpointError(f"{run} has no {name}")
-    return list(BESIDE)
+    return names
 
 
 def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:

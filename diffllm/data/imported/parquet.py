@@ -4,7 +4,6 @@ Rows cannot be read one by one: they are copied into shards, once, without token
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from diffllm.data.imported.files import fingerprint
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, token_dtype
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenise import TOKENIZER_FILE, entropy
+from diffllm.data.tokenise import entropy
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
@@ -35,7 +35,7 @@ def prepare_parquet(cfg: DataConfig, cache_dir: Path, paths: list[Path]) -> Toke
 
     def build(directory: Path) -> None:
         print_line(f"copying tokens of {len(paths)} files into {cache_dir}")
-        shutil.copyfile(Path(str(cfg.tokenizer)).expanduser(), directory / TOKENIZER_FILE)
+        write_tokenizer(located(str(cfg.tokenizer)), directory)
         write(cfg, paths, tokenizer, corpus, directory)
 
     directory = cache_dir / "tokens" / key[:32]

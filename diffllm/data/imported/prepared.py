@@ -1,7 +1,6 @@
 """Tokens of other libraries as a corpus: nothing is tokenised, and nothing copied."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,8 +17,9 @@ from diffllm.data.imported.files import Tokens, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
 from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Split, token_dtype
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenise import TOKENIZER_FILE, entropy
+from diffllm.data.tokenise import entropy
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import located, tokenizer_in, write_tokenizer
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
@@ -99,7 +99,7 @@ class ImportedData:
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that the files were written with."""
-        return Tokenizer.from_file(self.directory / TOKENIZER_FILE)
+        return Tokenizer.from_file(tokenizer_in(self.directory))
 
     def check(self) -> None:
         """Raise DataError unless every file is there, as long as it was."""
@@ -158,7 +158,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData
     key = combined_hash(["tokens", prints, tokenizer.pieces_hash, cfg.heldout_fraction])
 
     def build(directory: Path) -> None:
-        shutil.copyfile(Path(str(cfg.tokenizer)).expanduser(), directory / TOKENIZER_FILE)
+        write_tokenizer(located(str(cfg.tokenizer)), directory)
         manifest = counted(names, prints, tokenizer, cfg.heldout_fraction)
         (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
 

@@ -1,0 +1,60 @@
+"""The files of a tokenizer, wherever they lie."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+from diffllm.errors import DataError
+
+MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+"""Of sentencepiece; of Hugging Face's library, and what says which token ends a document there."""
+TOKENIZER_FILES = (MODEL, FAST, FAST_CONFIG)
+
+
+def located(name: str | Path) -> Path:
+    """Return a tokenizer's file: itself, the one in a directory, or that of a hub's repository.
+
+    Raises DataError where there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (file := tokenizer_in(path)).is_file():
+            return file
+        raise DataError(f"{path} has neither {MODEL} nor {FAST}")
+    if path.is_file():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.suffix in (".model", ".json"):
+        raise DataError(f"{path}: no such tokenizer file")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(str(name), FAST_CONFIG)
+        return Path(hf_hub_download(str(name), FAST))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"{name}: no such tokenizer here, and from the hub: {reason}") from error
+
+
+def tokenizer_in(directory: Path) -> Path:
+    """Return the file of the tokenizer in a directory of tokens, a run or a model."""
+    fast = directory / FAST
+    return fast if fast.is_file() else directory / MODEL
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Read what makes up the tokenizer of `path`, by the names that it has in a directory."""
+    if path.suffix != ".json":
+        return {MODEL: path.read_bytes()}
+    from diffllm.data.fast_tokenizer import FastTokenizer
+
+    config = json.dumps({"eos_token": FastTokenizer(path).eos_token}) + "\n"
+    return {FAST: path.read_bytes(), FAST_CONFIG: config.encode()}
+
+
+def write_tokenizer(path: Path, directory: Path) -> None:
+    """Copy the tokenizer of `path` into a directory."""
+    for name, content in tokenizer_files(path).items():
+        (directory / name).write_bytes(content)

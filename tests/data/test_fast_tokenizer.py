@@ -1,0 +1,115 @@
+"""Tokenizers of Hugging Face's library: text comes back, and special tokens are no text."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from diffllm.data import Tokenizer, prepare
+from diffllm.data.fast_tokenizer import FastTokenizer
+from diffllm.data.tokenizer_files import located, tokenizer_files, tokenizer_in
+from diffllm.errors import DataError
+
+tokenizers = pytest.importorskip("tokenizers")
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 600 pieces, as a model's repository has it."""
+    path = tmp_path_factory.mktemp("fast")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<pad>", END], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator([inspect.getsource(inspect)], trainer)
+    bpe.enable_truncation(5)
+    bpe.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def fast(directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(directory)
+
+
+def test_a_directory_or_its_file_is_loaded(directory: Path, fast: Tokenizer) -> None:
+    assert isinstance(fast, FastTokenizer)
+    again = Tokenizer.from_file(directory / "tokenizer.json")
+    assert again.pieces_hash == fast.pieces_hash
+    assert (fast.vocab_size, fast.eos_id, fast.piece(1)) == (600, 1, END)
+
+
+@given(text=st.text())
+@example(f"one{END}two<pad>")
+@example("def f():\n    return 1\n\n\n\tx\r\n" * 3)
+@settings(deadline=None, max_examples=100)
+def test_any_text_comes_back_exactly(fast: Tokenizer, text: str) -> None:
+    ids = fast.encode(text)
+    assert fast.decode(ids) == text
+    assert not {0, 1} & set(ids), "special tokens are no part of text"
+    assert fast.encode_batch([text, "a"], 2) == [ids, fast.encode("a")]
+    assert fast.decode([*ids, fast.eos_id]) == text
+
+
+def test_the_end_is_said_by_the_config_beside(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text((directory / "tokenizer.json").read_text())
+    config = tmp_path / "tokenizer_config.json"
+    for said in ("<pad>", {"content": "<pad>", "special": True}):
+        config.write_text(json.dumps({"eos_token": said}))
+        other = Tokenizer.from_file(file)
+        assert other.eos_id == 0
+    assert other.pieces_hash != Tokenizer.from_file(directory).pieces_hash
+    config.write_text('{"eos_token": "<none>"}')
+    with pytest.raises(DataError, match=r"no token '<none>' to end a document with"):
+        Tokenizer.from_file(file)
+    config.write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: not a tokenizer's config"):
+        Tokenizer.from_file(file)
+    config.unlink()
+    file.write_text(file.read_text().replace(END, "<|stop|>"))
+    with pytest.raises(DataError, match="nothing says which token ends a document"):
+        Tokenizer.from_file(file)
+    file.write_text("{}")
+    with pytest.raises(DataError, match="not a file of tokenizers"):
+        Tokenizer.from_file(file)
+
+
+def test_the_files_of_a_tokenizer_are_all_that_it_takes(directory: Path, tmp_path: Path) -> None:
+    for name, content in tokenizer_files(directory / "tokenizer.json").items():
+        (tmp_path / name).write_bytes(content)
+    copied = Tokenizer.from_file(tokenizer_in(tmp_path))
+    assert copied.pieces_hash == Tokenizer.from_file(directory).pieces_hash
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
+
+
+def test_a_corpus_is_prepared_with_it(directory: Path, corpus_file: Path, make_config: Any) -> None:
+    data = prepare(make_config(corpus_file, tokenizer=str(directory)))
+    assert data.manifest.vocab_size == 600
+    assert data.manifest.eos_id == 1
+    assert sorted(p.suffix for p in data.directory.glob("tokenizer*")) == [".json", ".json"]
+    stream = data.split("train")
+    text = data.tokenizer().decode(stream.tokens(0, len(stream)).tolist())
+    assert corpus_file.read_text().splitlines()[3] in text
+    (data.directory / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="no such file; delete"):
+        data.check()
+
+
+def test_what_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"has neither tokenizer\.model nor tokenizer\.json"):
+        located(tmp_path)
+    with pytest.raises(DataError, match=r"a/b\.model: no such tokenizer file"):
+        located("a/b.model")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: 1 / 0)
+    with pytest.raises(DataError, match="owner/name: no such tokenizer here, and from the hub"):
+        located("owner/name")
