@@ -118,7 +118,7 @@ class DataConfig(TextConfig):
     cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
     """Directory of prepared corpora and tokenizers."""
     tokenizer: str | None = None
-    """A sentencepiece .model, a tokenizer.json, a directory or a hub's owner/name; null trains one."""
+    """A .model, a tokenizer.json, a directory of one, or owner/name; null trains one."""
     vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
     """Number of pieces of a tokenizer that is trained here."""
     tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
