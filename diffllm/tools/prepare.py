@@ -2,23 +2,30 @@
 
 from diffllm.config import load_config
 from diffllm.data import prepare
+from diffllm.data.shards import Split
 
 
 def main(argv: list[str]) -> None:
-    """Prepare the corpus of a training config and say what there is."""
+    """Prepare the corpus of a training config and say what there is, source by source."""
     if "-h" in argv or "--help" in argv:
         print("diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]")
         return
     data = prepare(load_config(argv).data)
-    manifest = data.manifest
-    print(data.directory)
-    print(f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}")
-    for name, split in manifest.splits.items():
+    for name, source in data.sources.items() or [("", data)]:
+        manifest = source.manifest
+        if name:
+            print(f"\n{name}")
+        print(source.directory)
+        print(f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}")
+        for split, counts in manifest.splits.items():
+            print(f"{split:<8} {counts_text(counts)}")
         print(
-            f"{name:<8} {split.documents:,} documents, {split.tokens:,} tokens, "
-            f"{split.bytes / split.tokens:.2f} bytes a token"
+            f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable; "
+            f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats"
         )
-    print(
-        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable; "
-        f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats"
-    )
+
+
+def counts_text(split: Split) -> str:
+    """The size of a split; bytes where the text is known."""
+    said = f"{split.documents:,} documents, {split.tokens:,} tokens"
+    return f"{said}, {split.bytes / split.tokens:.2f} bytes a token" if split.bytes else said
