@@ -12,7 +12,6 @@ from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import Prepared, TrainLoader, heldout_batches, training_samples
-from diffllm.data.shards import Stream
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.fsdp import local
@@ -168,7 +167,7 @@ def train(
             check_tensors(t.tensors(), t.meshes.dense.size(1))
         if every(cfg.eval.interval, step) or last:
             with recorder.paused():
-                for name, value in evaluate(t, data).items():
+                for name, value in evaluations(t, data).items():
                     recorder.note(name, value)
         if logged(cfg, step):
             for name, value in loader.consumed().items():
@@ -220,28 +219,34 @@ def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoade
     return loader
 
 
-def evaluate(t: Training, data: Prepared) -> dict[str, float]:
+def evaluations(t: Training, data: Prepared) -> dict[str, float]:
     """`eval/loss` of the held-out sample, `eval.sequences`, in nats a token, and in bits a byte of
     text where that is known; for a mixture also of each source, `eval/loss/<source>`, of as many
     sequences together. Every rank calls it."""
     found = {}
     wanted = t.cfg.eval.sequences
-    parts: list[tuple[str, Prepared, int]] = [("", data, wanted)]
     share = -(-wanted // max(1, len(data.sources)))
+    parts: list[tuple[str, Prepared, int]] = [("", data, wanted)]
     parts += [(f"/{name}", source, share) for name, source in data.sources.items()]
     for end, part, sequences in parts:
-        found[f"eval/loss{end}"] = loss = sample_loss(t, part.split("heldout"), sequences)
+        found[f"eval/loss{end}"] = loss = evaluate(t, part, sequences)
         if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
             found[f"eval/bits_per_byte{end}"] = bits
-    t.weights.rest()
     return found
 
 
-def sample_loss(t: Training, stream: Stream, sequences: int) -> float:
-    """Loss of at most so many sequences spread evenly over a stream."""
+def evaluate(t: Training, data: Prepared, sequences: int | None = None) -> float:
+    """Loss of a held-out sample in nats a token; every rank calls it.
+
+    Args:
+        sequences: spread evenly over the split; as many as eval.sequences unless given.
+    """
     cfg, rank, world_size = t.cfg, dist.get_rank(), dist.get_world_size()
-    sequences = min(sequences, (len(stream) - 1) // cfg.seq_len)
+    stream = data.split("heldout")
+    sequences = min(sequences or cfg.eval.sequences, (len(stream) - 1) // cfg.seq_len)
     batch = cfg.micro_batches(world_size)[0]
     batches = heldout_batches(stream, cfg.seq_len, batch, sequences, rank, world_size)
     rounds = -(-sequences // (batch * world_size))
-    return heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
+    loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
+    t.weights.rest()
+    return loss

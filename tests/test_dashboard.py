@@ -22,7 +22,7 @@ NAMES = [metric.name for metric in METRICS]
 WHERE = ["entity=a-team", "project=a-project"]
 ORDER = [
     "Loss", "Spikes", "Gradient norm", "Context RMS", "Outliers", "Residual stream", "Attention",
-    "Lambda and gate", "Performance", "Experts",
+    "Lambda and gate", "Performance", "Data", "Experts",
 ]  # fmt: skip
 
 

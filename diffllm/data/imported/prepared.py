@@ -11,7 +11,6 @@ import numpy as np
 from diffllm.data.config import DataConfig
 from diffllm.data.corpus import expand
 from diffllm.data.file_index import combined_hash
-from diffllm.data.heldout import end_behind
 from diffllm.data.imported.datatrove import open_datatrove
 from diffllm.data.imported.files import Tokens, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
@@ -172,6 +171,8 @@ def counted(
 ) -> Manifest:
     """Count files of tokens, and cut off the end of all, from the end of a document on, to be held
     out."""
+    from diffllm.data.heldout import end_behind  # imports torch, which a second start does without
+
     pieces = tokenizer.vocab_size, tokenizer.eos_id
     whole = FilesStream("all", paths, pieces, 0, 2**62)
     length = int(whole.ends[-1])
