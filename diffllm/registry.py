@@ -39,7 +39,8 @@ def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T
 def source(name: str) -> Callable[[Source], Source]:
     """Register the decorated function as the source of text ``data.source=<name>``.
 
-    It takes the DataConfig and the cache's directory, and returns a `diffllm.data.corpus.Corpus`.
+    It takes the DataConfig and the cache's directory, and returns a Corpus of
+    `diffllm.data.text.corpus`.
     Raises ConfigError for a name that another function has.
     """
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_files import sign
-from datasets import Dataset
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 from tiers import slow_but
@@ -23,7 +22,8 @@ from diffllm.analysis.maps import LayerMaps, layer_maps
 from diffllm.analysis.token_labels import LONGEST, visible
 from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
-from diffllm.data.train_tokenizer import train_tokenizer, training_sample
+from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
+from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.run.model import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:(torch.distributed is|Detected an existing)")
@@ -243,8 +243,8 @@ def test_no_label_makes_a_box(recwarn):
 @pytest.fixture(scope="module")
 def tokenizer_model():
     texts = [f"def f{i}(x):\n    return x[{i % 9}] + {i}\n" for i in range(200)]
-    documents = Dataset.from_dict({"text": texts})
-    return train_tokenizer(training_sample(documents, 1 << 20), 300, 1)
+    corpus = Corpus("", "", lambda: [TextsPart("", texts)])
+    return train_tokenizer(training_sample(corpus, 1 << 20), 300, 1)
 
 
 @pytest.fixture(scope="module")

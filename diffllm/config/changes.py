@@ -7,7 +7,7 @@ from diffllm.errors import listed
 # Keys that change nothing of what a run computes.
 OF_NO_EFFECT = (
     "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
-    "run.allow_changes", "wandb", "resume", "metrics", "profile",
+    "run.allow_changes", "wandb", "resume", "metrics", "profile", "prepare",
     "log_interval", "checkpoint", "eval", "diagnostics", "distributed", "parallel",
     "train.max_consecutive_skips",
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",

@@ -9,6 +9,7 @@ from diffllm.bounds import bounded, check_bounds
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config.matching import Matched
 from diffllm.data.config import DataConfig
+from diffllm.data.preparation.config import PrepareConfig
 from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
@@ -66,6 +67,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -121,6 +123,7 @@ class TrainConfig:
             )
         self.model.validate()
         self.data.validate()
+        self.prepare.validate()
         self.optim.validate(self.steps)
         self.parallel.validate(self.model.moe.n_experts)
         self.checkpoint.validate()

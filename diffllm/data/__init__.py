@@ -3,13 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import diffllm.data.corpus  # noqa: F401  registers our sources of text
+import diffllm.data.text.files
+import diffllm.data.text.hub
+import diffllm.data.text.stdlib  # noqa: F401  register our sources
 
 if TYPE_CHECKING:
     from diffllm.data.heldout import HeldoutDocuments, heldout_documents, heldout_tokens
     from diffllm.data.loader import TrainLoader, heldout_batches, training_samples
     from diffllm.data.mixture.prepared import MixtureData, Prepared
-    from diffllm.data.preparation import prepare
+    from diffllm.data.preparation.prepare import prepare
     from diffllm.data.samples import sequences_in
     from diffllm.data.shards import TokenStream
     from diffllm.data.token_data import TokenData
@@ -42,7 +44,7 @@ _HOMES = {
     "heldout_batches": "loader",
     "heldout_documents": "heldout",
     "heldout_tokens": "heldout",
-    "prepare": "preparation",
+    "prepare": "preparation.prepare",
     "sequences_in": "samples",
     "training_samples": "loader",
 }

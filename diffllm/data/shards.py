@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from diffllm.data.verified import matches
 from diffllm.errors import DataError
+from diffllm.files import replace_file, sync
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
@@ -96,7 +97,23 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Write it into `directory`."""
-        (directory / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def together(splits: Sequence[Split]) -> Split:
+    """Sum up one split of several sources or parts."""
+    return Split(
+        documents=sum(split.documents for split in splits),
+        tokens=sum(split.tokens for split in splits),
+        bytes=sum(split.bytes for split in splits),
+        shards=[shard for split in splits for shard in split.shards],
+    )
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Compute the entropy, in nats, of the distribution that counts (vocab_size,) describe."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -117,50 +134,58 @@ class Stream(Protocol):
 
 
 class ShardWriter:
-    """Writes one split in shards of exactly SHARD_TOKENS, cutting documents if need be."""
+    """Writes tokens of one split in shards of at most SHARD_TOKENS, cutting documents if need be.
 
-    def __init__(self, directory: Path, split: str, vocab_size: int) -> None:
-        self._directory, self._split = directory, split
+    Args:
+        name: what the names of its files begin with.
+    """
+
+    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
+        self._directory, self._name = directory, name
         self._dtype = token_dtype(vocab_size)
         self._shards: list[Shard] = []
-        self._open()
+        self._file: IO[bytes] | None = None
         self.counts = np.zeros(vocab_size, dtype=np.int64)
         """Occurrences of each token so far, (vocab_size,)."""
         self.documents = 0
         self.bytes = 0
 
-    def add(self, texts: Sequence[Sequence[int]], text_bytes: int, documents: int) -> None:
-        """Append the tokens of texts that have `text_bytes` bytes in all and end `documents`
-        documents, each with its EOS."""
-        if not texts:
+    def add(self, tokens: np.ndarray, text_bytes: int, documents: int) -> None:
+        """Append tokens (n,), of any integer type, of texts that have `text_bytes` bytes in all and
+        end `documents` documents, each with its EOS."""
+        if not len(tokens):
             return
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in texts])
         self.counts += np.bincount(tokens, minlength=len(self.counts))
         self.documents += documents
         self.bytes += text_bytes
-        while len(tokens):
+        data = tokens.astype(self._dtype)
+        while len(data):
+            if self._file is None:
+                self._file = self._open()
+            part, data = np.split(data, [SHARD_TOKENS - self._tokens])
+            self._file.write(part.data)
+            self._digest.update(part.data)
+            self._tokens += len(part)
             if self._tokens == SHARD_TOKENS:
                 self._close()
-                self._open()
-            part, tokens = np.split(tokens, [SHARD_TOKENS - self._tokens])
-            data = part.astype(self._dtype).tobytes()
-            self._file.write(data)
-            self._digest.update(data)
-            self._tokens += len(part)
 
     def finish(self) -> Split:
-        """Close the last shard and describe the split."""
+        """Close the last shard, which outlives a power cut from now on, and describe the split."""
         self._close()
         return Split(self.documents, int(self.counts.sum()), self.bytes, self._shards)
 
-    def _open(self) -> None:
-        self._name = f"{self._split}-{len(self._shards):05d}.bin"
-        self._file = (self._directory / self._name).open("wb")
+    def _open(self) -> IO[bytes]:
+        self._path = self._directory / f"{self._name}-{len(self._shards):05d}.bin"
         self._digest, self._tokens = hashlib.sha256(), 0
+        return self._path.open("wb")
 
     def _close(self) -> None:
+        if self._file is None:
+            return
         self._file.close()
-        self._shards.append(Shard(self._name, self._tokens, self._digest.hexdigest()))
+        self._file = None
+        sync(self._path)
+        self._shards.append(Shard(self._path.name, self._tokens, self._digest.hexdigest()))
 
 
 class TokenStream:
@@ -181,7 +206,7 @@ class TokenStream:
             self._check(shard, content=False)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), (stop - start,) int64, across shard borders."""

@@ -9,8 +9,8 @@ from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.data import Prepared, Tokenizer
-from diffllm.data.file_index import combined_hash
 from diffllm.data.shards import Manifest
+from diffllm.data.text.file_index import combined_hash
 from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
 from diffllm.registry import SCHEMAS

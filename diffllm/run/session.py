@@ -108,7 +108,7 @@ class Session:
         dtype = chosen_precision(cfg.precision, self.device).value
         cfg.model.attention.prepare(cfg.model, self.device, dtype, cfg.data.mask_documents)
         self.watch.reached("the preparation of the corpus")
-        self.data = prepare(cfg.data)
+        self.data = prepare(cfg.data, cfg.prepare)
         check_fit(cfg, self.data)
         check_same(world, "corpus", corpus_facts(self.data))
 

@@ -1,20 +1,43 @@
 """diffllm prepare [overrides]: the tokenizer and token shards that a run would make first."""
 
 from diffllm.config import load_config
-from diffllm.data import prepare
+from diffllm.data import Prepared, prepare
+from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
+
+USAGE = """\
+diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
+
+Nodes share a corpus with prepare.num_nodes=N and prepare.node_rank=0 to N-1, one start on each;
+hydra/launcher=submitit_slurm prepare.num_nodes=N submits these starts as a job array."""
 
 
 def main(argv: list[str]) -> None:
     """Prepare the corpus of a training config and say what there is, source by source."""
     if "-h" in argv or "--help" in argv:
-        print("diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]")
+        print(USAGE)
         return
-    data = prepare(load_config(argv).data)
-    for name, source in data.sources.items() or [("", data)]:
+    launcher = [word for word in argv if word.startswith(("hydra/launcher=", "hydra.launcher."))]
+    words = [word for word in argv if word not in launcher]
+    cfg = load_config(words)
+    if launcher:
+        from diffllm.sweep.nodes import prepare_on_nodes
+
+        prepare_on_nodes(words, launcher, cfg.prepare.num_nodes)
+        cfg.prepare = PrepareConfig()
+    try:
+        describe(prepare(cfg.data, cfg.prepare))
+    except LeftToOthers as left:
+        print(left)
+
+
+def describe(data: Prepared) -> None:
+    """Print what there is, source by source."""
+    for number, (name, source) in enumerate(data.sources.items() or [("", data)]):
         manifest = source.manifest
         if name:
-            print(f"\n{name}")
+            print("\n" * (number > 0) + name)
         print(source.directory)
         print(f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}")
         for split, counts in manifest.splits.items():
@@ -26,6 +49,6 @@ def main(argv: list[str]) -> None:
 
 
 def counts_text(split: Split) -> str:
-    """The size of a split; bytes where the text is known."""
+    """Return the size of a split; bytes where the text is known."""
     said = f"{split.documents:,} documents, {split.tokens:,} tokens"
     return f"{said}, {split.bytes / split.tokens:.2f} bytes a token" if split.bytes else said

@@ -67,7 +67,7 @@ def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         directory = tmp_path / directory
         directory.mkdir()
         writer = ShardWriter(directory, "train", vocab_size)
-        writer.add([tokens], text_bytes=len(tokens), documents=1)
+        writer.add(np.array(tokens, dtype=np.int64), text_bytes=len(tokens), documents=1)
         manifest = Manifest(
             format_version=1,
             source="test",

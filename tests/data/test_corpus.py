@@ -13,11 +13,10 @@ import pytest
 import zstandard
 
 import diffllm
-from diffllm.data import corpus as corpus_module
-from diffllm.data import file_index
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.corpus import Corpus, open_corpus
-from diffllm.data.file_index import file_facts
+from diffllm.data.text import file_index, files, hub
+from diffllm.data.text.corpus import Corpus, open_corpus
+from diffllm.data.text.file_index import file_facts
 from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
@@ -27,10 +26,9 @@ def opened(cfg: DataConfig) -> Corpus:
     return open_corpus(cfg, Path(cfg.cache_dir))
 
 
-def texts(cfg: DataConfig) -> list[str]:
-    dataset = opened(cfg).load()
-    assert dataset.column_names == ["text"]
-    return dataset["text"][:]
+def texts(cfg: DataConfig) -> list[str | None]:
+    parts = opened(cfg).parts
+    return [text for part in parts for documents in part.read() for text in documents.texts]
 
 
 def json_lines(*documents: str | None, column: str = "text") -> str:
@@ -87,7 +85,7 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
         ("a.txt.gz", gzip.compress(b"\xe9t\xe9\n", mtime=0), "a.txt.gz: not UTF-8 text"),
-        ("a.txt.gz", b"plain", "a.txt.gz: Not a gzipped file"),
+        ("a.txt.gz", b"plain", "a.txt.gz: not a whole gzip file"),
         ("a.csv", b"text\nx\n", "a.csv: unsupported format; use .parquet"),
         ("a.parquet", b"no parquet", "a.parquet: "),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl: JSON parse error"),
@@ -157,7 +155,7 @@ def test_a_local_directory_serves_as_a_hub_dataset(tmp_path: Path, make_config: 
     cfg = make_config(source="hub", dataset=str(directory), split="test", text_column="body")
     assert texts(cfg) == ["test 0", "test 1", "test 2"]
     for changes, message in [
-        ({"split": "dev"}, 'Unknown split "dev"'),
+        ({"split": "dev"}, "Bad split: dev. Available splits"),
         ({"text_column": "x"}, "no column 'x'"),
     ]:
         wrong = make_config(source="hub", dataset=str(directory), **changes)
@@ -235,7 +233,8 @@ def test_an_index_of_another_version_is_ignored(tmp_path: Path) -> None:
 def test_opening_a_corpus_loads_nothing(
     make_config: MakeConfig, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "_datasets", lambda: pytest.fail("datasets was imported"))
+    monkeypatch.setattr(hub, "library", lambda: pytest.fail("datasets was imported"))
+    monkeypatch.setattr(files, "parts_of", lambda *_: pytest.fail("the files were divided"))
     assert opened(make_config(corpus_file)).identity
 
 

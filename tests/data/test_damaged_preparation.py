@@ -1,5 +1,6 @@
 """Corpora that break while they are prepared, disks that fill up, and SIGKILL at any moment."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -10,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -18,8 +18,10 @@ import pytest
 import zstandard
 from sample_texts import sample_documents
 
-from diffllm.data import TokenData, corpus, prepare
+from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.text import files
+from diffllm.data.text.readers import Slice
 from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
@@ -27,7 +29,7 @@ TEXTS = sample_documents(3000)
 
 PREPARE = """
 import sys
-from diffllm.data import preparation
+from diffllm.data.preparation import prepare as preparation
 from diffllm.data.config import DataConfig, SampleBy
 cfg = DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vocab_size=400,
                  sample_by=SampleBy.line)
@@ -47,7 +49,7 @@ def visible(cache: Path) -> list[str]:
         str(path.relative_to(cache))
         for kind in ("tokens", "tokenizers")
         for path in (cache / kind).glob("*")
-        if path.is_dir() and ".tmp-" not in path.name
+        if path.is_dir() and ".tmp-" not in path.name and ".partial-" not in path.name
     )
 
 
@@ -125,24 +127,52 @@ def test_a_file_in_the_middle_that_breaks_off(
     assert contents(prepare(cfg)) == contents(other)
 
 
-def test_a_file_that_vanishes_after_it_was_hashed(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def vanish(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def grow(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"text": "one more"}\n')
+
+
+def replace(path: Path) -> None:
+    content = path.read_bytes().replace(b"e", b"a")
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("change", [vanish, grow, replace])
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_file_that_changes_after_it_was_hashed(
+    tmp_path: Path,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    call: int,
 ) -> None:
+    """Before it is read, or while it is."""
     paths = make_three(tmp_path, ".jsonl")
-    original, load = paths[1].read_bytes(), corpus._load_file
+    original, check, calls = paths[1].read_bytes(), files.check_unchanged, iter(range(9))
 
-    def vanishing(path: Path, *args: Any) -> Any:
-        paths[1].unlink(missing_ok=True)
-        return load(path, *args)
+    def changing(part: Slice) -> None:
+        if part.path == paths[1] and next(calls) == call:
+            change(paths[1])
+        check(part)
 
-    cfg = make_config(*paths)
+    cfg = make_config(*paths, tokenizer=tokenizer_of(make_config(*paths)))
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "_load_file", vanishing)
+        patch.setattr(files, "check_unchanged", changing)
         with pytest.raises(DataError, match=str(paths[1])):
             prepare(cfg)
     assert visible(Path(cfg.cache_dir)) == []
     paths[1].write_bytes(original)
     assert prepare(cfg).manifest.splits["train"].documents > 2000
+
+
+def tokenizer_of(cfg: DataConfig) -> str:
+    other = dataclasses.replace(cfg, cache_dir=f"{cfg.cache_dir}-of-tokenizer")
+    return str(prepare(other).directory)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, make_config: MakeConfig) -> None:
@@ -186,7 +216,7 @@ def test_sigkill_at_random_moments_leaves_nothing_half_done(
             expected = tmp_path / "undisturbed" / name
             assert {p.name for p in directory.iterdir()} == {p.name for p in expected.iterdir()}
     assert contents(prepare(cfg)) == contents(undisturbed)
-    assert not list(Path(cfg.cache_dir).glob("*/*.tmp-*"))
+    assert not list(Path(cfg.cache_dir).glob("*/*.[tp]*-*"))
 
 
 @pytest.fixture

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from sample_texts import sample_documents
 
-from diffllm.data import TokenData, prepare, tokenise
+from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.corpus import open_corpus
-from diffllm.data.tokenise import cut_in_two, pieces_of
+from diffllm.data.preparation.single import cut_in_two
+from diffllm.data.text.corpus import open_corpus
 from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
 
 PREPARE = """
 import sys
-from diffllm.data import preparation, tokenise, train_tokenizer
+from diffllm.data.preparation import encoding, prepare as preparation, tokens
 from diffllm.data.config import DataConfig, SampleBy
 corpus, cache, stage = sys.argv[1:]
 if stage != "all":
@@ -35,10 +35,10 @@ if stage != "all":
     if stage == "training":
         preparation.train_tokenizer = hang
     elif stage == "writing":
-        tokenise.ShardWriter.add, add = hang, tokenise.ShardWriter.add
-        tokenise.ShardWriter.add = lambda *args: (add(*args), hang())
+        encoding.ShardWriter.add, add = hang, encoding.ShardWriter.add
+        encoding.ShardWriter.add = lambda *args: (add(*args), hang())
     elif stage == "manifest":
-        tokenise.Manifest.save = hang
+        tokens.Manifest.save = hang
 cfg = DataConfig(source="files", paths=[corpus], cache_dir=cache, vocab_size=400,
                  sample_by=SampleBy.line)
 print(preparation.prepare(cfg).directory)
@@ -180,24 +180,8 @@ def test_a_document_is_cut_at_a_line_or_a_word_where_one_begins(
     corpus = open_corpus(make_config(path, sample_by=SampleBy.document), tmp_path / "cache")
     cut = cut_in_two(corpus, fraction)
     assert cut is not None
-    assert cut[0].load()["text"] == [text[: -len(end)], end]
-    assert cut[1].tolist() == [False, True]
-
-
-def test_a_long_document_is_tokenised_in_pieces_and_stays_one(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenise, "PIECE", 100)
-    text = "\n" * 150 + "\n".join(sample_documents(100)) + " " * 250 + "a" * 250 + "\n" * 120
-    (tmp_path / "corpus.txt").write_text(text)
-    cfg = make_config(tmp_path / "corpus.txt", sample_by=SampleBy.document, heldout_fraction=0.3)
-    assert len(pieces_of(text)) > 20
-    data = prepare(cfg)
-    assert {name: split.documents for name, split in data.manifest.splits.items()} == {
-        "train": 1,
-        "heldout": 1,
-    }
-    assert "".join(documents_of(data, "train") + documents_of(data, "heldout")) == text
+    assert list(cut.texts()) == [text[: -len(end)], end]
+    assert len(cut.parts) == 2
 
 
 def test_what_changes_tokens_changes_the_directory(
@@ -251,11 +235,11 @@ def test_a_killed_preparation_leaves_nothing_behind(
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    tokens = cache / "tokens"
-    assert [path for path in tokens.iterdir() if path.is_dir() and ".tmp-" not in path.name] == []
+    directories = [path for path in cache.glob("tokens/*") if path.is_dir()]
+    assert all(".partial-" in path.name for path in directories)
     again = prepare(make_config(corpus_file, cache_dir=str(cache)))
     assert contents(again) == contents(prepare(make_config(corpus_file)))
-    assert not list(cache.glob("*/*.tmp-*"))
+    assert not list(cache.glob("*/*.partial-*"))
 
 
 def tries_lock(pid: int, directory: Path) -> bool:
@@ -304,7 +288,7 @@ def test_a_disk_that_fills_up_is_one_line(
             prepare(changed)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list((tmp_path / "cache" / "tokens").glob("*.tmp-*"))
+    assert not list((tmp_path / "cache" / "tokens").glob("*.partial-*/tokens/*.bin"))
     assert prepare(changed).manifest.splits["train"].documents > 0
 
 

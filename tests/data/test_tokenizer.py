@@ -2,30 +2,35 @@ import hashlib
 import inspect
 import io
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import sentencepiece
-from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
 from diffllm.data import TokenData, Tokenizer, prepare, tokenizer
 from diffllm.data.config import DataConfig
-from diffllm.data.train_tokenizer import train_tokenizer, training_sample
+from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
+from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.errors import DataError
 
-CODE = Dataset.from_dict(
-    {"text": [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]}
-)
+CODE = [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]
+
+
+def sample(texts: list[str | None], size: int) -> Iterator[str]:
+    """A training sample of texts, in two parts."""
+    half = len(texts) // 2
+    parts = [TextsPart("first", texts[:half]), TextsPart("second", texts[half:])]
+    return training_sample(Corpus("", "", lambda: parts), size)
 
 
 @pytest.fixture(scope="module")
 def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "code.model"
-    path.write_bytes(train_tokenizer(training_sample(CODE, 200_000), 1000, threads=2))
+    path.write_bytes(train_tokenizer(sample(CODE, 200_000), 1000, threads=2))
     return Tokenizer.from_file(path)
 
 
@@ -52,7 +57,7 @@ def test_a_batch_is_encoded_as_its_texts_are(code_tokenizer: Tokenizer, texts: l
 
 @given(
     text=st.text(alphabet="abdef():,=_. \n\t0129\u2581é\U0001f600", max_size=300)
-    | st.sampled_from(CODE["text"]).map(lambda text: text[:3000])
+    | st.sampled_from(CODE).map(lambda text: text[:3000])
 )
 @settings(deadline=None, max_examples=150)
 def test_a_long_text_has_the_ids_of_one_piece(code_tokenizer: Tokenizer, text: str) -> None:
@@ -73,7 +78,7 @@ def test_long_texts_are_cut_often(
     code_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "PART", 100)
-    text = CODE[0]["text"]
+    text = CODE[0]
     sizes = [len(part) for part in code_tokenizer._parts(text)]
     assert max(sizes) <= 220
     assert len(sizes) > len(text) // 150
@@ -101,7 +106,7 @@ def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
     hashes = set()
     for threads in (1, 2):
         path = tmp_path / f"{threads}.model"
-        path.write_bytes(train_tokenizer(training_sample(CODE, 100_000), 600, threads))
+        path.write_bytes(train_tokenizer(sample(CODE, 100_000), 600, threads))
         hashes.add(Tokenizer.from_file(path).pieces_hash)
     assert len(hashes) == 1
 
@@ -121,7 +126,7 @@ def _train(path: Path, **options: object) -> Path:
     model = io.BytesIO()
     defaults = {"vocab_size": 400, "model_type": "bpe", "byte_fallback": True}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CODE["text"][0].splitlines()),
+        sentence_iterator=iter(CODE[0].splitlines()),
         model_writer=model,
         minloglevel=2,
         **{**defaults, "add_dummy_prefix": False, **options},
@@ -131,18 +136,18 @@ def _train(path: Path, **options: object) -> Path:
 
 
 def test_the_training_sample_lies_evenly_over_the_corpus() -> None:
-    documents = Dataset.from_dict({"text": [chr(97 + i) * 10_000 for i in range(20)] + [None]})
-    sample = "".join(training_sample(documents, 80_000))
-    assert len(sample) == pytest.approx(80_000, rel=0.1)
-    counts = {letter: sample.count(letter) for letter in set(sample)}
+    documents = [chr(97 + i) * 10_000 for i in range(20)] + [None]
+    taken = "".join(sample(documents, 80_000))
+    assert len(taken) == pytest.approx(80_000, rel=0.1)
+    counts = {letter: taken.count(letter) for letter in set(taken)}
     assert len(counts) == 20
     assert max(counts.values()) <= 4096 * 2
 
 
 def test_a_small_corpus_is_its_own_sample() -> None:
-    documents = Dataset.from_dict({"text": ["one é", "", "two"]})
-    assert len("".join(training_sample(documents, 10**6)).encode()) <= 9
-    assert next(training_sample(documents, 10**6)) == "one é"
+    documents = ["one é", "", "two"]
+    assert len("".join(sample(documents, 10**6)).encode()) <= 9
+    assert next(sample(documents, 10**6)) == "one é"
 
 
 def test_a_model_of_the_users_is_used(
@@ -185,6 +190,6 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
 )
 def test_a_vocabulary_that_does_not_fit_is_explained(vocab_size: int, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        train_tokenizer(training_sample(CODE, 50_000), vocab_size, threads=2)
+        train_tokenizer(sample(CODE, 50_000), vocab_size, threads=2)
     works = int(str(caught.value).split()[-1])
-    train_tokenizer(training_sample(CODE, 50_000), works, threads=2)
+    train_tokenizer(sample(CODE, 50_000), works, threads=2)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from diffllm.data.config import DataConfig
-from diffllm.data.corpus import Corpus
-from diffllm.data.file_index import combined_hash
+from diffllm.data.text.corpus import Corpus, TextsPart
+from diffllm.data.text.file_index import combined_hash
 from diffllm.metrics.metric import Curve, Column, Layers, Metric, Section
 from diffllm.metrics.table import add_metric
 from diffllm.model.attention.base import Attention, AttentionConfig
@@ -70,13 +70,8 @@ def counting(cfg, cache_dir):
         f"{i}: " + ", ".join(f"{i % 7} times {k} is {i % 7 * k}" for k in range(i % 13 + 4))
         for i in range(cfg.documents)
     ]
-
-    def load():
-        from datasets import Dataset
-
-        return Dataset.from_dict({"text": texts})
-
-    return Corpus("counting", combined_hash(["counting", cfg.documents]), load)
+    identity = combined_hash(["counting", cfg.documents])
+    return Corpus("counting", identity, lambda: [TextsPart("counting", texts)])
 '''
 YAMLS = {
     "attention/scaled": "# @package model.attention\ndefaults:\n  - scaled_schema\n  - _self_\n",

@@ -12,12 +12,11 @@ import pyarrow
 import pyarrow.parquet
 
 from diffllm.data.config import DataConfig
-from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.files import fingerprint
-from diffllm.data.progress import print_line
-from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, token_dtype
+from diffllm.data.preparation.progress import print_line
+from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, entropy, token_dtype
+from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenise import entropy
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.errors import DataError
@@ -59,7 +58,7 @@ def write(
             digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
             writer = writers["heldout" if int.from_bytes(digest[:8]) < limit else "train"]
             ending = [] if tokens[-1] == tokenizer.eos_id else [tokenizer.eos_id]
-            writer.add([[*tokens.tolist(), *ending]], text_bytes=0, documents=1)
+            writer.add(np.append(tokens, ending).astype(np.int64), text_bytes=0, documents=1)
     for name, writer in writers.items():
         if not writer.documents:
             raise DataError(

@@ -9,14 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.data.config import DataConfig
-from diffllm.data.corpus import expand
-from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.datatrove import open_datatrove
 from diffllm.data.imported.files import Tokens, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
-from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Split, token_dtype
+from diffllm.data.shards import (
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    Shard,
+    Split,
+    entropy,
+    token_dtype,
+)
+from diffllm.data.text.file_index import combined_hash
+from diffllm.data.text.files import expand
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenise import entropy
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import located, tokenizer_in, write_tokenizer
 from diffllm.errors import DataError

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
-from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.prepared import ImportedData
 from diffllm.data.shards import Manifest, Split, Stream
+from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.errors import DataError

@@ -3,16 +3,16 @@
 import io
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
+from diffllm.data.text.corpus import Corpus, Part
 from diffllm.errors import DataError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 WINDOW_BYTES = 4096
+READ_FOR_SAMPLE = 8
+"""Bytes of a large corpus that are read for one in the sample."""
+MOST_PARTS = 64
+"""Parts of a large corpus that are read for a sample."""
 
 # Llama's settings, but for line breaks, which may be part of a piece: a break and the indentation
 # after it are then one or two tokens (README.md has the measurements).
@@ -56,20 +56,37 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
     return model.getvalue()
 
 
-def training_sample(documents: "Dataset", sample_bytes: int) -> Iterator[str]:
-    """Yield about `sample_bytes` of text, in windows that lie evenly over the whole corpus."""
-    import pyarrow.compute
+def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
+    """Yield about `sample_bytes` of text, in windows that lie evenly over the text that is read.
 
-    lengths = pyarrow.compute.binary_length(documents.data.column("text")).fill_null(0)
-    ends = np.cumsum(lengths.to_numpy(), dtype=np.int64)
-    total = int(ends[-1])
+    That is the whole corpus while it is small; of a large one it is the beginnings of parts that
+    lie evenly over it.
+    """
+    number = min(len(corpus.parts), MOST_PARTS)
+    parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]
+    limit = -(-READ_FOR_SAMPLE * sample_bytes // max(number, 1))
+    total = sum(len(text) for part in parts for text in beginning(part, limit))
     windows = -(-min(sample_bytes, total) // WINDOW_BYTES)
-    for window in range(windows):
-        position = window * total // windows
-        document = int(np.searchsorted(ends, position, side="right"))
-        encoded = documents[document]["text"].encode()
-        start = position - int(ends[document] - len(encoded))
-        yield encoded[start : start + WINDOW_BYTES].decode(errors="ignore")
+    window = end = 0
+    for part in parts:
+        for text in beginning(part, limit):
+            begin, end = end, end + len(text)
+            while window < windows and (place := window * total // windows) < end:
+                start = place - begin
+                yield text[start : start + WINDOW_BYTES].decode(errors="ignore")
+                window += 1
+
+
+def beginning(part: Part, limit: int) -> Iterator[bytes]:
+    """Yield the texts of a part, in UTF-8, until there are so many bytes."""
+    read = 0
+    for documents in part.read():
+        for text in filter(None, documents.texts):
+            encoded = text.encode()
+            yield encoded
+            read += len(encoded)
+            if read >= limit:
+                return
 
 
 def _training_error(vocab_size: int, message: str) -> str:

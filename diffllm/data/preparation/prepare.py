@@ -1,55 +1,64 @@
 """From a data config to token shards, which a cache keeps."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
-from diffllm.data.corpus import Corpus, open_corpus
-from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.prepared import ImportedData, prepare_tokens
 from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
-from diffllm.data.progress import print_line
+from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.single import cut_in_two
+from diffllm.data.preparation.tokens import TokensJob
+from diffllm.data.preparation.train_tokenizer import TRAINING, train_tokenizer, training_sample
+from diffllm.data.preparation.workers import available_cores
 from diffllm.data.shards import FORMAT_VERSION
+from diffllm.data.text.corpus import Corpus, open_corpus
+from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenise import (
-    available_cores,
-    choose_heldout,
-    cut_in_two,
-    write_tokens,
-)
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import MODEL, located, write_tokenizer
-from diffllm.data.train_tokenizer import TRAINING, train_tokenizer, training_sample
+from diffllm.data.tokenizer_files import MODEL, located
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
 
-def prepare(cfg: DataConfig) -> Prepared:
+class LeftToOthers(DataError):
+    """A corpus whose other parts are of other nodes, which are not ready."""
+
+
+def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
     """Return the token shards of `cfg`'s corpus, made if the cache does not hold them yet.
 
     Safe to call in any number of processes at once: one prepares, the others wait for it. To be
     called before process groups exist, for preparing can outlast their timeout.
     Raises ConfigError for a value that no corpus can satisfy, DataError for a corpus, tokenizer or
-    cache directory that cannot be used.
+    cache directory that cannot be used, LeftToOthers where this node's share is done and not all
+    others are.
     """
     cfg.validate()
+    how = how or PrepareConfig()
+    how.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
         data: Prepared
         if cfg.source == MIXTURE:
-            data = prepare_mixture(cfg, cache_dir)
+            data = prepare_mixture(cfg, cache_dir, how)
         else:
-            data = prepare_source(cfg, cache_dir)
+            data = prepare_source(cfg, cache_dir, how)
+        missing = [d for d in (data.sources.values() or [data]) if not d.directory.is_dir()]
+        if missing:
+            raise LeftToOthers(
+                f"the parts of node {how.node_rank} of {how.num_nodes} are done; the last node "
+                f"writes {', '.join(str(each.directory) for each in missing)}"
+            )
         data.check()
         return data
     except OSError as error:
         raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
 
 
-def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
+def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
     """Prepare the sources of a mixture one by one, with one tokenizer.
 
     Where none is given it is trained on all of them, on as many bytes of each; weights, which may
@@ -66,13 +75,15 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
         build_once(path.parent, partial(build_tokenizer, cfg, texts))
         tokenizer = str(path)
     sources = {
-        name: prepare_source(replace(own, tokenizer=tokenizer), cache_dir)
+        name: prepare_source(replace(own, tokenizer=tokenizer), cache_dir, how)
         for name, own in each.items()
     }
     return MixtureData(sources)
 
 
-def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData:
+def prepare_source(
+    cfg: DataConfig, cache_dir: Path, how: PrepareConfig
+) -> TokenData | ImportedData:
     """Prepare one source: a tokenizer, unless one is given, and tokens, unless they are there."""
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
@@ -85,26 +96,14 @@ def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData
         tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
     key = combined_hash([FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction])
-
-    def build(directory: Path) -> None:
-        started = time.monotonic()
-        print_line(f"preparing tokens: {corpus.description}, in {cache_dir}")
-        parts = cut_in_two(corpus, cfg.heldout_fraction)
-        texts, is_heldout = parts or (corpus, choose_heldout(corpus.load(), cfg.heldout_fraction))
+    directory = cache_dir / "tokens" / key[:32]
+    if not directory.is_dir():
+        halves = cut_in_two(corpus, cfg.heldout_fraction)
         if cfg.tokenizer is None:
             sample = [(corpus, cfg.tokenizer_sample_bytes)]
             build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
-        write_tokenizer(tokenizer_path, directory)
-        manifest = write_tokens(texts, is_heldout, directory, cut=parts is not None)
-        train, heldout = manifest.splits["train"], manifest.splits["heldout"]
-        print_line(
-            f"prepared {train.tokens:,} training and {heldout.tokens:,} held-out tokens"
-            f"{', the end of the one document,' * manifest.cut} "
-            f"in {time.monotonic() - started:.0f} s"
-        )
-
-    directory = cache_dir / "tokens" / key[:32]
-    build_once(directory, build)
+        cut, corpus = halves is not None, halves or corpus
+        TokensJob(corpus, tokenizer_path, cfg.heldout_fraction, directory, cut).build(how)
     return TokenData(directory)
 
 
@@ -115,6 +114,6 @@ def trained_tokenizer(cache_dir: Path, key: str) -> Path:
 
 def build_tokenizer(cfg: DataConfig, texts: Sequence[tuple[Corpus, int]], directory: Path) -> None:
     """Train a tokenizer on corpora, so many bytes of each, and write it into a directory."""
-    sample = (part for corpus, size in texts for part in training_sample(corpus.load(), size))
+    sample = (part for corpus, size in texts for part in training_sample(corpus, size))
     model = train_tokenizer(sample, cfg.vocab_size, available_cores())
     (directory / MODEL).write_bytes(model)

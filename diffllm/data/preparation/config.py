@@ -1,0 +1,27 @@
+"""The config of the ``prepare`` group."""
+
+from dataclasses import dataclass
+
+from diffllm.bounds import bounded, check_bounds
+from diffllm.errors import ConfigError
+
+
+@dataclass
+class PrepareConfig:
+    """The processes that tokenise a corpus."""
+
+    processes: int | None = bounded(None, least=1, most=4096)
+    """Processes of a node; null: one a core, while there are parts of the corpus left."""
+    num_nodes: int = bounded(1, least=1)
+    """Nodes that share a corpus: `diffllm prepare` is started on each."""
+    node_rank: int = bounded(0, least=0)
+    """Which of the nodes this one is, from 0."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for a node that there is not."""
+        check_bounds("prepare.", self)
+        if self.node_rank >= self.num_nodes:
+            raise ConfigError(
+                f"prepare.node_rank={self.node_rank} has to be below "
+                f"prepare.num_nodes={self.num_nodes}"
+            )

@@ -1,0 +1,218 @@
+"""All parts of a corpus to one directory of shards, whose manifest joins them.
+
+Until then they lie in a directory whose name has ".partial-" in it, with a record of each part that
+is done, from which a later start goes on.
+"""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.encoding import (
+    SPLITS,
+    Encoding,
+    PartRecord,
+    counts_path,
+    record_path,
+)
+from diffllm.data.preparation.progress import Reporter, print_line
+from diffllm.data.preparation.workers import (
+    SIZE_DONE,
+    TEXT_BYTES,
+    TOKENS,
+    Counts,
+    available_cores,
+    claim,
+    work_through,
+)
+from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
+from diffllm.data.text.corpus import Corpus
+from diffllm.data.text.file_index import combined_hash
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
+from diffllm.files import sync
+
+TOKENS_BESIDE = "tokens"
+"""The directory, beside the records of parts, that becomes that of all tokens."""
+SAYS_THAT_IT_WAITS = 10.0
+"""Seconds after which a process says that it waits for another."""
+
+
+@dataclass(frozen=True)
+class TokensJob:
+    """A corpus that becomes tokens in one directory.
+
+    Args:
+        cut: that the corpus is a single document, whose last part is held out.
+    """
+
+    corpus: Corpus
+    tokenizer: Path
+    heldout_fraction: float
+    final: Path
+    cut: bool = False
+
+    @property
+    def partial(self) -> Path:
+        """The directory of parts that are done; another division into parts has another."""
+        division = [[part.name, part.size] for part in self.corpus.parts]
+        return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
+
+    def build(self, how: PrepareConfig) -> None:
+        """Encode the parts that are not done, and join all, unless those of other nodes are not.
+
+        Raises DataError for a corpus that cannot be read, OSError for a directory that cannot be
+        written. What is done by then stays.
+        """
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        of_node = f".node-{how.node_rank}-of-{how.num_nodes}" * (how.num_nodes > 1)
+        with held(Path(f"{self.final}{of_node}.lock")):
+            if self.final.is_dir():
+                return
+            print_line(f"preparing tokens: {self.corpus.description}, in {self.final}")
+            started = time.monotonic()
+            encoding = self.encoding()
+            parts = range(len(self.corpus.parts))
+            self.encode(encoding, parts[how.node_rank :: how.num_nodes], how)
+            if not of_node:
+                self.join(encoding, how, started)
+            elif all(map(encoding.is_done, parts)):
+                with held(Path(f"{self.final}.lock")):
+                    if not self.final.is_dir():
+                        self.join(encoding, how, started)
+
+    def encoding(self) -> Encoding:
+        """Make the directories, and return what encodes a part."""
+        tokens = self.partial / TOKENS_BESIDE
+        tokens.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(self.tokenizer, tokens)
+        return Encoding(
+            parts=self.corpus.parts,
+            tokenizer=Tokenizer.from_file(tokenizer_in(tokens)),
+            records=self.partial,
+            directory=tokens,
+            heldout_below=math.floor(self.heldout_fraction * 2**64),
+            last_is_heldout=self.cut,
+            threads=1,
+        )
+
+    def encode(self, encoding: Encoding, numbers: Sequence[int], how: PrepareConfig) -> None:
+        """Encode the parts of these numbers that are not done, in processes; raises as `build`."""
+
+        def is_done(number: int) -> bool:  # also where others have joined all meanwhile
+            return encoding.is_done(number) or self.final.is_dir()
+
+        todo = [number for number in numbers if not is_done(number)]
+        if not todo:
+            return
+        cores = available_cores()
+        counts = Counts(min(how.processes or cores, len(todo)))
+        encoding = replace(encoding, threads=max(1, cores // counts.processes))
+        sizes = [max(1, part.size) for part in self.corpus.parts]
+        whole = sum(sizes[number] for number in numbers)
+        before = 1 - sum(sizes[number] for number in todo) / whole
+        of_node = f".node-{how.node_rank}" * (how.num_nodes > 1)
+        with Reporter(Path(f"{self.final}{of_node}.log")) as reporter:
+            if before:
+                reporter.line(f"going on: {len(todo)} of {len(numbers)} parts are left")
+
+            def tick() -> None:
+                read = {self.corpus.parts[number].name for number in counts.current()}
+                done = before + counts.total(SIZE_DONE) / whole
+                encoded = counts.total(TEXT_BYTES), counts.total(TOKENS)
+                reporter.show(min(done, 1.0), before, *encoded, sorted(read))
+
+            do, size_of = encoding.encode, sizes.__getitem__
+            try:
+                work_through(todo, do, is_done, size_of, self.partial, counts, tick)
+            except BaseException:
+                for number in todo:
+                    remove_unfinished(encoding, number)
+                raise
+
+    def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
+        """Write the manifest of all parts, and give the directory its name."""
+        parts = range(len(self.corpus.parts))
+        records = [PartRecord.load(self.partial, number) for number in parts]
+        if not self.cut:
+            below = split_hash(records, encoding.heldout_below)
+            stale = [number for number in parts if records[number].changes_with(below)]
+            for number in stale:
+                record_path(self.partial, number).unlink()
+            self.encode(replace(encoding, heldout_below=below), stale, how)
+            records = [PartRecord.load(self.partial, number) for number in parts]
+        manifest = self.manifest(records, encoding)
+        manifest.save(encoding.directory)
+        for path in [*encoding.directory.iterdir(), encoding.directory]:
+            sync(path)
+        os.rename(encoding.directory, self.final)
+        sync(self.final.parent)
+        shutil.rmtree(self.partial, ignore_errors=True)
+        train, heldout = (manifest.splits[split].tokens for split in SPLITS)
+        print_line(
+            f"prepared {train:,} training and {heldout:,} held-out tokens"
+            f"{', the end of the one document,' * manifest.cut} "
+            f"in {time.monotonic() - started:.0f} s"
+        )
+
+    def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
+        """Describe the shards of all parts together."""
+        tokenizer = encoding.tokenizer
+        heldout = sum(
+            (np.load(counts_path(self.partial, number)) for number in range(len(records))),
+            np.zeros(tokenizer.vocab_size, np.int64),
+        )
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            source=self.corpus.description,
+            corpus=self.corpus.identity,
+            pieces_hash=tokenizer.pieces_hash,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            dtype=token_dtype(tokenizer.vocab_size).name,
+            skipped_empty=self.corpus.skipped_empty + sum(r.skipped_empty for r in records),
+            skipped_undecodable=self.corpus.skipped_undecodable,
+            heldout_unigram_entropy=entropy(heldout),
+            splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
+            cut=self.cut,
+        )
+
+
+def split_hash(records: Sequence[PartRecord], below: int) -> int:
+    """Return the hash below which documents are held out: the one that is asked for, or the next
+    that leaves a document on either side."""
+    least = min(r.least_hash for r in records if r.least_hash is not None)
+    most = max(r.most_hash for r in records if r.most_hash is not None)
+    return least + 1 if least >= below else min(below, most)
+
+
+def remove_unfinished(encoding: Encoding, number: int) -> None:
+    """Remove the shards of a part that nobody is working on and that is not done."""
+    with suppress(OSError, Timeout), claim(encoding.records, number).acquire(timeout=0):
+        if not encoding.is_done(number):
+            for path in encoding.directory.glob(f"*-{number:05d}-*.bin"):
+                path.unlink()
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock, and say so where another process has it for long."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=SAYS_THAT_IT_WAITS)
+    except Timeout:
+        print_line(f"waiting for another process that prepares {path.with_suffix('')}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

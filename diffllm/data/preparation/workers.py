@@ -1,0 +1,177 @@
+"""Processes that work through numbered parts, each part once, whoever else works on them.
+
+A worker claims a part by a lock on a file, which the operating system opens again when the worker
+dies, however it does. So preparations that meet on one directory share the work.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from diffllm.errors import DataError
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that reach a whole process group: the parent decides what they mean."""
+TEXT_BYTES, TOKENS, SIZE_DONE, PART = range(4)
+NO_PART = -1
+TICK = 0.25
+"""Seconds between two looks at the workers."""
+
+
+class Meter:
+    """Counts of one worker, which its parent reads."""
+
+    def __init__(self, counts: Any, slot: int) -> None:
+        self._counts, self._at = counts, 4 * slot
+
+    def begin(self, part: int) -> None:
+        """Note which part is read."""
+        self._counts[self._at + PART] = part
+
+    def add(self, text_bytes: int, tokens: int) -> None:
+        """Count what has been encoded."""
+        self._counts[self._at + TEXT_BYTES] += text_bytes
+        self._counts[self._at + TOKENS] += tokens
+
+    def end(self, size: int) -> None:
+        """Count a part that is done, by its size."""
+        self._counts[self._at + SIZE_DONE] += size
+        self._counts[self._at + PART] = NO_PART
+
+
+class Counts:
+    """Counts of all workers together."""
+
+    def __init__(self, processes: int) -> None:
+        self._shared: Any = multiprocessing.get_context("fork").RawArray("q", 4 * processes)
+        self.processes = processes
+        self._shared[PART::4] = [NO_PART] * processes
+
+    def meter(self, slot: int) -> Meter:
+        """Return what one of the workers counts with."""
+        return Meter(self._shared, slot)
+
+    def total(self, what: int) -> int:
+        """Sum TEXT_BYTES, TOKENS or SIZE_DONE over the workers."""
+        return sum(self._shared[what::4])
+
+    def current(self) -> list[int]:
+        """List the parts that are being read."""
+        return [part for part in self._shared[PART::4] if part != NO_PART]
+
+
+def work_through(
+    numbers: Sequence[int],
+    do: Callable[[int, Meter], None],
+    is_done: Callable[[int], bool],
+    size_of: Callable[[int], int],
+    claims: Path,
+    counts: Counts,
+    tick: Callable[[], None],
+) -> None:
+    """Do each number that is not done, in as many processes as are counted.
+
+    Returns when all are done, those that others have claimed too. Raises what a worker raised,
+    DataError for one that was killed; what is done stays.
+
+    Args:
+        claims: directory of the files by which parts are claimed.
+        tick: is called every TICK seconds.
+    """
+    context = multiprocessing.get_context("fork")
+    workers: dict[int, tuple[Any, Connection]] = {}
+    parent = os.getpid()
+
+    def run(slot: int, errors: Connection) -> None:
+        for ignored in IGNORED:
+            signal.signal(ignored, signal.SIG_IGN)
+        threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
+        meter = counts.meter(slot)
+        try:
+            for patient in (False, True):
+                for number in numbers:
+                    if is_done(number):
+                        continue
+                    try:
+                        with claim(claims, number).acquire(timeout=-1 if patient else 0):
+                            if not is_done(number):
+                                meter.begin(number)
+                                do(number, meter)
+                                meter.end(size_of(number))
+                    except Timeout:
+                        continue
+        except BaseException as error:
+            errors.send(picklable(error))
+            os._exit(1)
+        os._exit(0)
+
+    try:
+        for slot in range(counts.processes):
+            reading, writing = context.Pipe(duplex=False)
+            process = context.Process(target=run, args=(slot, writing), daemon=True)
+            process.start()
+            writing.close()
+            workers[process.sentinel] = process, reading
+        while workers:
+            for sentinel in wait(list(workers), TICK):
+                assert isinstance(sentinel, int)
+                process, errors = workers[sentinel]
+                process.join()
+                check_ended(process.exitcode, errors)
+                del workers[sentinel]
+            tick()
+    finally:
+        for process, _ in workers.values():
+            process.kill()
+        for process, _ in workers.values():
+            process.join()
+
+
+def claim(directory: Path, number: int) -> FileLock:
+    """Return the lock that whoever works on a part holds."""
+    return FileLock(directory / f"part-{number:05d}.lock")
+
+
+def check_ended(exitcode: int | None, errors: Connection) -> None:
+    """Raise what a worker has sent before it ended, DataError if it was killed."""
+    if exitcode == 0:
+        return
+    if exitcode and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        memory = ", perhaps because memory ran out," * (exitcode == -signal.SIGKILL)
+        raise DataError(
+            f"a process of the preparation was killed by {name}{memory} after which the same "
+            "command goes on where it was"
+        )
+    raise errors.recv()
+
+
+def picklable(error: BaseException) -> BaseException:
+    """Return an error as it may be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
+
+
+def leave_with(parent: int) -> None:
+    """End this process when its parent is gone, whatever it waits for."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def available_cores() -> int:
+    """Count the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

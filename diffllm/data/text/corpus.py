@@ -1,0 +1,167 @@
+"""A corpus: documents in parts, each of which can be read on its own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from diffllm.data.config import DataConfig
+from diffllm.errors import DataError
+from diffllm.registry import SOURCES
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+ROWS = 256
+"""Documents that are read at a time."""
+TEXT_TYPES = ("string", "large_string")
+USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content")
+"""Names that columns of text have in most datasets, in lower case."""
+
+
+class Documents(NamedTuple):
+    """Some documents, in order, empty ones among them."""
+
+    texts: list[str | None]
+
+
+class Part(Protocol):
+    """A stretch of a corpus that one process reads; it depends on the corpus alone."""
+
+    @property
+    def name(self) -> str:
+        """Where it lies, for messages."""
+
+    @property
+    def size(self) -> int:
+        """About how many bytes of text it has; 0 where that is not known."""
+
+    def read(self) -> Iterator[Documents]:
+        """Yield its documents in order, some at a time; raises DataError."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus whose content is identified now and read only when something has to."""
+
+    description: str
+    identity: str
+    """Hash of the content and of the settings that decide how documents are cut from it."""
+    list_parts: Callable[[], Sequence[Part]]
+    """Lists the parts, in order; raises DataError."""
+    skipped_empty: int = 0
+    """Number of files left out because they hold nothing but whitespace."""
+    skipped_undecodable: int = 0
+    """Number of files left out because they are not UTF-8."""
+
+    @cached_property
+    def parts(self) -> Sequence[Part]:
+        """The parts, in order; raises DataError."""
+        return self.list_parts()
+
+    def texts(self) -> Iterator[str]:
+        """Yield the texts of the documents that are more than whitespace, in order."""
+        for part in self.parts:
+            for documents in part.read():
+                yield from (text for text in documents.texts if text and not text.isspace())
+
+
+@dataclass(frozen=True)
+class TextsPart:
+    """Documents that are in memory."""
+
+    name: str
+    texts: Sequence[str | None]
+
+    @property
+    def size(self) -> int:
+        """The characters of all."""
+        return sum(len(text) for text in self.texts if text)
+
+    def read(self) -> Iterator[Documents]:
+        """Yield all of them."""
+        yield Documents(list(self.texts))
+
+
+@dataclass(frozen=True)
+class RowsPart:
+    """The rows of a dataset of the `datasets` library, with the columns that are read."""
+
+    rows: "Dataset | IterableDataset"
+    columns: tuple[str, ...]
+    name: str
+    size: int
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the rows, some at a time; raises DataError where the library cannot read them."""
+        try:
+            for table in self.rows.with_format("arrow").iter(ROWS):
+                yield Documents(*(table.column(name).to_pylist() for name in self.columns))
+        except Exception as error:
+            raise DataError(f"{self.name}: {reason(error)}") from error
+
+
+def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
+    """Make one part of a `datasets.Dataset`; raises DataError where a column is no text."""
+    columns = columns_of(cfg)
+    check_columns(kinds_of(dataset), columns, name)
+    size = int(dataset.data.nbytes)
+    return [RowsPart(dataset.select_columns(columns), tuple(columns), name, size)]
+
+
+def kinds_of(dataset: "Dataset | IterableDataset") -> dict[str, str]:
+    """Return the types of a dataset's columns by name, those of its first row if none are said."""
+    if dataset.features:
+        return {name: str(getattr(k, "dtype", k)) for name, k in dataset.features.items()}
+    first: dict[str, Any] = next(iter(dataset), {})
+    return {name: "string" if isinstance(v, str) else type(v).__name__ for name, v in first.items()}
+
+
+def columns_of(cfg: DataConfig) -> list[str]:
+    """List the columns that are read, in the order of `Documents`."""
+    return [cfg.text_column]
+
+
+def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
+    """Open the corpus that `cfg` names, and identify its content.
+
+    DataError is raised for a source that is missing, empty, of an unknown format or not UTF-8.
+    """
+    corpus: Corpus = SOURCES[cfg.source](cfg, cache_dir)
+    return corpus
+
+
+def check_columns(
+    kinds: dict[str, str], columns: Sequence[str], where: str, several: bool = False
+) -> None:
+    """Raise DataError unless the columns are there and hold text.
+
+    Args:
+        kinds: the types of all columns there are.
+        columns: those that are read, that of the text first.
+        several: whether other files need the same columns.
+    """
+    for column in columns:
+        if kinds.get(column) in TEXT_TYPES:
+            continue
+        texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
+        usual = [name for name in texts if name.lower() in USUAL_COLUMNS]
+        plausible = usual if len(usual) == 1 else texts
+        hint = " or ".join(f"data.text_column={name}" for name in plausible)
+        if column in kinds:
+            problem = f"column {column!r} holds {kinds[column]}, not text"
+        else:
+            problem = f"no column {column!r}; it has {', '.join(kinds)}"
+        advice = f": use {hint}" if hint else ", none of them text"
+        others = ", which all of the files need to have" if several and hint else ""
+        raise DataError(f"{where}: {problem}{advice}{others}")
+
+
+def reason(error: BaseException) -> str:
+    """Return the one line that says why reading failed."""
+    cause: Any = error.__cause__ or error
+    if isinstance(cause, UnicodeDecodeError):
+        return "not UTF-8 text"
+    lines = str(cause.strerror if isinstance(cause, OSError) and cause.strerror else cause)
+    return next(iter(lines.strip().splitlines()), type(cause).__name__)

@@ -1,0 +1,248 @@
+"""Documents of local files, read some at a time: nothing is copied, no file is in memory whole.
+
+A file is read in slices. Parquet is cut between row groups, JSON lines and lines of text between
+lines; what is compressed, an array of JSON or paragraphs of text are one slice each.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow
+import pyarrow.json
+import pyarrow.parquet
+
+from diffllm.data.config import SampleBy
+from diffllm.data.text.corpus import ROWS, Documents, check_columns
+from diffllm.data.text.file_index import FileFacts
+from diffllm.data.text.formats import COMPRESSIONS
+
+COMPRESSED_TEXT = 4
+"""Bytes of text in a byte of a compressed file, about."""
+BLOCK_BYTES = 1 << 22
+SEEN_BYTES = 1 << 18
+"""Bytes of JSON lines that say which columns there are."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of a file."""
+
+    path: Path
+    facts: FileFacts
+    """What the file was when it was hashed."""
+    columns: tuple[str, ...]
+    several: bool
+    """Whether other files need the same columns."""
+    size: int
+    """About how many bytes of text it has."""
+
+    def read(self) -> Iterator[Documents]:
+        """Yield its documents, some at a time."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RowGroups(Slice):
+    """Row groups of a parquet file."""
+
+    groups: tuple[int, ...]
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the rows."""
+        with pyarrow.parquet.ParquetFile(self.path) as file:
+            batches = file.iter_batches(ROWS, row_groups=self.groups, columns=list(self.columns))
+            for batch in batches:
+                yield Documents(*(batch.column(name).to_pylist() for name in self.columns))
+
+
+@dataclass(frozen=True)
+class JsonLines(Slice):
+    """Whole lines of a JSON-lines file, each an object."""
+
+    start: int
+    stop: int | None
+    """Bytes; None for all of a compressed file."""
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the objects' columns, None where one lacks them."""
+        explicit = pyarrow.schema([(name, pyarrow.string()) for name in self.columns])
+        known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
+        seen = False
+        for block in blocks(self.path, self.start, self.stop):
+            if not block.strip():
+                continue
+            if not seen:
+                seen = True
+                first = parsed_lines(block[: block.find(b"\n", SEEN_BYTES) + 1 or None])
+                kinds = {field.name: str(field.type) for field in first.schema}
+                kinds = {k: v.replace("null", "string") for k, v in kinds.items()}  # not yet known
+                check_columns(kinds, self.columns, str(self.path), self.several)
+            table = parsed_lines(block, known)
+            yield Documents(*(table.column(name).to_pylist() for name in self.columns))
+
+
+@dataclass(frozen=True)
+class JsonArray(Slice):
+    """A JSON file that is an array of objects, read at once."""
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the objects' columns, None where one lacks them."""
+        with opened(self.path) as file:
+            table = pyarrow.Table.from_pylist(json.load(file))
+        kinds = {field.name: str(field.type) for field in table.schema}
+        check_columns(kinds, self.columns, str(self.path), self.several)
+        yield Documents(*(table.column(name).to_pylist() for name in self.columns))
+
+
+@dataclass(frozen=True)
+class TextLines(Slice):
+    """Whole lines of a text, each a document."""
+
+    start: int
+    stop: int | None
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the lines, without their ends."""
+        for block in blocks(self.path, self.start, self.stop):
+            yield Documents([line.removesuffix("\n") for line in decoded(block)])
+
+
+@dataclass(frozen=True)
+class Paragraphs(Slice):
+    """A text whose documents are parted by an empty line."""
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the paragraphs."""
+        rest = ""
+        for block in blocks(self.path, 0, None):
+            *whole, rest = (rest + decoded(block).read()).split("\n\n")
+            yield Documents(list(filter(None, whole)))
+        yield Documents([rest])
+
+
+@dataclass(frozen=True)
+class WholeText(Slice):
+    """A text that is one document."""
+
+    def read(self) -> Iterator[Documents]:
+        """Yield the text."""
+        yield Documents([decoded(b"".join(blocks(self.path, 0, None))).read()])
+
+
+def slices_of(
+    path: Path,
+    facts: FileFacts,
+    form: str,
+    sample_by: SampleBy,
+    columns: tuple[str, ...],
+    least: int,
+    several: bool,
+) -> Iterator[Slice]:
+    """Cut a file into slices of at least so many bytes, where it can be cut.
+
+    Args:
+        form: "parquet", "json" or "text".
+        several: whether other files need the same columns.
+    """
+    if form == "parquet":
+        return row_groups(path, facts, columns, least, several)
+    compressed = path.suffix.lower() in COMPRESSIONS
+    whole = path, facts, columns, several, facts.size * (COMPRESSED_TEXT if compressed else 1)
+    if form == "text" and sample_by is SampleBy.document:
+        return iter([WholeText(*whole)])
+    if form == "text" and sample_by is SampleBy.paragraph:
+        return iter([Paragraphs(*whole)])
+    if form == "json" and begins_with(path) == b"[":
+        return iter([JsonArray(*whole)])
+    kind = TextLines if form == "text" else JsonLines
+    if compressed:
+        return iter([kind(*whole, 0, None)])
+    return (
+        kind(path, facts, columns, several, stop - start, start, stop)
+        for start, stop in pairwise(line_starts(path, facts.size, least))
+    )
+
+
+def row_groups(
+    path: Path, facts: FileFacts, columns: tuple[str, ...], least: int, several: bool
+) -> Iterator[Slice]:
+    """Collect row groups until their columns have so many bytes."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        kinds = {field.name: str(field.type) for field in file.schema_arrow}
+        check_columns(kinds, columns, str(path), several)
+        groups: list[int] = []
+        size = 0
+        for i in range(file.num_row_groups):
+            group = file.metadata.row_group(i)
+            chunks = (group.column(k) for k in range(group.num_columns))
+            groups.append(i)
+            size += sum(c.total_uncompressed_size for c in chunks if c.path_in_schema in columns)
+            if size >= least or i + 1 == file.num_row_groups:
+                yield RowGroups(path, facts, columns, several, size, tuple(groups))
+                groups, size = [], 0
+
+
+def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
+    """Yield places where a line begins, at least so many bytes apart, from 0 to the end."""
+    yield 0
+    with path.open("rb") as file:
+        place = least
+        while place < size:
+            file.seek(place - 1)
+            file.readline()
+            if file.tell() < size:
+                yield file.tell()
+            place = file.tell() + least
+    yield size
+
+
+def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
+    """Yield the bytes [start, stop) of a file, which end with a line, as blocks of whole lines."""
+    with opened(path) as file:
+        if start:
+            file.seek(start)
+        left = None if stop is None else stop - start
+        rest: list[bytes] = []
+        while block := file.read(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES)):
+            left = None if left is None else left - len(block)
+            end = block.rfind(b"\n") + 1
+            if end:
+                yield b"".join([*rest, block[:end]])
+                rest = []
+            rest.append(block[end:])
+        if any(rest):
+            yield b"".join(rest)
+
+
+def opened(path: Path) -> IO[bytes]:
+    """Open a file, unpacked if it is compressed; what breaks off raises."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), compression)
+    return stream
+
+
+def begins_with(path: Path) -> bytes:
+    """Return the first byte of a file that is not whitespace."""
+    with opened(path) as file:
+        while block := file.read(1 << 16):
+            if block.strip():
+                return block.strip()[:1]
+    return b""
+
+
+def decoded(block: bytes) -> io.TextIOWrapper:
+    """Return UTF-8 as a text, whose lines end with a line feed, whatever they end with here."""
+    return io.TextIOWrapper(io.BytesIO(block), "utf-8")
+
+
+def parsed_lines(block: bytes, options: Any = None) -> pyarrow.Table:
+    """Parse JSON lines, as their columns say by themselves or by the options."""
+    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(block) + 1)
+    return pyarrow.json.read_json(pyarrow.BufferReader(block), reading, options)
