@@ -64,6 +64,7 @@ class Manifest:
     splits: dict[str, Split]
     cut: bool = False
     """True if the corpus is a single document, whose end is held out."""
+    skipped_duplicates: int = 0
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":

@@ -43,7 +43,8 @@ def describe(data: Prepared) -> None:
         for split, counts in manifest.splits.items():
             print(f"{split:<8} {counts_text(counts)}")
         print(
-            f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable; "
+            f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable, "
+            f"{manifest.skipped_duplicates} duplicates; "
             f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats"
         )
 

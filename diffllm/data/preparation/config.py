@@ -17,6 +17,11 @@ class PrepareConfig:
     node_rank: int = bounded(0, least=0)
     """Which of the nodes this one is, from 0."""
 
+    @property
+    def of_node(self) -> str:
+        """What the names of a node's own files end with; nothing where there is one node."""
+        return f".node-{self.node_rank}-of-{self.num_nodes}" * (self.num_nodes > 1)
+
     def validate(self) -> None:
         """Raise ConfigError for a node that there is not."""
         check_bounds("prepare.", self)

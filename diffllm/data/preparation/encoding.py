@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ class PartRecord:
 
     splits: dict[str, Split]
     skipped_empty: int
+    skipped_duplicates: int
     heldout_below: int
     """Documents whose hash is below this are held out."""
     least_hash: int | None
@@ -64,29 +65,36 @@ class Encoding:
     """Documents whose hash is below this are held out."""
     last_is_heldout: bool
     """Instead of these, the last part alone is held out."""
-    threads: int
+    left_out: Path | None
+    """Directory of the documents that are left out, as `left_out_path` names them."""
 
     def is_done(self, number: int) -> bool:
         """Whether the shards of a part are complete."""
         return record_path(self.records, number).is_file()
 
-    def encode(self, number: int, meter: Meter) -> None:
+    def encode(self, number: int, meter: Meter, threads: int) -> None:
         """Write the shards of a part, those of former attempts over, and then its record."""
         part = self.parts[number]
         writers = {
             split: ShardWriter(self.directory, f"{split}-{number:05d}", self.tokenizer.vocab_size)
             for split in SPLITS
         }
-        skipped, least, most = 0, ALL_HASHES, -1
+        repeated = np.load(left_out_path(self.left_out, number)) if self.left_out else None
+        empty, seen, least, most = 0, 0, ALL_HASHES, -1
         for texts in batches(part):
             kept = [text for text in texts if text and not text.isspace()]
-            skipped += len(texts) - len(kept)
+            empty += len(texts) - len(kept)
+            places = range(seen, seen + len(kept))
+            seen += len(kept)
+            if repeated is not None:
+                new = np.isin(places, repeated, invert=True, assume_unique=True)
+                kept = list(compress(kept, new))
             if not kept:
                 continue
             encoded = [text.encode() for text in kept]
-            hashes = np.array([document_hash(text) for text in encoded], dtype=np.uint64)
+            hashes = document_hashes(encoded)
             least, most = min(least, int(hashes.min())), max(most, int(hashes.max()))
-            ids = self.tokenizer.encode_batch(kept, self.threads)
+            ids = self.tokenizer.encode_batch(kept, threads)
             for of_text in ids:
                 of_text.append(self.tokenizer.eos_id)
             is_heldout = self.heldout(number, hashes)
@@ -102,7 +110,12 @@ class Encoding:
         np.save(counts_path(self.records, number), writers["heldout"].counts)
         there = most >= 0
         record = PartRecord(
-            splits, skipped, self.heldout_below, least if there else None, most if there else None
+            splits=splits,
+            skipped_empty=empty,
+            skipped_duplicates=0 if repeated is None else len(repeated),
+            heldout_below=self.heldout_below,
+            least_hash=least if there else None,
+            most_hash=most if there else None,
         )
         replace_file(record_path(self.records, number), json.dumps(asdict(record)))
 
@@ -127,9 +140,15 @@ def batches(part: Part) -> Iterator[list[str | None]]:
         yield batch
 
 
-def document_hash(text: bytes) -> int:
-    """Return the first 8 bytes of a text's SHA-256, as a number."""
-    return int.from_bytes(hashlib.sha256(text).digest()[:8])
+def document_hashes(texts: Sequence[bytes]) -> np.ndarray:
+    """Return the first 8 bytes of the SHA-256 of texts, (n,) uint64."""
+    return np.array([int.from_bytes(hashlib.sha256(t).digest()[:8]) for t in texts], np.uint64)
+
+
+def left_out_path(directory: Path, number: int) -> Path:
+    """Return the file of the documents of a part that are left out: their numbers among those that
+    are more than blank, (n,) int64, rising."""
+    return directory / f"left-out-{number:05d}.npy"
 
 
 def record_path(directory: Path, number: int) -> Path:

@@ -65,29 +65,44 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
     change on a run's way, have no part in it.
     """
     each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
+    texts = {n: open_corpus(own, cache_dir) for n, own in each.items() if own.source != TOKENS}
     tokenizer = cfg.tokenizer
     if tokenizer is None:
-        corpora = {name: open_corpus(own, cache_dir) for name, own in each.items()}
-        size = -(-cfg.tokenizer_sample_bytes // len(corpora))
-        texts = [(c, size) for c in sorted(corpora.values(), key=lambda corpus: corpus.identity)]
-        what = [[corpus.identity for corpus, _ in texts], size, cfg.vocab_size, TRAINING]
+        size = -(-cfg.tokenizer_sample_bytes // len(texts))
+        sample = [(c, size) for c in sorted(texts.values(), key=lambda corpus: corpus.identity)]
+        what = [[corpus.identity for corpus, _ in sample], size, cfg.vocab_size, TRAINING]
         path = trained_tokenizer(cache_dir, combined_hash([MIXTURE, *what]))
-        build_once(path.parent, partial(build_tokenizer, cfg, texts))
+        build_once(path.parent, partial(build_tokenizer, cfg, sample))
         tokenizer = str(path)
-    sources = {
-        name: prepare_source(replace(own, tokenizer=tokenizer), cache_dir, how)
-        for name, own in each.items()
-    }
-    return MixtureData(sources)
+    own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
+    before: list[Corpus] = []
+    prepared: dict[str, TokenData | ImportedData] = {}
+    for name in each:
+        if name in texts:
+            prepared[name] = prepare_text(own[name], texts[name], before, cache_dir, how)
+            before.append(texts[name])
+        else:
+            prepared[name] = prepare_tokens(own[name], cache_dir)
+    return MixtureData(prepared)
 
 
 def prepare_source(
     cfg: DataConfig, cache_dir: Path, how: PrepareConfig
 ) -> TokenData | ImportedData:
-    """Prepare one source: a tokenizer, unless one is given, and tokens, unless they are there."""
+    """Prepare one source that stands alone."""
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
-    corpus = open_corpus(cfg, cache_dir)
+    return prepare_text(cfg, open_corpus(cfg, cache_dir), [], cache_dir, how)
+
+
+def prepare_text(
+    cfg: DataConfig, corpus: Corpus, before: Sequence[Corpus], cache_dir: Path, how: PrepareConfig
+) -> TokenData:
+    """Prepare text: a tokenizer, unless one is given, and tokens, unless they are there.
+
+    Args:
+        before: the corpora that its documents may not repeat, with data.deduplicate.
+    """
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
         tokenizer_key = combined_hash(training)[:32]
@@ -95,15 +110,30 @@ def prepare_source(
     else:
         tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
-    key = combined_hash([FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction])
-    directory = cache_dir / "tokens" / key[:32]
-    if not directory.is_dir():
-        halves = cut_in_two(corpus, cfg.heldout_fraction)
-        if cfg.tokenizer is None:
-            sample = [(corpus, cfg.tokenizer_sample_bytes)]
-            build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
-        cut, corpus = halves is not None, halves or corpus
-        TokensJob(corpus, tokenizer_path, cfg.heldout_fraction, directory, cut).build(how)
+    what = [FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
+    if cfg.deduplicate:
+        what.append(["without", *(each.identity for each in before)])
+    directory = cache_dir / "tokens" / combined_hash(what)[:32]
+    if directory.is_dir():
+        return TokenData(directory)
+    halves = cut_in_two(corpus, cfg.heldout_fraction)
+    if cfg.tokenizer is None:
+        sample = [(corpus, cfg.tokenizer_sample_bytes)]
+        build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
+    left_out = None
+    if cfg.deduplicate and not halves:
+        from diffllm.data.preparation.duplicates import find_duplicates
+
+        left_out = find_duplicates(before, corpus, cache_dir, how)
+        corpus = replace(corpus, identity=combined_hash([corpus.identity, *what[4:]]))
+    TokensJob(
+        corpus=halves or corpus,
+        tokenizer=tokenizer_path,
+        heldout_fraction=cfg.heldout_fraction,
+        final=directory,
+        cut=halves is not None,
+        left_out=left_out,
+    ).build(how)
     return TokenData(directory)
 
 

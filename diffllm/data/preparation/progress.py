@@ -28,14 +28,18 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class Reporter:
-    """Says how far a preparation is: on a terminal at once, in a log once a minute."""
+    """Says how far a preparation is: on a terminal at once, in a log once a minute.
 
-    def __init__(self, log: Path) -> None:
+    Args:
+        doing: what is done.
+    """
+
+    def __init__(self, doing: str, log: Path) -> None:
         console = Console(stderr=True)
         self.on_terminal = console.is_terminal
         self._log = log
         self._bar = Progress(
-            TextColumn("tokenising"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn(doing), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.description}"),
             console=console, transient=True, disable=not self.on_terminal,
         )  # fmt: skip
@@ -71,7 +75,7 @@ class Reporter:
         if now >= self._next_line:
             self._next_line += EVERY
             idle = now - self._went_on
-            if idle < EVERY:
+            if idle < EVERY or not reading:
                 self.line(f"{share:4.0%}  {said}")
             else:
                 names = ", ".join(reading[:3]) + ", ..." * (len(reading) > 3)
@@ -87,10 +91,10 @@ class Reporter:
 
 def rates(text_bytes: int, tokens: int, seconds: float) -> str:
     """Say how much has been encoded, and how fast."""
-    return (
-        f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
-        f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
-    )
+    of_tokens = f", {tokens / 1e6:,.1f}M tokens" * bool(tokens)
+    tokens_a_second = f", {tokens / seconds:,.0f} tokens/s" * bool(tokens)
+    speed = f"{text_bytes / 1e6 / seconds:,.1f} MB/s{tokens_a_second}"
+    return f"{text_bytes / 1e6:,.0f} MB{of_tokens}; {speed}"
 
 
 def remaining(share: float, before: float, seconds: float) -> str:

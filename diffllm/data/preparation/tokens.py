@@ -24,21 +24,15 @@ from diffllm.data.preparation.encoding import (
     counts_path,
     record_path,
 )
-from diffllm.data.preparation.progress import Reporter, print_line
-from diffllm.data.preparation.workers import (
-    SIZE_DONE,
-    TEXT_BYTES,
-    TOKENS,
-    Counts,
-    available_cores,
-    claim,
-    work_through,
-)
+from diffllm.data.preparation.progress import print_line
+from diffllm.data.preparation.sharing import share_parts
+from diffllm.data.preparation.workers import claim
 from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
+from diffllm.errors import DataError
 from diffllm.files import sync
 
 TOKENS_BESIDE = "tokens"
@@ -53,6 +47,7 @@ class TokensJob:
 
     Args:
         cut: that the corpus is a single document, whose last part is held out.
+        left_out: directory of the documents of each part that are left out, as duplicates.
     """
 
     corpus: Corpus
@@ -60,6 +55,7 @@ class TokensJob:
     heldout_fraction: float
     final: Path
     cut: bool = False
+    left_out: Path | None = None
 
     @property
     def partial(self) -> Path:
@@ -74,8 +70,7 @@ class TokensJob:
         written. What is done by then stays.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        of_node = f".node-{how.node_rank}-of-{how.num_nodes}" * (how.num_nodes > 1)
-        with held(Path(f"{self.final}{of_node}.lock")):
+        with held(Path(f"{self.final}{how.of_node}.lock")):
             if self.final.is_dir():
                 return
             print_line(f"preparing tokens: {self.corpus.description}, in {self.final}")
@@ -83,7 +78,7 @@ class TokensJob:
             encoding = self.encoding()
             parts = range(len(self.corpus.parts))
             self.encode(encoding, parts[how.node_rank :: how.num_nodes], how)
-            if not of_node:
+            if how.num_nodes == 1:
                 self.join(encoding, how, started)
             elif all(map(encoding.is_done, parts)):
                 with held(Path(f"{self.final}.lock")):
@@ -102,7 +97,7 @@ class TokensJob:
             directory=tokens,
             heldout_below=math.floor(self.heldout_fraction * 2**64),
             last_is_heldout=self.cut,
-            threads=1,
+            left_out=self.left_out,
         )
 
     def encode(self, encoding: Encoding, numbers: Sequence[int], how: PrepareConfig) -> None:
@@ -111,33 +106,14 @@ class TokensJob:
         def is_done(number: int) -> bool:  # also where others have joined all meanwhile
             return encoding.is_done(number) or self.final.is_dir()
 
-        todo = [number for number in numbers if not is_done(number)]
-        if not todo:
-            return
-        cores = available_cores()
-        counts = Counts(min(how.processes or cores, len(todo)))
-        encoding = replace(encoding, threads=max(1, cores // counts.processes))
-        sizes = [max(1, part.size) for part in self.corpus.parts]
-        whole = sum(sizes[number] for number in numbers)
-        before = 1 - sum(sizes[number] for number in todo) / whole
-        of_node = f".node-{how.node_rank}" * (how.num_nodes > 1)
-        with Reporter(Path(f"{self.final}{of_node}.log")) as reporter:
-            if before:
-                reporter.line(f"going on: {len(todo)} of {len(numbers)} parts are left")
-
-            def tick() -> None:
-                read = {self.corpus.parts[number].name for number in counts.current()}
-                done = before + counts.total(SIZE_DONE) / whole
-                encoded = counts.total(TEXT_BYTES), counts.total(TOKENS)
-                reporter.show(min(done, 1.0), before, *encoded, sorted(read))
-
-            do, size_of = encoding.encode, sizes.__getitem__
-            try:
-                work_through(todo, do, is_done, size_of, self.partial, counts, tick)
-            except BaseException:
-                for number in todo:
-                    remove_unfinished(encoding, number)
-                raise
+        log = Path(f"{self.final}{how.of_node}.log")
+        do = encoding.encode
+        try:
+            share_parts("tokenising", encoding.parts, numbers, do, is_done, self.partial, log, how)
+        except BaseException:
+            for number in numbers:
+                remove_unfinished(encoding, number)
+            raise
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         """Write the manifest of all parts, and give the directory its name."""
@@ -156,7 +132,8 @@ class TokensJob:
             sync(path)
         os.rename(encoding.directory, self.final)
         sync(self.final.parent)
-        shutil.rmtree(self.partial, ignore_errors=True)
+        for parts_of in self.final.parent.glob(f"{self.final.name}.partial-*"):
+            shutil.rmtree(parts_of, ignore_errors=True)
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         print_line(
             f"prepared {train:,} training and {heldout:,} held-out tokens"
@@ -184,14 +161,18 @@ class TokensJob:
             heldout_unigram_entropy=entropy(heldout),
             splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
             cut=self.cut,
+            skipped_duplicates=sum(r.skipped_duplicates for r in records),
         )
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash below which documents are held out: the one that is asked for, or the next
-    that leaves a document on either side."""
-    least = min(r.least_hash for r in records if r.least_hash is not None)
-    most = max(r.most_hash for r in records if r.most_hash is not None)
+    that leaves a document on either side. Raises DataError where duplicates are left out, and less
+    than two documents are not."""
+    least = min((r.least_hash for r in records if r.least_hash is not None), default=0)
+    most = max((r.most_hash for r in records if r.most_hash is not None), default=0)
+    if least == most:
+        raise DataError("fewer than two of its documents are no duplicates (data.deduplicate)")
     return least + 1 if least >= below else min(below, most)
 
 

@@ -1,0 +1,106 @@
+"""Documents whose text has been seen before, in their own source or in one that is named earlier.
+
+They are found by hashes, 8 bytes a document in the cache, where another mixture of the same corpora
+finds them again. A range of hashes is compared at a time, so that memory is bounded whatever the
+number of documents. Of a billion texts, two different ones have one hash with a probability of 3%.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.encoding import batches, document_hashes, left_out_path
+from diffllm.data.preparation.sharing import share_parts
+from diffllm.data.preparation.workers import Meter
+from diffllm.data.text.corpus import Corpus
+from diffllm.data.text.file_index import combined_hash
+from diffllm.files import build_once
+
+AT_ONCE = 2**25
+"""Hashes that are compared at a time, in about 1 GB of memory."""
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """The hashes of a corpus's documents in a directory, a file a part."""
+
+    corpus: Corpus
+    directory: Path
+
+    def path(self, number: int) -> Path:
+        """Return the file of a part: (documents,) uint64, of those that are more than blank."""
+        return self.directory / f"part-{number:05d}.npy"
+
+    def is_done(self, number: int) -> bool:
+        """Whether a part has been hashed."""
+        return self.path(number).is_file()
+
+    def write(self, number: int, meter: Meter, threads: int) -> None:
+        """Hash the documents of a part."""
+        found = [np.zeros(0, np.uint64)]
+        for texts in batches(self.corpus.parts[number]):
+            encoded = [text.encode() for text in texts if text and not text.isspace()]
+            found.append(document_hashes(encoded))
+            meter.add(sum(map(len, encoded)), 0)
+        unfinished = self.directory / f".part-{number:05d}.npy"
+        np.save(unfinished, np.concatenate(found))
+        unfinished.replace(self.path(number))
+
+    def read(self) -> Iterator[np.ndarray]:
+        """Yield the hashes of the parts in order, (documents,) uint64 each, mapped."""
+        for number in range(len(self.corpus.parts)):
+            yield np.load(self.path(number), mmap_mode="r")
+
+
+def find_duplicates(
+    before: Sequence[Corpus], corpus: Corpus, cache_dir: Path, how: PrepareConfig
+) -> Path:
+    """Find the documents of a corpus that are there before, in it or in one that comes ahead.
+
+    Returns a directory that names them for each part, as `left_out_path` says. A node hashes what
+    no other has hashed, or is hashing. Raises as `share_parts`.
+    """
+    hashed = [hashes_of(each, cache_dir, how) for each in (*before, corpus)]
+    key = combined_hash([hashes.directory.name for hashes in hashed])
+    directory = cache_dir / "duplicates" / key[:32]
+    build_once(directory, partial(write_left_out, hashed))
+    return directory
+
+
+def hashes_of(corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> Hashes:
+    """Hash the documents of a corpus, but for the parts that have been hashed."""
+    division = combined_hash([corpus.identity, [[p.name, p.size] for p in corpus.parts]])
+    hashes = Hashes(corpus, cache_dir / "hashes" / division[:32])
+    hashes.directory.mkdir(parents=True, exist_ok=True)
+    numbers = range(len(corpus.parts))
+    first = how.node_rank * len(numbers) // how.num_nodes
+    order = [*numbers[first:], *numbers[:first]]  # nodes begin apart
+    log = Path(f"{hashes.directory}{how.of_node}.log")
+    do, is_done = hashes.write, hashes.is_done
+    share_parts("hashing", corpus.parts, order, do, is_done, hashes.directory, log, how)
+    return hashes
+
+
+def write_left_out(hashed: Sequence[Hashes], directory: Path) -> None:
+    """Write, for each part of the last corpus, the numbers of its documents that came before."""
+    parts = [hashes for each in hashed for hashes in each.read()]
+    ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    ranges = -(-int(ends[-1]) // AT_ONCE)
+    bounds = [k * 2**64 // ranges for k in range(ranges)] if ranges else []
+    repeated = [np.zeros(0, np.int64)]
+    for low, high in pairwise([*bounds, 2**64]):
+        inside = [np.flatnonzero((part >= low) & (part <= high - 1)) for part in parts]
+        values = np.concatenate([part[here] for part, here in zip(parts, inside, strict=True)])
+        places = np.concatenate([end + here for end, here in zip(ends, inside, strict=False)])
+        first = np.unique(values, return_index=True)[1]
+        repeated.append(np.delete(places, first))
+    left_out = np.sort(np.concatenate(repeated))
+    of_last = len(parts) - len(hashed[-1].corpus.parts)
+    for number, (start, stop) in enumerate(pairwise(ends[of_last:].tolist())):
+        low, high = np.searchsorted(left_out, (start, stop))
+        np.save(left_out_path(directory, number), left_out[low:high] - start)

@@ -1,0 +1,306 @@
+"""Preparations that several processes or nodes share, and what is left when one of them dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from sample_texts import sample_documents
+
+from diffllm.data import TokenData, prepare
+from diffllm.data.config import DataConfig
+from diffllm.data.preparation import encoding, progress, workers
+from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.encoding import document_hashes
+from diffllm.data.preparation.prepare import LeftToOthers
+from diffllm.data.preparation.tokens import TokensJob
+from diffllm.data.text import files
+from diffllm.data.text.corpus import Documents, Part, open_corpus
+from diffllm.errors import ConfigError, DataError
+
+TEXTS = sample_documents(1200)
+MakeConfig = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """A corpus of about ten parts: row groups, lines and JSON lines."""
+    monkeypatch.setattr(files, "PART_BYTES", 12_000)
+    table = pyarrow.table({"text": TEXTS[:400]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50)
+    lines = "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS[400:800]))
+    (tmp_path / "b.jsonl").write_text(lines)
+    (tmp_path / "c.txt").write_text("\n".join(TEXTS[800:]))
+    model = tmp_path / "tokenizer.txt"
+    model.write_text("\n".join(TEXTS))
+    tokenizer = prepare(make_config(model, cache_dir=str(tmp_path / "other"))).directory
+    paths = [tmp_path / name for name in ("a.parquet", "b.jsonl", "c.txt")]
+    return make_config(*paths, tokenizer=str(tokenizer), heldout_fraction=0.1)
+
+
+def hash_of(text: str) -> int:
+    return int(document_hashes([text.encode()])[0])
+
+
+def contents(data: TokenData) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in data.directory.iterdir()}
+
+
+def in_cache(cfg: DataConfig, name: str) -> DataConfig:
+    return replace(cfg, cache_dir=f"{cfg.cache_dir}-{name}")
+
+
+def partial_of(cfg: DataConfig) -> Path:
+    (found,) = Path(cfg.cache_dir).glob("tokens/*.partial-*")
+    return found
+
+
+def test_every_token_is_where_one_process_would_have_put_it(corpus: DataConfig) -> None:
+    data = prepare(corpus, PrepareConfig(processes=3))
+    tokenizer = data.tokenizer()
+    parts = open_corpus(corpus, Path(corpus.cache_dir)).parts
+    assert 8 <= len(parts) <= 20
+    for split in ("train", "heldout"):
+        chosen = [
+            text for text in TEXTS
+            if (hash_of(text) < 0.1 * 2**64) == (split == "heldout")
+        ]  # fmt: skip
+        expected = [id for text in chosen for id in (*tokenizer.encode(text), tokenizer.eos_id)]
+        stream = data.split(split)
+        np.testing.assert_array_equal(stream.tokens(0, len(stream)), expected)
+        assert data.manifest.splits[split].documents == len(chosen)
+        assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
+
+
+def test_neither_processes_nor_nodes_change_a_byte(corpus: DataConfig) -> None:
+    alone = contents(prepare(corpus, PrepareConfig(processes=1)))
+    several = in_cache(corpus, "several")
+    assert contents(prepare(several, PrepareConfig(processes=4))) == alone
+    nodes = in_cache(corpus, "nodes")
+    for rank in (2, 0):
+        with pytest.raises(LeftToOthers, match=f"the parts of node {rank} of 3 are done"):
+            prepare(nodes, PrepareConfig(processes=2, num_nodes=3, node_rank=rank))
+    with pytest.raises(LeftToOthers):  # again: nothing is left for it to do
+        prepare(nodes, PrepareConfig(num_nodes=3, node_rank=2))
+    assert not list(Path(nodes.cache_dir).glob("tokens/*/manifest.json"))
+    last = prepare(nodes, PrepareConfig(processes=2, num_nodes=3, node_rank=1))
+    assert contents(last) == alone
+    assert contents(prepare(nodes, PrepareConfig(num_nodes=3, node_rank=2))) == alone
+
+
+def test_a_start_on_one_node_finishes_what_nodes_left(corpus: DataConfig) -> None:
+    alone = contents(prepare(corpus))
+    nodes = in_cache(corpus, "nodes")
+    with pytest.raises(LeftToOthers):
+        prepare(nodes, PrepareConfig(num_nodes=2, node_rank=1))
+    assert contents(prepare(nodes)) == alone
+
+
+def test_a_node_there_is_not(corpus: DataConfig) -> None:
+    with pytest.raises(ConfigError, match=r"prepare.node_rank=2 has to be below .*num_nodes=2"):
+        prepare(corpus, PrepareConfig(num_nodes=2, node_rank=2))
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Lets the process that encodes part `number` kill itself at its `batch`."""
+    encode = encoding.Encoding.encode
+
+    def arrange(number: int, sent: int) -> None:
+        def encode_or_die(self: encoding.Encoding, here: int, *args: Any) -> None:
+            if here == number:
+                add = encoding.ShardWriter.add
+                encoding.ShardWriter.add = lambda *args: (add(*args), os.kill(os.getpid(), sent))  # type: ignore[assignment, method-assign]
+            encode(self, here, *args)
+
+        monkeypatch.setattr(encoding.Encoding, "encode", encode_or_die)
+
+    yield arrange
+    monkeypatch.setattr(encoding.Encoding, "encode", encode)
+
+
+def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
+    corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
+    dying(5, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"was killed by SIGKILL, perhaps because memory ran out"):
+        prepare(corpus, PrepareConfig(processes=1))
+    partial = partial_of(corpus)
+    done = sorted(path.name for path in partial.glob("part-*.json"))
+    assert done == [f"part-{i:05d}.json" for i in range(5)]
+    shards = {path: path.stat().st_mtime_ns for path in partial.glob("tokens/*.bin")}
+    assert {path.name.split("-")[1] for path in shards} == {f"{i:05d}" for i in range(5)}
+    monkeypatch.undo()
+    monkeypatch.setattr(files, "PART_BYTES", 12_000)
+    data = prepare(corpus)
+    assert contents(data) == undisturbed
+    for path, time_ns in shards.items():
+        assert (data.directory / path.name).stat().st_mtime_ns == time_ns  # not written again
+    assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
+
+
+def test_another_division_into_parts_begins_anew(
+    corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying(2, signal.SIGKILL)
+    with pytest.raises(DataError, match="killed"):
+        prepare(corpus, PrepareConfig(processes=1))
+    monkeypatch.undo()
+    data = prepare(corpus)  # all of it is one part now
+    assert len(data.manifest.splits["train"].shards) == 1
+    assert contents(data) == contents(prepare(in_cache(corpus, "whole")))
+    assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
+
+
+def test_what_a_worker_raises_is_raised(
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("in a worker")
+
+    monkeypatch.setattr(encoding.Encoding, "encode", fail)
+    with pytest.raises(ZeroDivisionError, match="in a worker"):
+        prepare(corpus)
+
+
+def test_a_preparation_that_is_stopped_leaves_no_process(corpus: DataConfig) -> None:
+    """Ctrl-C in the middle: the workers, which wait for ever, are gone."""
+    script = """
+import os, sys, time
+from diffllm.data.config import DataConfig
+from diffllm.data.preparation import encoding
+from diffllm.data.preparation.prepare import prepare
+def hang(*args):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+encoding.Encoding.encode = hang
+prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vocab_size=300))
+"""
+    for sent in (signal.SIGINT, signal.SIGKILL):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, corpus.cache_dir, *corpus.paths[:1]],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        process.send_signal(sent)
+        process.wait()
+        while Path(f"/proc/{worker}/cmdline").exists():
+            state = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "Z":
+                break
+            time.sleep(0.01)
+
+
+def test_documents_of_both_sides_are_there_however_parts_are_cut(
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none is below the fraction the least hash is held out, the largest trained on."""
+    hashes = {hash_of(text): text for text in TEXTS}
+    for fraction, split, text in [
+        (1e-9, "heldout", hashes[min(hashes)]),
+        (1 - 1e-9, "train", hashes[max(hashes)]),
+    ]:
+        data = prepare(replace(corpus, heldout_fraction=fraction))
+        stream = data.split(split)
+        tokens = stream.tokens(0, len(stream)).tolist()
+        assert data.tokenizer().decode(tokens) == text
+        assert sum(s.documents for s in data.manifest.splits.values()) == len(TEXTS)
+
+
+class Endless:
+    """A part of very many documents, made as they are read."""
+
+    name, size = "endless", 0
+
+    def __init__(self, documents: int) -> None:
+        self.documents = documents
+
+    def read(self) -> Iterator[Documents]:
+        for start in range(0, self.documents, 1000):
+            yield Documents([f"{start} {i}" for i in range(1000)])
+
+
+def test_memory_does_not_grow_with_the_documents(
+    corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times the documents of a part take no more of it."""
+    encode, peaks = encoding.Encoding.encode, {}
+    base = open_corpus(corpus, Path(corpus.cache_dir))
+
+    def measured(self: encoding.Encoding, *args: Any) -> None:
+        encode(self, *args)
+        status = Path("/proc/self/status").read_text()
+        (tmp_path / "peak").write_text(status.split("VmHWM:")[1].split()[0])
+
+    monkeypatch.setattr(encoding.Encoding, "encode", measured)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 100_000)
+    for documents in (20_000, 200_000):
+        parts: list[Part] = [Endless(documents)]
+        job = TokensJob(
+            replace(base, list_parts=lambda parts=parts: parts),
+            Path(str(corpus.tokenizer)) / "tokenizer.model",
+            0.02,
+            tmp_path / f"of-{documents}",
+        )
+        job.build(PrepareConfig())
+        peaks[documents] = int((tmp_path / "peak").read_text())
+    assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
+
+
+def test_progress_is_a_line_a_minute_in_a_log(
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(workers, "TICK", 0.001)
+    data = prepare(corpus)
+    (log,) = data.directory.parent.glob("*.log")
+    lines = log.read_text().splitlines()
+    assert lines
+    assert all(line[:2] == "20" for line in lines)
+    assert any("MB/s" in line and "tokens/s" in line for line in lines)
+    assert lines[-1][21:] in capfd.readouterr().err
+
+
+def test_a_source_that_stalls_is_named(
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its worker reads again when somebody has read the line that says what it waits for."""
+    base, told = open_corpus(corpus, Path(corpus.cache_dir)), Path(corpus.cache_dir) / "told"
+    line = progress.Reporter.line
+
+    class Stalled(Endless):
+        name = "a hub that hangs"
+
+        def read(self) -> Iterator[Documents]:
+            while not told.exists():
+                time.sleep(0.001)
+            yield from super().read()
+
+    def read_aloud(self: progress.Reporter, text: str, urgent: bool = False) -> None:
+        line(self, text, urgent)
+        if urgent:
+            told.touch()
+
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+    monkeypatch.setattr(workers, "TICK", 0.001)
+    monkeypatch.setattr(progress.Reporter, "line", read_aloud)
+    job = TokensJob(
+        replace(base, list_parts=lambda: [Stalled(1000)]),
+        Path(str(corpus.tokenizer)) / "tokenizer.model",
+        0.02,
+        Path(corpus.cache_dir) / "tokens",
+    )
+    job.build(PrepareConfig())
+    assert "nothing for 0 s; waiting for a hub that hangs" in capfd.readouterr().err
