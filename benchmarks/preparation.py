@@ -26,8 +26,9 @@ import pyarrow.parquet
 import torch
 from measuring import markdown, write
 
+from diffllm.data import progress
 from diffllm.data.config import DataConfig
-from diffllm.data.preparation import progress, tokens
+from diffllm.data.preparation import tokens
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.workers import available_cores

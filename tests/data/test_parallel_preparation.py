@@ -19,7 +19,7 @@ from sample_texts import sample_documents
 
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig
-from diffllm.data.preparation import encoding, progress, workers
+from diffllm.data.preparation import encoding, reporter, workers
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import document_hashes
 from diffllm.data.preparation.prepare import LeftToOthers
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_the_documents(
 def test_progress_is_a_line_a_minute_in_a_log(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(reporter, "EVERY", 0.0)
     monkeypatch.setattr(workers, "TICK", 0.001)
     data = prepare(corpus)
     (log,) = data.directory.parent.glob("*.log")
@@ -278,7 +278,7 @@ def test_a_source_that_stalls_is_named(
 ) -> None:
     """Its worker reads again when somebody has read the line that says what it waits for."""
     base, told = open_corpus(corpus, Path(corpus.cache_dir)), Path(corpus.cache_dir) / "told"
-    line = progress.Reporter.line
+    line = reporter.Reporter.line
 
     class Stalled(Endless):
         name = "a hub that hangs"
@@ -288,14 +288,14 @@ def test_a_source_that_stalls_is_named(
                 time.sleep(0.001)
             yield from super().read()
 
-    def read_aloud(self: progress.Reporter, text: str, urgent: bool = False) -> None:
+    def read_aloud(self: reporter.Reporter, text: str, urgent: bool = False) -> None:
         line(self, text, urgent)
         if urgent:
             told.touch()
 
-    monkeypatch.setattr(progress, "EVERY", 0.02)
+    monkeypatch.setattr(reporter, "EVERY", 0.02)
     monkeypatch.setattr(workers, "TICK", 0.001)
-    monkeypatch.setattr(progress.Reporter, "line", read_aloud)
+    monkeypatch.setattr(reporter.Reporter, "line", read_aloud)
     job = TokensJob(
         replace(base, list_parts=lambda: [Stalled(1000)]),
         Path(str(corpus.tokenizer)) / "tokenizer.model",

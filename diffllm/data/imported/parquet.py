@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.files import fingerprint
-from diffllm.data.preparation.progress import print_line
+from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, entropy, token_dtype
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diffllm.data.preparation.config import PrepareConfig
-from diffllm.data.preparation.progress import Reporter
+from diffllm.data.preparation.reporter import Reporter
 from diffllm.data.preparation.workers import (
     SIZE_DONE,
     TEXT_BYTES,

@@ -24,9 +24,9 @@ from diffllm.data.preparation.encoding import (
     counts_path,
     record_path,
 )
-from diffllm.data.preparation.progress import print_line
 from diffllm.data.preparation.sharing import share_parts
 from diffllm.data.preparation.workers import claim
+from diffllm.data.progress import print_line, said_if_long
 from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -37,8 +37,6 @@ from diffllm.files import sync
 
 TOKENS_BESIDE = "tokens"
 """The directory, beside the records of parts, that becomes that of all tokens."""
-SAYS_THAT_IT_WAITS = 10.0
-"""Seconds after which a process says that it waits for another."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +186,7 @@ def remove_unfinished(encoding: Encoding, number: int) -> None:
 def held(path: Path) -> Iterator[None]:
     """Hold a lock, and say so where another process has it for long."""
     lock = FileLock(path)
-    try:
-        lock.acquire(timeout=SAYS_THAT_IT_WAITS)
-    except Timeout:
-        print_line(f"waiting for another process that prepares {path.with_suffix('')}")
+    with said_if_long(f"another process that prepares {path.with_suffix('')}"):
         lock.acquire()
     try:
         yield

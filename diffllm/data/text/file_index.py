@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from diffllm.data.preparation.progress import track
+from diffllm.data.progress import track
 from diffllm.errors import DataError
 from diffllm.files import replace_file
 

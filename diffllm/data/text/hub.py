@@ -12,6 +12,7 @@ from types import ModuleType
 from filelock import FileLock
 
 from diffllm.data.config import DataConfig
+from diffllm.data.progress import said_if_long
 from diffllm.data.text.corpus import (
     Corpus,
     Part,
@@ -68,10 +69,11 @@ def files_of(cfg: DataConfig, dataset: str, revision: str | None, cache_dir: Pat
     options |= {"data_dir": cfg.data_dir} if cfg.data_dir else {}
     columns = columns_of(cfg)
     try:
-        rows = library().load_dataset(
-            dataset, streaming=True, cache_dir=str(cache_dir / "datasets"), **options
-        )
-        kinds = kinds_of(rows)
+        with said_if_long(f"the hub's list of files of {cfg.dataset}"):
+            rows = library().load_dataset(
+                dataset, streaming=True, cache_dir=str(cache_dir / "datasets"), **options
+            )
+            kinds = kinds_of(rows)
     except Exception as error:
         raise DataError(f"{where}: {reason(error)}") from error
     check_columns(kinds, columns, where)
@@ -100,7 +102,8 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
         from huggingface_hub import HfApi
 
         try:
-            commit = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN).sha
+            with said_if_long(f"the hub's commit of {dataset}"):
+                info = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN)
         except Exception as error:
             silent = "Connect" in type(error).__name__ or "Timeout" in type(error).__name__
             what = "the hub does not answer: " if silent else ""
@@ -108,7 +111,7 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
         stored.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{stored}.lock"):
             if not stored.exists():  # the first process to resolve wins
-                found = {"dataset": dataset, "revision": revision, "sha": commit}
+                found = {"dataset": dataset, "revision": revision, "sha": info.sha}
                 replace_file(stored, json.dumps(found))
     sha: str = json.loads(stored.read_text())["sha"]
     return sha

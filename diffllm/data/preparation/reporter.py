@@ -1,30 +1,16 @@
-"""Progress of a preparation: a bar on a terminal, a line a minute in a file and elsewhere."""
+"""How far a preparation is: a bar on a terminal, a line a minute in a file and elsewhere."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from diffllm.data.progress import print_line
+
 EVERY = 60.0
 """Seconds between two lines, and after which a worker without progress is named."""
-
-
-def print_line(message: str) -> None:
-    """Print one line to stderr."""
-    Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on a terminal and nothing elsewhere; yields `advance(steps)`."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda steps: progress.advance(task, steps)
 
 
 class Reporter:

@@ -1,0 +1,133 @@
+"""A dataset of the hub, streamed from a server on this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fake_hub import NAME, SHA
+from sample_texts import sample_documents
+
+from diffllm.data import TokenData, prepare
+from diffllm.data.config import DataConfig, SampleBy
+
+TEXTS = sample_documents(300)
+PREPARE = """
+import sys
+from diffllm.data import progress
+from diffllm.data.config import DataConfig
+from diffllm.data.preparation import reporter, workers
+from diffllm.data.preparation.prepare import prepare
+progress.PATIENCE = reporter.EVERY = 0.5
+cache, dataset, revision = sys.argv[1:]
+print(prepare(DataConfig(
+    source="hub", dataset=dataset, revision=revision or None, cache_dir=cache, vocab_size=400,
+    text_column="content",
+)).directory)
+"""
+
+
+def environment(address: str, directory: Path) -> dict[str, str]:
+    """Let a process take what is at this address for the hub."""
+    online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+    return {**os.environ, **online, "HF_ENDPOINT": address, "HF_HOME": str(directory / "home")}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "repository" / "data").mkdir(parents=True)
+    for i in range(3):
+        table = pyarrow.table({"content": TEXTS[100 * i : 100 * i + 100], "id": list(range(100))})
+        name = f"train-{i:05d}-of-00003.parquet"
+        pyarrow.parquet.write_table(table, tmp_path / "repository" / "data" / name)
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, str]]]:
+    """Starts the hub, which hangs at files of this name; returns what tells others of it."""
+    servers: list[subprocess.Popen[str]] = []
+
+    def start(hangs_at: str = "no file") -> dict[str, str]:
+        script = Path(__file__).with_name("fake_hub.py")
+        words = [sys.executable, str(script), str(repository), str(tmp_path / "log"), hangs_at]
+        servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        assert servers[-1].stdout is not None
+        address = f"http://127.0.0.1:{int(servers[-1].stdout.readline())}"
+        return environment(address, tmp_path)
+
+    yield start
+    for server in servers:
+        server.kill()
+        server.communicate()
+
+
+def test_the_files_of_a_commit_are_streamed(
+    tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: Callable[..., DataConfig]
+) -> None:
+    words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
+    result = subprocess.run(words, env=serve(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"{NAME}@{SHA[:12]}, train" in result.stderr
+    data = TokenData(Path(result.stdout.strip()))
+    assert len(data.manifest.splits["train"].shards) == 3  # a file each
+    (tmp_path / "local.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    local = make_config(tmp_path / "local.jsonl", tokenizer=str(data.directory))
+    for split in ("train", "heldout"):
+        here, there = prepare(local).split(split), data.split(split)
+        assert (here.tokens(0, len(here)) == there.tokens(0, len(there))).all()
+    kept = [p for p in (tmp_path / "home").rglob("*") if p.suffix in (".parquet", ".arrow")]
+    kept += [p for p in (tmp_path / "cache").rglob("*") if p.suffix in (".parquet", ".arrow")]
+    assert not kept  # no copy of the corpus
+
+
+def waits(words: list[str], env: dict[str, str], message: str) -> None:
+    """Assert that a process says what it waits for; stop it then."""
+    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        if message in line:
+            break
+    else:
+        pytest.fail("".join(said))
+    process.kill()
+    process.communicate()
+
+
+def test_a_hub_that_hangs_in_the_middle_is_named(
+    tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
+) -> None:
+    script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
+    words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, ""]
+    waits(words, serve("train-00002"), f"waiting for data.dataset={NAME}, file 3 of 3")
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with socket.socket() as hangs:
+        hangs.bind(("127.0.0.1", 0))
+        hangs.listen(50)
+        address = f"http://127.0.0.1:{hangs.getsockname()[1]}"
+        env = environment(address, tmp_path)
+        for revision, what in (("", "commit"), (SHA, "list of files")):
+            words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, revision]
+            waits(words, env, f"waiting for the hub's {what} of {NAME}")
+
+
+def test_a_directory_of_many_files_has_a_part_for_each(
+    repository: Path, make_config: Callable[..., DataConfig]
+) -> None:
+    data = prepare(
+        make_config(
+            source="hub", dataset=str(repository), text_column="content", sample_by=SampleBy.line
+        )
+    )
+    assert len(data.manifest.splits["train"].shards) == 3
+    assert sum(split.documents for split in data.manifest.splits.values()) == 300
