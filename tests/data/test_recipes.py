@@ -49,6 +49,27 @@ def test_the_command_line_wins_over_a_recipe(tmp_path):
     assert cfg.run.choices["data"] == "mixture"
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.sources.cod.weight=1", "data.sources has no cod; did you mean code?"),
+        ("data.sources.wiki.paths=[a]", "data.sources has no wiki; known: code, prose"),
+        ("data.sources.code.wieght=1", "unknown key wieght; did you mean weight?"),
+    ],
+)
+def test_the_sources_of_a_recipe_are_known(tmp_path, word, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text("sources: {code: {weight: 2}, prose: {weight: 1}}")
+    with pytest.raises(ConfigError) as raised:
+        diffllm.load_config([f"data={path}", "model=tiny", "steps=1", word])
+    assert said in str(raised.value)
+
+
+def test_a_source_without_a_mixture_is_unknown():
+    with pytest.raises(ConfigError, match=r"^data\.sources\.web\.weight: .* has no web, nor any"):
+        diffllm.load_config(["model=tiny", "steps=1", "data.sources.web.weight=1"])
+
+
 def test_one_source_can_be_a_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
