@@ -10,7 +10,8 @@ from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.prepared import ImportedData, prepare_tokens
-from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
+from diffllm.data.mixture.naming import of_source
+from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of, open_source
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION
 from diffllm.data.token_data import TokenData
@@ -58,7 +59,7 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
     each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
     tokenizer = cfg.tokenizer
     if tokenizer is None:
-        corpora = {name: open_corpus(own, cache_dir) for name, own in each.items()}
+        corpora = {name: open_source(name, own, cache_dir) for name, own in each.items()}
         size = -(-cfg.tokenizer_sample_bytes // len(corpora))
         texts = [(c, size) for c in sorted(corpora.values(), key=lambda corpus: corpus.identity)]
         what = [[corpus.identity for corpus, _ in texts], size, cfg.vocab_size, TRAINING]
@@ -66,7 +67,7 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
         build_once(path.parent, partial(build_tokenizer, cfg, texts))
         tokenizer = str(path)
     sources = {
-        name: prepare_source(replace(own, tokenizer=tokenizer), cache_dir)
+        name: of_source(name)(prepare_source)(replace(own, tokenizer=tokenizer), cache_dir)
         for name, own in each.items()
     }
     return MixtureData(sources)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffllm.data import TokenStream, TrainLoader, prepare
+from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
+from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import JoinedStream, MixtureData
 from diffllm.data.mixture.samples import MixedSequences
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.errors import CheckpointError, ConfigError, DataError
 
 SEQ_LEN, SEED, BATCH, STEPS = 8, 5, 12, 40
 SIZES = {"code": 50, "web": 700, "books": 90}
@@ -193,6 +194,62 @@ def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
     weights = {name: SourceConfig(**{**vars(s), "weight": 1.0}) for name, s in sources.items()}
     other = prepare(DataConfig(**{**vars(cfg), "sources": weights}))
     assert other.manifest.corpus == data.manifest.corpus, "weights are no part of the corpus"
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no.jsonl", "data.sources.web.paths: "),
+        ("a.jsonl", "data.sources.web: "),
+        ("a.jsonl", "no column 'text'; it has content: use data.sources.web.text_column=content"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_said_under_its_name(
+    tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
+    paths = {"code": corpus_file, "web": tmp_path / name}
+    sources = {key: SourceConfig(source="files", paths=[str(p)]) for key, p in paths.items()}
+    for source in sources.values():
+        source.sample_by = SampleBy.line
+    tokenizer = str(prepared.directory / "tokenizer.model") if given else None
+    cfg = DataConfig(source="mixture", sources=sources, tokenizer=tokenizer, vocab_size=400)
+    cfg.cache_dir = str(tmp_path / "cache")
+    with pytest.raises(DataError) as raised:
+        prepare(cfg)
+    assert said in str(raised.value)
+
+
+def test_a_source_that_is_damaged_is_named(
+    make: Make, make_stream: Callable[..., TokenStream]
+) -> None:
+    samples = make()
+    for shard in samples.streams[1]._directory.glob("*.bin"):
+        shard.write_bytes(bytes(len(shard.read_bytes())))
+    error = samples[range(40)]
+    assert isinstance(error, DataError)
+    assert str(error).startswith("data.sources.web: ")
+    short = SimpleNamespace(split=lambda _: make_stream([1, 2], directory="short"))
+    cfg = DataConfig(source="mixture", sources={"books": SourceConfig()})
+    with pytest.raises(DataError, match=r"^data\.sources\.books: the corpus is shorter than one"):
+        MixedSequences(MixtureData({"books": short}), cfg, SEQ_LEN, SEED, 9)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data.dataset=a/b: gone", "data.sources.web.dataset=a/b: gone"),
+        ("/a/data.paths: cut off", "data.sources.web: /a/data.paths: cut off"),
+        ("data.name.txt: cut off", "data.sources.web: data.name.txt: cut off"),
+        ("data=tokens needs data.tokenizer", "data.sources.web: data=tokens needs data.tokenizer"),
+        ("data.sources.web.paths: none", "data.sources.web.paths: none"),
+    ],
+)
+def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None:
+    with pytest.raises(DataError) as raised, of_source("web"):
+        raise DataError(text)
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
+from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.prepared import ImportedData
+from diffllm.data.mixture.naming import of_source
 from diffllm.data.shards import Manifest, Split, Stream
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
@@ -59,8 +61,9 @@ class MixtureData:
     def check(self) -> None:
         """Raise DataError unless the files of every source are there, of their sizes, and all are
         tokens of one tokenizer."""
-        for data in self.sources.values():
-            data.check()
+        for name, data in self.sources.items():
+            with of_source(name):
+                data.check()
         hashes = {name: data.manifest.pieces_hash for name, data in self.sources.items()}
         (first, own), *others = hashes.items()
         for name, other in others:
@@ -117,3 +120,10 @@ def config_of(cfg: DataConfig, source: SourceConfig) -> DataConfig:
     """The config of one source as a corpus of its own."""
     text = {f.name: getattr(source, f.name) for f in fields(TextConfig)}
     return replace(cfg, **text, sources={}, curriculum=[])
+
+
+def open_source(name: str, cfg: DataConfig, cache_dir: Path) -> Corpus:
+    """Open the corpus of one source; errors name it, those of loading too."""
+    with of_source(name):
+        corpus = open_corpus(cfg, cache_dir)
+    return replace(corpus, load=of_source(name)(corpus.load))
