@@ -156,6 +156,10 @@ class DataConfig(TextConfig):
                 raise ConfigError(f"data.sources: {name!r} has to be of letters, digits, _ and -")
             if source.source == MIXTURE:
                 raise ConfigError(f"{where}source=mixture: a mixture cannot hold another")
+            if source.source == TOKENS and self.tokenizer is None:
+                raise ConfigError(
+                    f"{where}source=tokens needs data.tokenizer, with which they were written"
+                )
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0")

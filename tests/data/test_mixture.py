@@ -262,6 +262,7 @@ def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None
         ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot hold another"),
         ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, glob"),
         ({"sources": {"a": SourceConfig(source="web")}}, "data.sources.a.source='web' is not one"),
+        ({"sources": {"a": SourceConfig("tokens", ["a.ds"])}}, "data.sources.a.source=tokens need"),
         ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
         ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
