@@ -9,6 +9,7 @@ import diffllm
 from diffllm.config.recipes import as_text, with_recipes
 from diffllm.data import prepare
 from diffllm.errors import ConfigError
+from diffllm.tools.prepare import main
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
 
@@ -23,7 +24,7 @@ def test_our_recipes_are_mixtures(path):
         assert (source.source == "hub") == bool(source.dataset)
 
 
-def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch):
+def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch, capsys):
     (recipe,) = (path for path in RECIPES if path.stem == "local")
     monkeypatch.chdir(tmp_path)
     for name in ("code", "prose"):
@@ -33,10 +34,15 @@ def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch):
     (tmp_path / "mydata/code/a.jsonl").write_text(lines)
     (tmp_path / "mydata/prose/a.txt").write_text("\n\n".join(texts))
     words = [f"data={recipe}", "model=tiny", "steps=100", "data.vocab_size=400"]
-    cfg = diffllm.load_config([*words, f"data.cache_dir={tmp_path / 'cache'}"])
-    data = prepare(cfg.data)
+    words.append(f"data.cache_dir={tmp_path / 'cache'}")
+    data = prepare(diffllm.load_config(words).data)
     assert list(data.sources) == ["code", "prose"]
     assert data.sources["prose"].manifest.splits["train"].documents > 40
+    capsys.readouterr()
+    main(words)
+    code, prose = capsys.readouterr().out.split("\n\n")
+    assert code.startswith(f"code\n{data.sources['code'].directory}\n")
+    assert prose.startswith(f"prose\n{data.sources['prose'].directory}\n")
 
 
 def test_the_command_line_wins_over_a_recipe(tmp_path):
