@@ -211,6 +211,7 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
         damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "no index of Megatron's"),
         damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "end at token 1,906, its tokens at 1,905"),
         damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "needs its index"),
+        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "it has no documents"),
         damaged(NAMES[2], ".ds.metadata", lambda p: p.write_text("x|3"), "tokens of '3' bytes"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.data.imported.files import LOOKED_AT, TokenFile, check_rising, mapped
+from diffllm.data.imported.files import LOOKED_AT, TokenFile, check_last_end, mapped
 from diffllm.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -46,7 +46,7 @@ def open_megatron(path: Path) -> TokenFile:
         last = int(firsts[document + 1]) - 1
         return int(places[last]) // size + int(lengths[last])
 
-    check_rising(index, [end_of(marks - 2)], len(content))
+    check_last_end(index, end_of(marks - 2), len(content))
     return TokenFile(path, content, end_of, marks - 1)
 
 
