@@ -9,7 +9,7 @@ from pathlib import Path
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
-from diffllm.data.imported.prepared import ImportedData, prepare_tokens
+from diffllm.data.imported.prepared import prepare_tokens
 from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of, open_source
 from diffllm.data.progress import print_line
@@ -73,7 +73,7 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path) -> MixtureData:
     return MixtureData(sources)
 
 
-def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData:
+def prepare_source(cfg: DataConfig, cache_dir: Path) -> TokenData:
     """Prepare one source: a tokenizer, unless one is given, and tokens, unless they are there."""
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)

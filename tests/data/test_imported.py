@@ -131,7 +131,7 @@ def test_a_stream_can_be_sent_to_a_loader_process(make: Make) -> None:
 
 def test_our_own_shards_are_taken_where_they_lie(make: Make, prepared: TokenData) -> None:
     data = prepare(make(prepared.directory, tokenizer=None))
-    assert isinstance(data, TokenData)
+    assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
@@ -234,6 +234,13 @@ def test_a_file_that_grew_is_counted_anew(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1,908 tokens where 1,906 were; delete"):
         data.split("train")
     assert prepare(make(path)).directory != data.directory
+
+
+def test_a_tokenizer_that_is_gone_is_noticed(make: Make) -> None:
+    data = prepare(make(FILES / NAMES[0]))
+    (data.directory / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model: no such file; delete .* prepare it"):
+        prepare(make(FILES / NAMES[0]))
 
 
 def test_tokens_of_another_tokenizer_are_noticed(make: Make) -> None:

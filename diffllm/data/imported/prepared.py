@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Split
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenise import entropy
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import located, tokenizer_in, write_tokenizer
+from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
@@ -78,32 +77,11 @@ class FilesStream:
 
 
 @dataclass(frozen=True)
-class ImportedData:
-    """Files of tokens, whose end is held out; stands where `TokenData` does."""
+class ImportedData(TokenData):
+    """Files of tokens, whose end is held out; `directory` holds the tokenizer and the manifest."""
 
-    directory: Path
-    """Holds the tokenizer, and what was counted."""
     paths: tuple[str, ...]
     """The files, which may have moved since they were counted."""
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        """Counts and hashes; raises DataError if they cannot be read."""
-        return Manifest.load(self.directory)
-
-    @property
-    def sources(self) -> dict[str, TokenData]:
-        """The sources that it is a mixture of: none."""
-        return {}
-
-    def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that the files were written with."""
-        return Tokenizer.from_file(tokenizer_in(self.directory))
-
-    def check(self) -> None:
-        """Raise DataError unless every file is there, as long as it was."""
-        for name in self.manifest.splits:
-            self.split(name)
 
     def split(self, name: str) -> FilesStream:
         """Open the tokens of "train" or "heldout"; raises DataError where files have changed."""
@@ -130,7 +108,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     raise DataError(f"{path}: no file of tokens that is known: {', '.join(FORMATS)}")
 
 
-def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData:
+def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     """Take the tokens of data.paths as they are; raises DataError.
 
     One directory with a manifest holds shards of ours, both splits of them.

@@ -10,7 +10,6 @@ import numpy as np
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
-from diffllm.data.imported.prepared import ImportedData
 from diffllm.data.mixture.naming import of_source
 from diffllm.data.shards import Manifest, Split, Stream
 from diffllm.data.token_data import TokenData
@@ -22,7 +21,7 @@ from diffllm.errors import DataError
 class MixtureData:
     """The prepared sources of a mixture by name; stands where `TokenData` does."""
 
-    sources: dict[str, TokenData | ImportedData]
+    sources: dict[str, TokenData]
 
     @property
     def directory(self) -> Path:
@@ -78,8 +77,8 @@ class MixtureData:
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])
 
 
-Prepared = TokenData | ImportedData | MixtureData
-"""What `prepare` returns: a corpus, tokens of other libraries, or several of these."""
+Prepared = TokenData | MixtureData
+"""What `prepare` returns: a corpus, or several of them."""
 
 
 class JoinedStream:
