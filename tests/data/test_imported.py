@@ -73,7 +73,7 @@ def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
     content = np.array([token for document in documents for token in document], np.int32)
-    file = WithEnds(TokenFile(Path("f"), content, lambda i: int(ends[i]), len(lengths)), EOS)
+    file = WithEnds(TokenFile(Path("f"), content, lambda i: int(ends[i]), len(lengths), 90), EOS)
     assert len(file) == len(whole)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     assert file.tokens(start, stop).tolist() == whole[start:stop]
@@ -248,7 +248,7 @@ def test_tokens_of_another_tokenizer_are_noticed(make: Make) -> None:
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):
         stream.tokens(0, len(ALL))
     ends = np.array([2, 4])
-    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: int(ends[i]), 2)
+    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: int(ends[i]), 2, 400)
     with pytest.raises(DataError, match="1 of 2 documents end with token 1"):
         ended(half, EOS)
 

@@ -9,8 +9,9 @@ import pytest
 
 from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
+from diffllm.data.joined import JoinedStream
 from diffllm.data.mixture.naming import of_source
-from diffllm.data.mixture.prepared import JoinedStream, MixtureData
+from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.mixture.samples import MixedSequences
 from diffllm.errors import CheckpointError, ConfigError, DataError
 

@@ -27,13 +27,23 @@ class TokenFile:
     end_of: Callable[[int], int]
     """The place behind document i, from 0."""
     documents: int
+    pieces: int
+    """Of the tokenizer: every token is below it."""
 
     def __len__(self) -> int:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64."""
-        return np.asarray(self.content[start:stop]).astype(np.int64)
+        """Read tokens [start, stop), (stop - start,) int64; raises DataError for one that is no
+        piece of the tokenizer."""
+        tokens = np.asarray(self.content[start:stop]).astype(np.int64)
+        if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
+            wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
+            raise DataError(
+                f"{self.path}: token {wrong} is none of the tokenizer's {self.pieces:,} pieces: it "
+                "was written with another one, or the file has changed"
+            )
+        return tokens
 
 
 class WithEnds:
@@ -51,7 +61,7 @@ class WithEnds:
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64."""
+        """Read tokens [start, stop), (stop - start,) int64; raises as the file does."""
         out = np.full(stop - start, self.eos_id, dtype=np.int64)
         document = bisect_right(range(self.documents), start, key=self.end_of)
         while start < stop:

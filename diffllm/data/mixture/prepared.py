@@ -10,8 +10,9 @@ import numpy as np
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
 from diffllm.data.corpus import Corpus, open_corpus
 from diffllm.data.file_index import combined_hash
+from diffllm.data.joined import JoinedStream
 from diffllm.data.mixture.naming import of_source
-from diffllm.data.shards import Manifest, Split, Stream
+from diffllm.data.shards import Manifest, Split
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.errors import DataError
@@ -72,37 +73,13 @@ class MixtureData:
                     f"{own[:12]} and {other[:12]}"
                 )
 
-    def split(self, name: str) -> "JoinedStream":
+    def split(self, name: str) -> JoinedStream:
         """Open the tokens of "train" or "heldout" of all sources, one behind the other."""
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])
 
 
 Prepared = TokenData | MixtureData
 """What `prepare` returns: a corpus, or several of them."""
-
-
-class JoinedStream:
-    """The tokens of several streams, one behind the other."""
-
-    def __init__(self, split: str, streams: Sequence[Stream]) -> None:
-        self.split, self.streams = split, list(streams)
-        self.ends = np.cumsum([len(stream) for stream in streams], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64, across the borders of streams."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
-        parts = [np.zeros(0, np.int64)]
-        place = int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop:
-            first = int(self.ends[place]) - len(self.streams[place])
-            end = min(stop, int(self.ends[place]))
-            parts.append(self.streams[place].tokens(start - first, end - first))
-            start, place = end, place + 1
-        return np.concatenate(parts)
 
 
 def together(splits: Sequence[Split]) -> Split:
