@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
+from diffllm.data.imported import parquet
 from diffllm.data.imported.files import TokenFile, WithEnds, ended
 from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
 from diffllm.errors import ConfigError, DataError
@@ -154,7 +155,11 @@ def table(path: Path, column: str = "input_ids", **more: Any) -> Path:
     return path
 
 
-def test_a_column_of_tokens_is_copied_as_it_is(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [5, 128])
+def test_a_column_of_tokens_is_copied_as_it_is(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(parquet, "ROWS", rows)
     data = prepare(make(table(tmp_path / "a.parquet"), text_column="input_ids"))
     splits = {name: data.split(name) for name in ("train", "heldout")}
     read = {}
@@ -184,6 +189,9 @@ def test_a_table_without_tokens_is_named(
     more = [str(FILES / name) for name in changes.pop("paths", [])]
     with pytest.raises(DataError, match=said):
         prepare(make(paths=[str(path), *more], **changes))
+    pyarrow.parquet.write_table(pyarrow.table({"ids": [[5, -3, EOS], [EOS]]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: token -3 is none of the .* 400 pieces"):
+        prepare(make(path, text_column="ids"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match=r"a\.parquet: "):
         prepare(make(path, text_column="input_ids"))

@@ -37,12 +37,7 @@ class TokenFile:
         """Read tokens [start, stop), (stop - start,) int64; raises DataError for one that is no
         piece of the tokenizer."""
         tokens = np.asarray(self.content[start:stop]).astype(np.int64)
-        if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
-            wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
-            raise DataError(
-                f"{self.path}: token {wrong} is none of the tokenizer's {self.pieces:,} pieces: it "
-                "was written with another one, or the file has changed"
-            )
+        check_pieces(self.path, tokens, self.pieces)
         return tokens
 
 
@@ -92,6 +87,16 @@ def ended(file: TokenFile, eos_id: int) -> Tokens:
             "tokenizer's end of a document, and others do not: is this its tokenizer?"
         )
     return WithEnds(file, eos_id)
+
+
+def check_pieces(path: Path, tokens: np.ndarray, pieces: int) -> None:
+    """Raise DataError for a token that is no piece of the tokenizer, which has so many."""
+    if tokens.max(initial=0) >= pieces or tokens.min(initial=0) < 0:
+        wrong = tokens[(tokens >= pieces) | (tokens < 0)][0]
+        raise DataError(
+            f"{path}: token {wrong} is none of the tokenizer's {pieces:,} pieces: it was written "
+            "with another one, or the file has changed"
+        )
 
 
 def fingerprint(path: Path) -> str:
