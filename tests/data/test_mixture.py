@@ -1,5 +1,6 @@
 """Mixtures: what their samples are, whatever reads them, and where they go on."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,14 @@ def test_a_step_reads_the_same_whatever_the_layout(
     for _ in range(BATCH * STEPS // (world_size * micro_batch_size)):
         read += [token for each in loaders for token in next(each)[0][:, 0].tolist()]
     assert read == expected
+
+
+def test_samples_can_be_sent_to_a_loader_process(make: Make) -> None:
+    samples = make(limits={"code": 2})
+    read = first_tokens(samples, range(BATCH * STEPS))
+    again = pickle.loads(pickle.dumps(samples))
+    assert first_tokens(again, range(BATCH * STEPS)) == read
+    assert again.state(100) == samples.state(100)
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
