@@ -60,6 +60,7 @@ def loader() -> Iterator[Callable[..., TrainLoader]]:
 def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     inputs, targets = samples[numbers]
     assert inputs.shape == targets.shape == (len(numbers), SEQ_LEN)
+    assert inputs[:, 1:].equal(targets[:, :-1])
     return inputs[:, 0].tolist()
 
 

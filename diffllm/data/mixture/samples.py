@@ -48,19 +48,16 @@ class MixedSequences(Dataset[Batch | DataError]):
     def __getitem__(self, samples: range) -> Batch | DataError:
         """Return (inputs, targets) of samples, or the error."""
         sources, numbers = self.order.places(np.asarray(samples, np.int64))
-        rows: list[Batch] = [(torch.empty(0), torch.empty(0))] * len(samples)
+        inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
             places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
             try:
                 with of_source(self.names[k]):
-                    inputs, targets = read_sequences(self.streams[k], self.seq_len, places)
+                    read = read_sequences(self.streams[k], self.seq_len, places)
             except DataError as error:
                 return error
-            for row, place in enumerate(here.tolist()):
-                rows[place] = inputs[row], targets[row]
-        parts = zip(*rows, strict=True)
-        inputs, targets = (torch.stack(part) for part in parts)
+            inputs[here], targets[here] = read
         return inputs, targets
 
     def consumed(self, sample: int) -> dict[str, float]:
