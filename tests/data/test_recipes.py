@@ -95,6 +95,8 @@ def test_values_stay_what_they_are():
         ("", "has to be a mapping"),
         ("[]", "has to be a mapping"),
         ("sources: [", "is not YAML"),
+        ("sources: 2024-13-45", "is not YAML: month must be in 1..12"),
+        ("sources: '\udcff'", "is not YAML"),
         ("sorces: {}", "unknown key data.sorces; did you mean data.sources"),
         ("sources: {a: {wieght: 1}}", "data.sources: unknown key wieght; did you mean weight?"),
         ("sources: {a: 3}", "data.sources"),
@@ -102,8 +104,13 @@ def test_values_stay_what_they_are():
 )
 def test_a_bad_recipe_ends_in_one_line(tmp_path, text, said):
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as raised:
         diffllm.load_config([f"data={path}", "model=tiny", "steps=1"])
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"^data=.*no\.yaml cannot be read: No such file"):
+        diffllm.load_config([f"data={tmp_path / 'no.yaml'}", "model=tiny", "steps=1"])
