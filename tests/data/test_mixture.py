@@ -277,6 +277,11 @@ def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None
         ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
         ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
+        ({"curriculum": [Point(0, {"a": 1})]}, "data.curriculum[0].at=0 has to rise, above 0"),
+        (
+            {"curriculum": [Point(2e9, {"a": 1}), Point(1e9, {"a": 1})]},
+            "data.curriculum[1].at=1e+09",
+        ),
         ({"source": "stdlib"}, "data.sources="),
     ],
 )
@@ -285,3 +290,9 @@ def test_a_bad_mixture_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         DataConfig(**{**good, "vocab_size": 300, **changes}).validate()
     assert said in str(raised.value)
+
+
+def test_shares_and_tokens_may_stand_in_one_curriculum() -> None:
+    curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
+    sources = {"a": SourceConfig()}
+    DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()
