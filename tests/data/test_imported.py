@@ -111,6 +111,7 @@ def test_the_end_is_held_out_from_the_end_of_a_document_on(make: Make, names: li
     shares = counts[counts > 0] / counts.sum()
     assert data.manifest.heldout_unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
     assert list((data.directory).glob("*.bin")) == [], "nothing is copied"
+    assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
 def test_files_that_moved_are_the_same_corpus(make: Make, tmp_path: Path) -> None:

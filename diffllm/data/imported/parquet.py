@@ -14,6 +14,7 @@ import pyarrow.parquet
 from diffllm.data.config import DataConfig
 from diffllm.data.file_index import combined_hash
 from diffllm.data.imported.files import check_pieces, fingerprint
+from diffllm.data.path_names import names_of
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, token_dtype
 from diffllm.data.token_data import TokenData
@@ -70,10 +71,9 @@ def write(
                 f"{paths[0]}: its documents are too few for a {name} split with "
                 f"data.heldout_fraction={cfg.heldout_fraction:g}"
             )
-    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     Manifest(
         format_version=FORMAT_VERSION,
-        source=f"tokens of {names}",
+        source=f"tokens of {names_of(paths)}",
         corpus=corpus,
         pieces_hash=tokenizer.pieces_hash,
         vocab_size=tokenizer.vocab_size,

@@ -14,6 +14,7 @@ from diffllm.data.imported.datatrove import open_datatrove
 from diffllm.data.imported.files import Tokens, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
 from diffllm.data.joined import JoinedStream, check_range
+from diffllm.data.path_names import names_of
 from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Split, token_dtype
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenise import entropy
@@ -160,10 +161,9 @@ def counted(
             if inside > 0:
                 shards.append(Shard(Path(path).name, inside, sha256))
         splits[name] = Split(within, stop - start, 0, shards)
-    names = ", ".join(Path(path).name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     return Manifest(
         format_version=FORMAT_VERSION,
-        source=f"tokens of {names}",
+        source=f"tokens of {names_of(paths)}",
         corpus=combined_hash(["tokens", list(prints), fraction]),
         pieces_hash=tokenizer.pieces_hash,
         vocab_size=tokenizer.vocab_size,
