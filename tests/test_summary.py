@@ -25,6 +25,10 @@ def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
         "152,221 tokens, 29 documents\n"
     ) in text
     assert "spikes        loss 0, gradient norm 0; events without the trend 2, 5\n" in text
+    assert "of sources" not in text
+    own = {"heldout_loss/code": 4.125, "heldout_loss/prose": 4.75}
+    mixed = summary_text(cfg, counts | losses | own | numbers, Path("run"), "a sample", "off")
+    assert "29 documents\n  of sources  code 4.125, prose 4.750\n" in mixed
     diverged = summary_text(
         cfg, counts | losses | numbers | {"heldout_loss": math.nan}, Path("run"), "a sample", "off"
     )

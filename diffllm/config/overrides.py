@@ -188,7 +188,7 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = one_line(cause)
-    chosen = [word for word in words if word.partition("=")[0] in GROUPS]
+    chosen = [word for word in words if word.partition("=")[0].lstrip("+") in (*GROUPS, *OPEN)]
     culprit = first_that_fails([*chosen, *(word for word in words if word not in chosen)])
     if culprit is None:  # an interpolation, which is resolved when its value is asked for
         where = getattr(cause, "full_key", None)
@@ -203,8 +203,18 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{key}: unknown key {name}{suggest(name, nearest(name, names) or names)}"
     if unknown and unknown[1] in key.split("."):
         names = known_keys(compose("train", overrides=chosen))
+        if place := next((place for place in OPEN if key.startswith(f"{place}.")), None):
+            return unknown_name(key, place, names)
         return f"unknown key {key}{suggest(key, nearest(key, names) or sisters(key, names))}"
     return f"{culprit}: {text}"
+
+
+def unknown_name(key: str, place: str, names: list[str]) -> str:
+    """Describe a key whose part below `place`, a mapping of the user's names, is none of them."""
+    name = key.removeprefix(f"{place}.").partition(".")[0]
+    known = [own for own in names if own.rpartition(".")[0] == place]
+    there = [own.rpartition(".")[2] for own in known]
+    return f"{key}: {place} has no {name}{suggest(name, there) if there else ', nor any other'}"
 
 
 def fault_of(file: str, group: str, error: Exception) -> str | None:

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml")
@@ -21,14 +20,7 @@ def overrides_of(word: str) -> list[str]:
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
         return [word]
-    path = Path(value).expanduser()
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{word} cannot be read: {reason}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{word} is not YAML: {' '.join(str(error).split())}") from error
+    content, _ = read_yaml(Path(value).expanduser(), called=word)
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{word} has to be a mapping of keys of data, such as sources")
     source = content.pop("source", "mixture" if "sources" in content else None)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
@@ -158,16 +159,19 @@ class DataConfig(TextConfig):
                 raise ConfigError(f"data.sources: {name!r} has to be of letters, digits, _ and -")
             if source.source == MIXTURE:
                 raise ConfigError(f"{where}source=mixture: a mixture cannot hold another")
+            if source.source == TOKENS and self.tokenizer is None:
+                raise ConfigError(
+                    f"{where}source=tokens needs data.tokenizer, with which they were written"
+                )
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0")
-        former = 0.0
-        for i, point in enumerate(self.curriculum):
+        for i, (former, point) in enumerate(pairwise([Point(), *self.curriculum])):
             check_point(f"data.curriculum[{i}]", point, list(self.sources))
-            place = point.at if point.at <= 1 else float("inf")
-            if place <= former and former != float("inf"):
+            # Shares and tokens compare only once the run's length is known.
+            of_one_unit = (former.at <= 1) == (point.at <= 1)
+            if of_one_unit and point.at <= former.at:
                 raise ConfigError(f"data.curriculum[{i}].at={point.at:g} has to rise, above 0")
-            former = place
 
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from diffllm.data.shards import Manifest, TokenStream, again
+from diffllm.data.shards import Manifest, Stream, TokenStream, again
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.errors import DataError
@@ -39,6 +39,6 @@ class TokenData:
                 f"{tokenizer_in(self.directory)}: no such file; {again(self.directory)}"
             )
 
-    def split(self, name: str) -> TokenStream:
+    def split(self, name: str) -> Stream:
         """Open the tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
         return TokenStream(self.directory, self.manifest, name)

@@ -151,7 +151,7 @@ def summary_text(
     """The end of a run, a sample of its text and the path of its report included."""
     entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
     documents = summary["heldout_documents"]
-    spikes, events = (counts(summary, name) for name in ("spikes", "spikes_detrended"))
+    spikes, events = (below(summary, name) for name in ("spikes", "spikes_detrended"))
     speed = summary["tokens_per_s"]
     side = "under" if loss <= entropy else "over"
     heldout = (
@@ -159,11 +159,14 @@ def summary_text(
         f"{summary['heldout_bits_per_byte']:.2f} bits a byte; "
         f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
     )
+    own = below(summary, "heldout_loss")
+    of_sources = ", ".join(f"{name} {value:.3f}" for name, value in own.items())
     skipped = summary["spikes/skipped_total"]
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     rows = [
         ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}"),
         ("held-out loss", heldout if math.isfinite(loss) else "not finite: the run diverged"),
+        *([("  of sources", of_sources)] if of_sources and math.isfinite(loss) else []),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         (
             "speed",
@@ -189,10 +192,10 @@ def summary_text(
     return f"\n{visible(text)}\n\n{table}"
 
 
-def counts(summary: dict[str, Any], definition: str) -> dict[str, float]:
-    """The numbers of one definition of a spike, by the rest of their names."""
-    parts = ((name.partition("/"), value) for name, value in summary.items())
-    return {rest: value for (first, _, rest), value in parts if first == definition}
+def below(summary: dict[str, Any], section: str) -> dict[str, float]:
+    """The numbers of a section, such as one definition of a spike, by the rest of their names."""
+    start = f"{section}/"
+    return {n.removeprefix(start): value for n, value in summary.items() if n.startswith(start)}
 
 
 def visible(text: str) -> str:

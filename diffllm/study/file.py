@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-import yaml
-
 from diffllm.config.overrides import nearest, suggest
+from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 from diffllm.study.metric import check_metric
 from diffllm.study.sensitivity import LR_SENSITIVITY
@@ -127,13 +126,7 @@ class Study:
 
 def load_study(path: Path) -> Study:
     """Read a study file; raises ConfigError: one line that names what is wrong."""
-    try:
-        text = path.read_bytes()
-        content = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    content, text = read_yaml(path)
     try:
         study = made(Study, content, "", leave_out=("path", "hash"))
         check(study)

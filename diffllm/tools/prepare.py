@@ -27,26 +27,26 @@ def main(argv: list[str]) -> None:
         prepare_on_nodes(words, launcher, cfg.prepare.num_nodes)
         cfg.prepare = PrepareConfig()
     try:
-        describe(prepare(cfg.data, cfg.prepare))
+        data = prepare(cfg.data, cfg.prepare)
     except LeftToOthers as left:
         print(left)
+        return
+    sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
+    print("\n\n".join(sources or [data_text(data)]))
 
 
-def describe(data: Prepared) -> None:
-    """Print what there is, source by source."""
-    for number, (name, source) in enumerate(data.sources.items() or [("", data)]):
-        manifest = source.manifest
-        if name:
-            print("\n" * (number > 0) + name)
-        print(source.directory)
-        print(f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}")
-        for split, counts in manifest.splits.items():
-            print(f"{split:<8} {counts_text(counts)}")
-        print(
-            f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable, "
-            f"{manifest.skipped_duplicates} duplicates; "
-            f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats"
-        )
+def data_text(data: Prepared) -> str:
+    """Where tokens lie, what they are of, and how many there are."""
+    manifest = data.manifest
+    lines = [
+        str(data.directory),
+        f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
+        *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
+        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable, "
+        f"{manifest.skipped_duplicates} duplicates; "
+        f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+    ]
+    return "\n".join(lines)
 
 
 def counts_text(split: Split) -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
+from diffllm.data.imported import parquet
 from diffllm.data.imported.files import TokenFile, WithEnds, ended
 from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
 from diffllm.errors import ConfigError, DataError
@@ -73,7 +74,7 @@ def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
     content = np.array([token for document in documents for token in document], np.int32)
-    file = WithEnds(TokenFile(Path("f"), content, lambda i: int(ends[i]), len(lengths)), EOS)
+    file = WithEnds(TokenFile(Path("f"), content, lambda i: int(ends[i]), len(lengths), 90), EOS)
     assert len(file) == len(whole)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     assert file.tokens(start, stop).tolist() == whole[start:stop]
@@ -110,6 +111,7 @@ def test_the_end_is_held_out_from_the_end_of_a_document_on(make: Make, names: li
     shares = counts[counts > 0] / counts.sum()
     assert data.manifest.heldout_unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
     assert list((data.directory).glob("*.bin")) == [], "nothing is copied"
+    assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
 def test_files_that_moved_are_the_same_corpus(make: Make, tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_stream_can_be_sent_to_a_loader_process(make: Make) -> None:
 
 def test_our_own_shards_are_taken_where_they_lie(make: Make, prepared: TokenData) -> None:
     data = prepare(make(prepared.directory, tokenizer=None))
-    assert isinstance(data, TokenData)
+    assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
@@ -154,7 +156,11 @@ def table(path: Path, column: str = "input_ids", **more: Any) -> Path:
     return path
 
 
-def test_a_column_of_tokens_is_copied_as_it_is(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [5, 128])
+def test_a_column_of_tokens_is_copied_as_it_is(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(parquet, "ROWS", rows)
     data = prepare(make(table(tmp_path / "a.parquet"), text_column="input_ids"))
     splits = {name: data.split(name) for name in ("train", "heldout")}
     read = {}
@@ -184,6 +190,9 @@ def test_a_table_without_tokens_is_named(
     more = [str(FILES / name) for name in changes.pop("paths", [])]
     with pytest.raises(DataError, match=said):
         prepare(make(paths=[str(path), *more], **changes))
+    pyarrow.parquet.write_table(pyarrow.table({"ids": [[5, -3, EOS], [EOS]]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: token -3 is none of the .* 400 pieces"):
+        prepare(make(path, text_column="ids"))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match=r"a\.parquet: "):
         prepare(make(path, text_column="input_ids"))
@@ -211,6 +220,7 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
         damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "no index of Megatron's"),
         damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "end at token 1,906, its tokens at 1,905"),
         damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "needs its index"),
+        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "it has no documents"),
         damaged(NAMES[2], ".ds.metadata", lambda p: p.write_text("x|3"), "tokens of '3' bytes"),
     ],
 )
@@ -235,12 +245,19 @@ def test_a_file_that_grew_is_counted_anew(make: Make, tmp_path: Path) -> None:
     assert prepare(make(path)).directory != data.directory
 
 
+def test_a_tokenizer_that_is_gone_is_noticed(make: Make) -> None:
+    data = prepare(make(FILES / NAMES[0]))
+    (data.directory / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model: no such file; delete .* prepare it"):
+        prepare(make(FILES / NAMES[0]))
+
+
 def test_tokens_of_another_tokenizer_are_noticed(make: Make) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):
         stream.tokens(0, len(ALL))
     ends = np.array([2, 4])
-    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: int(ends[i]), 2)
+    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: int(ends[i]), 2, 400)
     with pytest.raises(DataError, match="1 of 2 documents end with token 1"):
         ended(half, EOS)
 

@@ -1,5 +1,6 @@
 """Mixtures: what their samples are, whatever reads them, and where they go on."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffllm.data import TokenStream, TrainLoader, prepare
+from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
-from diffllm.data.mixture.prepared import JoinedStream, MixtureData
+from diffllm.data.joined import JoinedStream
+from diffllm.data.mixture.naming import of_source
+from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.mixture.samples import MixedSequences
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.errors import CheckpointError, ConfigError, DataError
 
 SEQ_LEN, SEED, BATCH, STEPS = 8, 5, 12, 40
 SIZES = {"code": 50, "web": 700, "books": 90}
@@ -57,6 +60,7 @@ def loader() -> Iterator[Callable[..., TrainLoader]]:
 def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     inputs, targets = samples[numbers]
     assert inputs.shape == targets.shape == (len(numbers), SEQ_LEN)
+    assert inputs[:, 1:].equal(targets[:, :-1])
     return inputs[:, 0].tolist()
 
 
@@ -86,6 +90,14 @@ def test_a_step_reads_the_same_whatever_the_layout(
     for _ in range(BATCH * STEPS // (world_size * micro_batch_size)):
         read += [token for each in loaders for token in next(each)[0][:, 0].tolist()]
     assert read == expected
+
+
+def test_samples_can_be_sent_to_a_loader_process(make: Make) -> None:
+    samples = make(limits={"code": 2})
+    read = first_tokens(samples, range(BATCH * STEPS))
+    again = pickle.loads(pickle.dumps(samples))
+    assert first_tokens(again, range(BATCH * STEPS)) == read
+    assert again.state(100) == samples.state(100)
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
@@ -195,6 +207,62 @@ def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
     assert other.manifest.corpus == data.manifest.corpus, "weights are no part of the corpus"
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no.jsonl", "data.sources.web.paths: "),
+        ("a.jsonl", "data.sources.web: "),
+        ("a.jsonl", "no column 'text'; it has content: use data.sources.web.text_column=content"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_said_under_its_name(
+    tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
+    paths = {"code": corpus_file, "web": tmp_path / name}
+    sources = {key: SourceConfig(source="files", paths=[str(p)]) for key, p in paths.items()}
+    for source in sources.values():
+        source.sample_by = SampleBy.line
+    tokenizer = str(prepared.directory / "tokenizer.model") if given else None
+    cfg = DataConfig(source="mixture", sources=sources, tokenizer=tokenizer, vocab_size=400)
+    cfg.cache_dir = str(tmp_path / "cache")
+    with pytest.raises(DataError) as raised:
+        prepare(cfg)
+    assert said in str(raised.value)
+
+
+def test_a_source_that_is_damaged_is_named(
+    make: Make, make_stream: Callable[..., TokenStream]
+) -> None:
+    samples = make()
+    for shard in samples.streams[1]._directory.glob("*.bin"):
+        shard.write_bytes(bytes(len(shard.read_bytes())))
+    error = samples[range(40)]
+    assert isinstance(error, DataError)
+    assert str(error).startswith("data.sources.web: ")
+    short = SimpleNamespace(split=lambda _: make_stream([1, 2], directory="short"))
+    cfg = DataConfig(source="mixture", sources={"books": SourceConfig()})
+    with pytest.raises(DataError, match=r"^data\.sources\.books: the corpus is shorter than one"):
+        MixedSequences(MixtureData({"books": short}), cfg, SEQ_LEN, SEED, 9)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data.dataset=a/b: gone", "data.sources.web.dataset=a/b: gone"),
+        ("/a/data.paths: cut off", "data.sources.web: /a/data.paths: cut off"),
+        ("data.name.txt: cut off", "data.sources.web: data.name.txt: cut off"),
+        ("data=tokens needs data.tokenizer", "data.sources.web: data=tokens needs data.tokenizer"),
+        ("data.sources.web.paths: none", "data.sources.web.paths: none"),
+    ],
+)
+def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None:
+    with pytest.raises(DataError) as raised, of_source("web"):
+        raise DataError(text)
+    assert str(raised.value) == said
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -205,9 +273,15 @@ def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
         ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot hold another"),
         ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, glob"),
         ({"sources": {"a": SourceConfig(source="web")}}, "data.sources.a.source='web' is not one"),
+        ({"sources": {"a": SourceConfig("tokens", ["a.ds"])}}, "data.sources.a.source=tokens need"),
         ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
         ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
+        ({"curriculum": [Point(0, {"a": 1})]}, "data.curriculum[0].at=0 has to rise, above 0"),
+        (
+            {"curriculum": [Point(2e9, {"a": 1}), Point(1e9, {"a": 1})]},
+            "data.curriculum[1].at=1e+09",
+        ),
         ({"source": "stdlib"}, "data.sources="),
     ],
 )
@@ -216,3 +290,9 @@ def test_a_bad_mixture_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         DataConfig(**{**good, "vocab_size": 300, **changes}).validate()
     assert said in str(raised.value)
+
+
+def test_shares_and_tokens_may_stand_in_one_curriculum() -> None:
+    curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
+    sources = {"a": SourceConfig()}
+    DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

@@ -9,6 +9,7 @@ import diffllm
 from diffllm.config.recipes import as_text, with_recipes
 from diffllm.data import prepare
 from diffllm.errors import ConfigError
+from diffllm.tools.prepare import main
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
 
@@ -23,7 +24,7 @@ def test_our_recipes_are_mixtures(path):
         assert (source.source == "hub") == bool(source.dataset)
 
 
-def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch):
+def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch, capsys):
     (recipe,) = (path for path in RECIPES if path.stem == "local")
     monkeypatch.chdir(tmp_path)
     for name in ("code", "prose"):
@@ -33,10 +34,15 @@ def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch):
     (tmp_path / "mydata/code/a.jsonl").write_text(lines)
     (tmp_path / "mydata/prose/a.txt").write_text("\n\n".join(texts))
     words = [f"data={recipe}", "model=tiny", "steps=100", "data.vocab_size=400"]
-    cfg = diffllm.load_config([*words, f"data.cache_dir={tmp_path / 'cache'}"])
-    data = prepare(cfg.data)
+    words.append(f"data.cache_dir={tmp_path / 'cache'}")
+    data = prepare(diffllm.load_config(words).data)
     assert list(data.sources) == ["code", "prose"]
     assert data.sources["prose"].manifest.splits["train"].documents > 40
+    capsys.readouterr()
+    main(words)
+    code, prose = capsys.readouterr().out.split("\n\n")
+    assert code.startswith(f"code\n{data.sources['code'].directory}\n")
+    assert prose.startswith(f"prose\n{data.sources['prose'].directory}\n")
 
 
 def test_the_command_line_wins_over_a_recipe(tmp_path):
@@ -47,6 +53,27 @@ def test_the_command_line_wins_over_a_recipe(tmp_path):
     assert cfg.data.sources["a"].weight == 3
     assert cfg.data.sources["b"].paths == ["it's {a}, b.txt"]
     assert cfg.run.choices["data"] == "mixture"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.sources.cod.weight=1", "data.sources has no cod; did you mean code?"),
+        ("data.sources.wiki.paths=[a]", "data.sources has no wiki; known: code, prose"),
+        ("data.sources.code.wieght=1", "unknown key wieght; did you mean weight?"),
+    ],
+)
+def test_the_sources_of_a_recipe_are_known(tmp_path, word, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text("sources: {code: {weight: 2}, prose: {weight: 1}}")
+    with pytest.raises(ConfigError) as raised:
+        diffllm.load_config([f"data={path}", "model=tiny", "steps=1", word])
+    assert said in str(raised.value)
+
+
+def test_a_source_without_a_mixture_is_unknown():
+    with pytest.raises(ConfigError, match=r"^data\.sources\.web\.weight: .* has no web, nor any"):
+        diffllm.load_config(["model=tiny", "steps=1", "data.sources.web.weight=1"])
 
 
 def test_one_source_can_be_a_recipe(tmp_path):
@@ -68,6 +95,8 @@ def test_values_stay_what_they_are():
         ("", "has to be a mapping"),
         ("[]", "has to be a mapping"),
         ("sources: [", "is not YAML"),
+        ("sources: 2024-13-45", "is not YAML: month must be in 1..12"),
+        ("sources: '\udcff'", "is not YAML"),
         ("sorces: {}", "unknown key data.sorces; did you mean data.sources"),
         ("sources: {a: {wieght: 1}}", "data.sources: unknown key wieght; did you mean weight?"),
         ("sources: {a: 3}", "data.sources"),
@@ -75,8 +104,13 @@ def test_values_stay_what_they_are():
 )
 def test_a_bad_recipe_ends_in_one_line(tmp_path, text, said):
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as raised:
         diffllm.load_config([f"data={path}", "model=tiny", "steps=1"])
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"^data=.*no\.yaml cannot be read: No such file"):
+        diffllm.load_config([f"data={tmp_path / 'no.yaml'}", "model=tiny", "steps=1"])

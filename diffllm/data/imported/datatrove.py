@@ -6,7 +6,7 @@ line that ends with the bytes of a token.
 
 from pathlib import Path
 
-from diffllm.data.imported.files import TokenFile, check_rising, mapped
+from diffllm.data.imported.files import TokenFile, check_last_end, mapped
 from diffllm.errors import DataError
 
 TYPES = {2: "<u2", 4: "<u4"}
@@ -23,8 +23,10 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     if not index.is_file():
         raise DataError(f"{index}: no such file; {path.name} needs its index")
     ends = mapped(index, "<u8")
-    check_rising(index, ends, len(content))
-    return TokenFile(path, content, lambda document: int(ends[document]), len(ends))
+    if not len(ends):
+        raise DataError(f"{index}: it has no documents")
+    check_last_end(index, int(ends[-1]), len(content))
+    return TokenFile(path, content, lambda i: int(ends[i]), len(ends), vocab_size)
 
 
 def token_size(path: Path, vocab_size: int) -> int:

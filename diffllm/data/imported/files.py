@@ -1,7 +1,8 @@
 """Files of tokens: what one has to say of itself, and what all have in common."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +27,18 @@ class TokenFile:
     end_of: Callable[[int], int]
     """The place behind document i, from 0."""
     documents: int
+    pieces: int
+    """Of the tokenizer: every token is below it."""
 
     def __len__(self) -> int:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64."""
-        return np.asarray(self.content[start:stop]).astype(np.int64)
+        """Read tokens [start, stop), (stop - start,) int64; raises DataError for one that is no
+        piece of the tokenizer."""
+        tokens = np.asarray(self.content[start:stop]).astype(np.int64)
+        check_pieces(self.path, tokens, self.pieces)
+        return tokens
 
 
 class WithEnds:
@@ -50,9 +56,9 @@ class WithEnds:
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64."""
+        """Read tokens [start, stop), (stop - start,) int64; raises as the file does."""
         out = np.full(stop - start, self.eos_id, dtype=np.int64)
-        document = first_beyond(self.end_of, self.documents, start)
+        document = bisect_right(range(self.documents), start, key=self.end_of)
         while start < stop:
             end = self.end_of(document)
             last = min(stop, end - 1)  # what is at end - 1 is the mark
@@ -68,15 +74,6 @@ class WithEnds:
 Tokens = TokenFile | WithEnds
 
 
-def first_beyond(end_of: Callable[[int], int], documents: int, place: int) -> int:
-    """The first document whose end lies behind a place."""
-    low, high = 0, documents
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if end_of(middle) > place else (middle + 1, high)
-    return low
-
-
 def ended(file: TokenFile, eos_id: int) -> Tokens:
     """The file, with ends where its documents have none; raises DataError where only some have."""
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
@@ -90,6 +87,16 @@ def ended(file: TokenFile, eos_id: int) -> Tokens:
             "tokenizer's end of a document, and others do not: is this its tokenizer?"
         )
     return WithEnds(file, eos_id)
+
+
+def check_pieces(path: Path, tokens: np.ndarray, pieces: int) -> None:
+    """Raise DataError for a token that is no piece of the tokenizer, which has so many."""
+    if tokens.max(initial=0) >= pieces or tokens.min(initial=0) < 0:
+        wrong = tokens[(tokens >= pieces) | (tokens < 0)][0]
+        raise DataError(
+            f"{path}: token {wrong} is none of the tokenizer's {pieces:,} pieces: it was written "
+            "with another one, or the file has changed"
+        )
 
 
 def fingerprint(path: Path) -> str:
@@ -125,8 +132,8 @@ def mapped(path: Path, dtype: str, offset: int = 0, count: int | None = None) ->
     return np.memmap(path, kind, mode="r", offset=offset, shape=(number,))
 
 
-def check_rising(path: Path, ends: Sequence[int] | np.ndarray, length: int) -> None:
-    """Raise DataError unless ends of documents rise, and the last one is the end of the tokens."""
-    if not len(ends) or int(ends[-1]) != length:
-        last = int(ends[-1]) if len(ends) else 0
-        raise DataError(f"{path}: its documents end at token {last:,}, its tokens at {length:,}")
+def check_last_end(path: Path, end: int, length: int) -> None:
+    """Raise DataError unless the last document's end is that of the tokens; the ends before it are
+    too many to be read at every start."""
+    if end != length:
+        raise DataError(f"{path}: its documents end at token {end:,}, its tokens at {length:,}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.data.imported.files import LOOKED_AT, TokenFile, check_rising, mapped
+from diffllm.data.imported.files import LOOKED_AT, TokenFile, check_last_end, mapped
 from diffllm.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -18,8 +18,12 @@ HEADER = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def open_megatron(path: Path) -> TokenFile:
-    """Open NAME.bin, with NAME.idx beside it; raises DataError."""
+def open_megatron(path: Path, vocab_size: int) -> TokenFile:
+    """Open NAME.bin, with NAME.idx beside it; raises DataError.
+
+    Args:
+        vocab_size: of the tokenizer.
+    """
     index = path.with_suffix(".idx")
     try:
         with index.open("rb") as file:
@@ -46,8 +50,8 @@ def open_megatron(path: Path) -> TokenFile:
         last = int(firsts[document + 1]) - 1
         return int(places[last]) // size + int(lengths[last])
 
-    check_rising(index, [end_of(marks - 2)], len(content))
-    return TokenFile(path, content, end_of, marks - 1)
+    check_last_end(index, end_of(marks - 2), len(content))
+    return TokenFile(path, content, end_of, marks - 1, vocab_size)
 
 
 def follow_each_other(places: np.ndarray, lengths: np.ndarray, size: int) -> bool:

@@ -12,7 +12,8 @@ import pyarrow
 import pyarrow.parquet
 
 from diffllm.data.config import DataConfig
-from diffllm.data.imported.files import fingerprint
+from diffllm.data.imported.files import check_pieces, fingerprint
+from diffllm.data.path_names import names_of
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, entropy, token_dtype
 from diffllm.data.text.file_index import combined_hash
@@ -22,8 +23,8 @@ from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
-ROWS = 1024
-"""Documents that are in memory at a time."""
+ROWS = 128
+"""Documents that are in memory, and counted, at a time."""
 
 
 def prepare_parquet(cfg: DataConfig, cache_dir: Path, paths: list[Path]) -> TokenData:
@@ -51,24 +52,28 @@ def write(
     }
     limit, empty = int(cfg.heldout_fraction * 2**64), 0
     for path in paths:
-        for tokens in documents(path, cfg.text_column, tokenizer.vocab_size):
-            if not len(tokens):
-                empty += 1
-                continue
-            digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
-            writer = writers["heldout" if int.from_bytes(digest[:8]) < limit else "train"]
-            ending = [] if tokens[-1] == tokenizer.eos_id else [tokenizer.eos_id]
-            writer.add(np.append(tokens, ending).astype(np.int64), text_bytes=0, documents=1)
+        for rows in batches(path, cfg.text_column, tokenizer.vocab_size):
+            parts: dict[str, list[np.ndarray]] = {name: [] for name in writers}
+            for tokens in rows:
+                if not len(tokens):
+                    empty += 1
+                    continue
+                digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
+                split = "heldout" if int.from_bytes(digest[:8]) < limit else "train"
+                ending = [] if tokens[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+                parts[split].append(np.append(tokens, ending).astype(np.int64))
+            for name, documents in parts.items():
+                together = np.concatenate([np.zeros(0, np.int64), *documents])
+                writers[name].add(together, text_bytes=0, documents=len(documents))
     for name, writer in writers.items():
         if not writer.documents:
             raise DataError(
                 f"{paths[0]}: its documents are too few for a {name} split with "
                 f"data.heldout_fraction={cfg.heldout_fraction:g}"
             )
-    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     Manifest(
         format_version=FORMAT_VERSION,
-        source=f"tokens of {names}",
+        source=f"tokens of {names_of(paths)}",
         corpus=corpus,
         pieces_hash=tokenizer.pieces_hash,
         vocab_size=tokenizer.vocab_size,
@@ -81,8 +86,8 @@ def write(
     ).save(directory)
 
 
-def documents(path: Path, column: str, vocab_size: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of each row, (n,) int64; raises DataError."""
+def batches(path: Path, column: str, vocab_size: int) -> Iterator[list[np.ndarray]]:
+    """Yield the tokens of each row, (n,) int64, many rows at a time; raises DataError."""
     try:
         file = pyarrow.parquet.ParquetFile(path)
         types = {field.name: field.type for field in file.schema_arrow}
@@ -94,14 +99,13 @@ def documents(path: Path, column: str, vocab_size: int) -> Iterator[np.ndarray]:
         raise DataError(f"{path}: no column {column!r} of tokens; it has {', '.join(types)}{hint}")
     try:
         for batch in file.iter_batches(ROWS, columns=[column]):
-            for row in batch.column(0):
-                tokens = np.asarray(row.values if row.is_valid else [], dtype=np.int64)
-                if tokens.max(initial=0) >= vocab_size or tokens.min(initial=0) < 0:
-                    raise DataError(
-                        f"{path}: it has token {int(tokens.max())}, the tokenizer {vocab_size:,} "
-                        "pieces: it was written with another one"
-                    )
-                yield tokens
+            rows = [
+                np.asarray(row.values if row.is_valid else [], dtype=np.int64)
+                for row in batch.column(0)
+            ]
+            for tokens in rows:
+                check_pieces(path, tokens, vocab_size)
+            yield rows
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
 

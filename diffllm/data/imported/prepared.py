@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,8 @@ from diffllm.data.config import DataConfig
 from diffllm.data.imported.datatrove import open_datatrove
 from diffllm.data.imported.files import Tokens, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
+from diffllm.data.joined import JoinedStream, check_range
+from diffllm.data.path_names import names_of
 from diffllm.data.shards import (
     FORMAT_VERSION,
     MANIFEST,
@@ -25,7 +26,7 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.data.text.files import expand
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import located, tokenizer_in, write_tokenizer
+from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
@@ -48,8 +49,7 @@ class FilesStream:
         """
         self.split, self.paths, self.tokenizer = split, list(paths), tokenizer
         self.start, self.stop = start, stop
-        self.files = [open_tokens(Path(path), *tokenizer) for path in paths]
-        self.ends = np.cumsum([len(file) for file in self.files], dtype=np.int64)
+        self.whole = JoinedStream(split, [open_tokens(Path(path), *tokenizer) for path in paths])
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -57,25 +57,8 @@ class FilesStream:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop) of the stretch, (stop - start,) int64; raises DataError for one
         that is no piece of the tokenizer."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
-        start, stop = start + self.start, stop + self.start
-        parts = [np.zeros(0, np.int64)]
-        place = int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop:
-            file = self.files[place]
-            first = int(self.ends[place]) - len(file)
-            end = min(stop, int(self.ends[place]))
-            part = file.tokens(start - first, end - first)
-            if part.max(initial=0) >= self.tokenizer[0] or part.min(initial=0) < 0:
-                wrong = part[(part >= self.tokenizer[0]) | (part < 0)][0]
-                raise DataError(
-                    f"{file.path}: token {wrong} is none of the tokenizer's {self.tokenizer[0]:,} "
-                    "pieces: it was written with another one, or the file has changed"
-                )
-            parts.append(part)
-            start, place = end, place + 1
-        return np.concatenate(parts)
+        check_range(start, stop, len(self))
+        return self.whole.tokens(self.start + start, self.start + stop)
 
     def __getstate__(self) -> tuple[object, ...]:
         return self.split, self.paths, self.tokenizer, self.start, self.stop
@@ -85,32 +68,11 @@ class FilesStream:
 
 
 @dataclass(frozen=True)
-class ImportedData:
-    """Files of tokens, whose end is held out; stands where `TokenData` does."""
+class ImportedData(TokenData):
+    """Files of tokens, whose end is held out; `directory` holds the tokenizer and the manifest."""
 
-    directory: Path
-    """Holds the tokenizer, and what was counted."""
     paths: tuple[str, ...]
     """The files, which may have moved since they were counted."""
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        """Counts and hashes; raises DataError if they cannot be read."""
-        return Manifest.load(self.directory)
-
-    @property
-    def sources(self) -> dict[str, TokenData]:
-        """The sources that it is a mixture of: none."""
-        return {}
-
-    def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that the files were written with."""
-        return Tokenizer.from_file(tokenizer_in(self.directory))
-
-    def check(self) -> None:
-        """Raise DataError unless every file is there, as long as it was."""
-        for name in self.manifest.splits:
-            self.split(name)
 
     def split(self, name: str) -> FilesStream:
         """Open the tokens of "train" or "heldout"; raises DataError where files have changed."""
@@ -120,9 +82,9 @@ class ImportedData:
         start, stop = (0, train) if name == "train" else (train, train + heldout)
         tokenizer = manifest.vocab_size, manifest.eos_id
         stream = FilesStream(name, self.paths, tokenizer, start, stop)
-        if int(stream.ends[-1]) != train + heldout:
+        if len(stream.whole) != train + heldout:
             raise DataError(
-                f"{', '.join(self.paths[:3])}: {int(stream.ends[-1]):,} tokens where "
+                f"{', '.join(self.paths[:3])}: {len(stream.whole):,} tokens where "
                 f"{train + heldout:,} were; delete {self.directory} to count them again"
             )
         return stream
@@ -131,13 +93,13 @@ class ImportedData:
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     """Open a file of tokens by its name, its documents with their ends; raises DataError."""
     if path.suffix == ".bin":
-        return ended(open_megatron(path), eos_id)
+        return ended(open_megatron(path, vocab_size), eos_id)
     if path.suffix == ".ds":
         return ended(open_datatrove(path, vocab_size), eos_id)
     raise DataError(f"{path}: no file of tokens that is known: {', '.join(FORMATS)}")
 
 
-def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData | ImportedData:
+def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     """Take the tokens of data.paths as they are; raises DataError.
 
     One directory with a manifest holds shards of ours, both splits of them.
@@ -180,10 +142,9 @@ def counted(
     out."""
     from diffllm.data.heldout import end_behind  # imports torch, which a second start does without
 
-    pieces = tokenizer.vocab_size, tokenizer.eos_id
-    whole = FilesStream("all", paths, pieces, 0, 2**62)
-    length = int(whole.ends[-1])
-    whole.stop = length
+    files = [open_tokens(Path(path), tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
+    whole = JoinedStream("all", files)
+    length = len(whole)
     cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - fraction)) - 1))
     if cut >= length:
         raise DataError(
@@ -195,22 +156,21 @@ def counted(
         part = whole.tokens(start, min(start + COUNTED, length))
         counts += np.bincount(part, minlength=len(counts))
     heldout = int(counts[tokenizer.eos_id])
-    documents = sum(file.documents for file in whole.files)
+    documents = sum(file.documents for file in files)
     splits: dict[str, Split] = {}
     for name, start, stop, within in (
         ("train", 0, cut, documents - heldout),
         ("heldout", cut, length, heldout),
     ):
         shards = []
-        for path, sha256, end, file in zip(paths, prints, whole.ends, whole.files, strict=True):
+        for path, sha256, end, file in zip(paths, prints, whole.ends, files, strict=True):
             inside = min(stop, int(end)) - max(start, int(end) - len(file))
             if inside > 0:
                 shards.append(Shard(Path(path).name, inside, sha256))
         splits[name] = Split(within, stop - start, 0, shards)
-    names = ", ".join(Path(path).name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     return Manifest(
         format_version=FORMAT_VERSION,
-        source=f"tokens of {names}",
+        source=f"tokens of {names_of(paths)}",
         corpus=combined_hash(["tokens", list(prints), fraction]),
         pieces_hash=tokenizer.pieces_hash,
         vocab_size=tokenizer.vocab_size,

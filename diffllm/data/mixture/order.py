@@ -71,7 +71,6 @@ class MixtureOrder:
                 counts = self.segments[-1].counts(start - self.segments[-1].start)
             self.segments.append(Segment(start, in_parts(weights), counts))
         self._starts = [segment.start for segment in self.segments]
-        self._block = lru_cache(maxsize=4)(self._make_block)
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sample (n,), and its number among that source's samples."""
@@ -114,15 +113,18 @@ class MixtureOrder:
             after = min(after, self._starts[number + 1] - segment.start)
         before = segment.counts(first)
         content = tuple(b - a for a, b in zip(before, segment.counts(after), strict=True))
-        return segment.start + first, self._block(content), before
+        return segment.start + first, block_of(content), before
 
-    @staticmethod
-    def _make_block(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        order = laid_out(counts)
-        ranks = np.empty(len(order), np.int64)
-        for source, count in enumerate(counts):
-            ranks[order == source] = np.arange(count)
-        return order, ranks
+
+@lru_cache(maxsize=8)
+def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Make a block with so many samples of each source: the source of each place, and its number
+    among that source's samples of the block."""
+    order = laid_out(counts)
+    ranks = np.empty(len(order), np.int64)
+    for source, count in enumerate(counts):
+        ranks[order == source] = np.arange(count)
+    return order, ranks
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """The prepared sources of a mixture: tokens of one tokenizer, each under a key of its own."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -8,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
-from diffllm.data.imported.prepared import ImportedData
-from diffllm.data.shards import Manifest, Split, Stream
+from diffllm.data.joined import JoinedStream
+from diffllm.data.mixture.naming import of_source
+from diffllm.data.shards import Manifest, together
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from diffllm.errors import DataError
 class MixtureData:
     """The prepared sources of a mixture by name; stands where `TokenData` does."""
 
-    sources: dict[str, TokenData | ImportedData]
+    sources: dict[str, TokenData]
 
     @property
     def directory(self) -> Path:
@@ -60,8 +60,9 @@ class MixtureData:
     def check(self) -> None:
         """Raise DataError unless the files of every source are there, of their sizes, and all are
         tokens of one tokenizer."""
-        for data in self.sources.values():
-            data.check()
+        for name, data in self.sources.items():
+            with of_source(name):
+                data.check()
         hashes = {name: data.manifest.pieces_hash for name, data in self.sources.items()}
         (first, own), *others = hashes.items()
         for name, other in others:
@@ -71,47 +72,13 @@ class MixtureData:
                     f"{own[:12]} and {other[:12]}"
                 )
 
-    def split(self, name: str) -> "JoinedStream":
+    def split(self, name: str) -> JoinedStream:
         """Open the tokens of "train" or "heldout" of all sources, one behind the other."""
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])
 
 
-Prepared = TokenData | ImportedData | MixtureData
-"""What `prepare` returns: a corpus, tokens of other libraries, or several of these."""
-
-
-class JoinedStream:
-    """The tokens of several streams, one behind the other."""
-
-    def __init__(self, split: str, streams: Sequence[Stream]) -> None:
-        self.split, self.streams = split, list(streams)
-        self.ends = np.cumsum([len(stream) for stream in streams], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64, across the borders of streams."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
-        parts = [np.zeros(0, np.int64)]
-        place = int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop:
-            first = int(self.ends[place]) - len(self.streams[place])
-            end = min(stop, int(self.ends[place]))
-            parts.append(self.streams[place].tokens(start - first, end - first))
-            start, place = end, place + 1
-        return np.concatenate(parts)
-
-
-def together(splits: Sequence[Split]) -> Split:
-    """The counts of one split of several sources."""
-    return Split(
-        documents=sum(split.documents for split in splits),
-        tokens=sum(split.tokens for split in splits),
-        bytes=sum(split.bytes for split in splits),
-        shards=[shard for split in splits for shard in split.shards],
-    )
+Prepared = TokenData | MixtureData
+"""What `prepare` returns: a corpus, or several of them."""
 
 
 def config_of(cfg: DataConfig, source: SourceConfig) -> DataConfig:

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segments
+from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.order import MixtureOrder
 from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.samples import Batch, check_seed, read_sequences, sequences_in, shuffled
@@ -32,7 +33,10 @@ class MixedSequences(Dataset[Batch | DataError]):
         self.names = list(data.sources)
         self.streams = [each.split("train") for each in data.sources.values()]
         self.seq_len, self.seed, self.total = seq_len, seed, total
-        self.sequences = [sequences_in(stream, seq_len) for stream in self.streams]
+        self.sequences = [
+            of_source(name)(sequences_in)(stream, seq_len)
+            for name, stream in zip(self.names, self.streams, strict=True)
+        ]
         limits = [source.epochs_at_most for source in cfg.sources.values()]
         self.most = [
             math.inf if limit is None else math.floor(limit * count)
@@ -44,18 +48,16 @@ class MixedSequences(Dataset[Batch | DataError]):
     def __getitem__(self, samples: range) -> Batch | DataError:
         """Return (inputs, targets) of samples, or the error."""
         sources, numbers = self.order.places(np.asarray(samples, np.int64))
-        rows: list[Batch] = [(torch.empty(0), torch.empty(0))] * len(samples)
+        inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
             places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
             try:
-                inputs, targets = read_sequences(self.streams[k], self.seq_len, places)
+                with of_source(self.names[k]):
+                    read = read_sequences(self.streams[k], self.seq_len, places)
             except DataError as error:
-                return DataError(f"data.sources.{self.names[k]}: {error}")
-            for row, place in enumerate(here.tolist()):
-                rows[place] = inputs[row], targets[row]
-        parts = zip(*rows, strict=True)
-        inputs, targets = (torch.stack(part) for part in parts)
+                return error
+            inputs[here], targets[here] = read
         return inputs, targets
 
     def consumed(self, sample: int) -> dict[str, float]:

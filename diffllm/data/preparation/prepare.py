@@ -1,12 +1,13 @@
 """From a data config to token shards, which a cache keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
-from diffllm.data.imported.prepared import ImportedData, prepare_tokens
+from diffllm.data.imported.prepared import prepare_tokens
+from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.single import cut_in_two
@@ -65,30 +66,36 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
     change on a run's way, have no part in it.
     """
     each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
-    texts = {n: open_corpus(own, cache_dir) for n, own in each.items() if own.source != TOKENS}
+    texts = {
+        name: of_source(name)(open_corpus)(own, cache_dir)
+        for name, own in each.items()
+        if own.source != TOKENS
+    }
     tokenizer = cfg.tokenizer
     if tokenizer is None:
         size = -(-cfg.tokenizer_sample_bytes // len(texts))
-        sample = [(c, size) for c in sorted(texts.values(), key=lambda corpus: corpus.identity)]
-        what = [[corpus.identity for corpus, _ in sample], size, cfg.vocab_size, TRAINING]
+        names = sorted(texts, key=lambda name: texts[name].identity)
+        what = [[texts[name].identity for name in names], size, cfg.vocab_size, TRAINING]
+        sample = (
+            part for name in names for part in under_name(name, training_sample(texts[name], size))
+        )
         path = trained_tokenizer(cache_dir, combined_hash([MIXTURE, *what]))
         build_once(path.parent, partial(build_tokenizer, cfg, sample))
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
     before: list[Corpus] = []
-    prepared: dict[str, TokenData | ImportedData] = {}
+    prepared: dict[str, TokenData] = {}
     for name in each:
-        if name in texts:
-            prepared[name] = prepare_text(own[name], texts[name], before, cache_dir, how)
-            before.append(texts[name])
-        else:
-            prepared[name] = prepare_tokens(own[name], cache_dir)
+        with of_source(name):
+            if name in texts:
+                prepared[name] = prepare_text(own[name], texts[name], before, cache_dir, how)
+                before.append(texts[name])
+            else:
+                prepared[name] = prepare_tokens(own[name], cache_dir)
     return MixtureData(prepared)
 
 
-def prepare_source(
-    cfg: DataConfig, cache_dir: Path, how: PrepareConfig
-) -> TokenData | ImportedData:
+def prepare_source(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenData:
     """Prepare one source that stands alone."""
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
@@ -118,7 +125,7 @@ def prepare_text(
         return TokenData(directory)
     halves = cut_in_two(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
-        sample = [(corpus, cfg.tokenizer_sample_bytes)]
+        sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
     left_out = None
     if cfg.deduplicate and not halves:
@@ -142,8 +149,13 @@ def trained_tokenizer(cache_dir: Path, key: str) -> Path:
     return cache_dir / "tokenizers" / key[:32] / MODEL
 
 
-def build_tokenizer(cfg: DataConfig, texts: Sequence[tuple[Corpus, int]], directory: Path) -> None:
-    """Train a tokenizer on corpora, so many bytes of each, and write it into a directory."""
-    sample = (part for corpus, size in texts for part in training_sample(corpus, size))
+def build_tokenizer(cfg: DataConfig, sample: Iterator[str], directory: Path) -> None:
+    """Train a tokenizer on a sample of text, and write it into a directory."""
     model = train_tokenizer(sample, cfg.vocab_size, available_cores())
     (directory / MODEL).write_bytes(model)
+
+
+def under_name(name: str, texts: Iterator[str]) -> Iterator[str]:
+    """Yield texts of a source; errors name it."""
+    with of_source(name):
+        yield from texts

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.data.config import DataConfig
+from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import Corpus, Documents, Part, columns_of, reason
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.formats import COMPRESSIONS, format_of
@@ -32,9 +33,8 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         check_readable(path, facts_of_file)
 
     contents = [[facts.sha256, form] for facts, form in zip(facts, formats, strict=True)]
-    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     return Corpus(
-        description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names}",
+        description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names_of(paths)}",
         identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
         list_parts=lambda: parts_of(paths, facts, formats, cfg),
     )
