@@ -2,9 +2,9 @@
 
 A shard is compared before the first token of it is used. Many ranks and loader workers, on one
 node or on many with a shared file system, read the same shards: whoever comes first hashes and
-leaves a mark beside the file, the others wait for it. The mark holds what identifies the file, so a
-file that was written to is compared again. Decay that leaves size and times alone is found by the
-first run that starts after the mark has become old.
+leaves a mark beside the file, the others wait for it; a preparation marks what it has just hashed.
+The mark holds what identifies the file, so a file that was written to is compared again. Decay that
+leaves size and times alone is found by the first run that starts after the mark has become old.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ VALID_SECONDS = 24 * 3600
 
 def matches(path: Path, sha256: str) -> bool:
     """Whether `path` has this checksum, in hexadecimal; raises OSError if it cannot be read."""
-    mark = path.with_name(f".{path.name}.verified")
+    mark = mark_of(path)
     if is_marked(mark, path, sha256):
         return True
     with contextlib.ExitStack() as stack:
@@ -35,9 +35,19 @@ def matches(path: Path, sha256: str) -> bool:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
             return False
-        with contextlib.suppress(OSError):
-            replace_file(mark, f"{sha256} {identity}\n")
+        leave_mark(path, sha256, identity)
     return True
+
+
+def leave_mark(path: Path, sha256: str, identity: str) -> None:
+    """Note that a file has this checksum, if its directory can be written to."""
+    with contextlib.suppress(OSError):
+        replace_file(mark_of(path), f"{sha256} {identity}\n")
+
+
+def mark_of(path: Path) -> Path:
+    """Return the place of a file's mark."""
+    return path.with_name(f".{path.name}.verified")
 
 
 def is_marked(mark: Path, path: Path, sha256: str) -> bool:

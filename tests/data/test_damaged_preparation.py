@@ -39,8 +39,9 @@ print(preparation.prepare(cfg).directory)
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
-    """Every file but the model, whose bytes hold the name of a temporary file."""
-    return {p.name: p.read_bytes() for p in data.directory.iterdir() if p.suffix != ".model"}
+    """Every file but marks, and the model, whose bytes hold the name of a temporary file."""
+    files = data.directory.glob("[!.]*")
+    return {path.name: path.read_bytes() for path in files if path.suffix != ".model"}
 
 
 def visible(cache: Path) -> list[str]:
@@ -214,7 +215,9 @@ def test_sigkill_at_random_moments_leaves_nothing_half_done(
         for name in visible(Path(cfg.cache_dir)):
             directory = Path(cfg.cache_dir) / name
             expected = tmp_path / "undisturbed" / name
-            assert {p.name for p in directory.iterdir()} == {p.name for p in expected.iterdir()}
+            assert {p.name for p in directory.glob("[!.]*")} == {
+                p.name for p in expected.glob("[!.]*")
+            }
     assert contents(prepare(cfg)) == contents(undisturbed)
     assert not list(Path(cfg.cache_dir).glob("*/*.[tp]*-*"))
 

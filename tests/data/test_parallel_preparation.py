@@ -53,7 +53,7 @@ def hash_of(text: str) -> int:
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in data.directory.iterdir()}
+    return {path.name: path.read_bytes() for path in data.directory.glob("[!.]*")}
 
 
 def in_cache(cfg: DataConfig, name: str) -> DataConfig:

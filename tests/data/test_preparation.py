@@ -58,8 +58,9 @@ def start_preparing(
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
-    """Every file but the model, whose bytes hold the name of a temporary file."""
-    return {p.name: p.read_bytes() for p in data.directory.iterdir() if p.suffix != ".model"}
+    """Every file but marks, and the model, whose bytes hold the name of a temporary file."""
+    files = data.directory.glob("[!.]*")
+    return {path.name: path.read_bytes() for path in files if path.suffix != ".model"}
 
 
 def documents_of(data: TokenData, split: str) -> list[str]:

@@ -32,6 +32,7 @@ from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
+from diffllm.data.verified import identity_of, leave_mark
 from diffllm.errors import DataError
 from diffllm.files import sync
 
@@ -129,6 +130,9 @@ class TokensJob:
         for path in [*encoding.directory.iterdir(), encoding.directory]:
             sync(path)
         os.rename(encoding.directory, self.final)
+        for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+            path = self.final / shard.file
+            leave_mark(path, shard.sha256, identity_of(path))
         sync(self.final.parent)
         for parts_of in self.final.parent.glob(f"{self.final.name}.partial-*"):
             shutil.rmtree(parts_of, ignore_errors=True)
