@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from diffllm.data.loader import TrainLoader, heldout_batches, training_samples
     from diffllm.data.mixture.prepared import MixtureData, Prepared
     from diffllm.data.preparation import prepare
-    from diffllm.data.samples import sequences_in
+    from diffllm.data.sequences import sequences_in
     from diffllm.data.shards import TokenStream
     from diffllm.data.token_data import TokenData
     from diffllm.data.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ _HOMES = {
     "heldout_documents": "heldout",
     "heldout_tokens": "heldout",
     "prepare": "preparation",
-    "sequences_in": "samples",
+    "sequences_in": "sequences",
     "training_samples": "loader",
 }
 

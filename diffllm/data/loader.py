@@ -18,13 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture.prepared import MixtureData, Prepared
 from diffllm.data.mixture.samples import MixedSequences
-from diffllm.data.samples import (
-    Batch,
-    Samples,
-    ShuffledSequences,
-    read_sequences,
-    sequences_in,
-)
+from diffllm.data.samples import Samples, ShuffledSequences
+from diffllm.data.sequences import Batch, StreamSequences, read_sequences, sequences_in
 from diffllm.data.shards import Stream
 from diffllm.errors import ConfigError, DataError
 
@@ -41,7 +36,7 @@ def training_samples(
     """
     if isinstance(data, MixtureData):
         return MixedSequences(data, cfg, seq_len, seed, total)
-    return ShuffledSequences(data.split("train"), seq_len, seed)
+    return ShuffledSequences(StreamSequences(data.split("train"), seq_len), seed)
 
 
 def heldout_batches(

@@ -11,7 +11,8 @@ from diffllm.data.config import DataConfig
 from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segments
 from diffllm.data.mixture.order import MixtureOrder
 from diffllm.data.mixture.prepared import MixtureData
-from diffllm.data.samples import Batch, check_seed, read_sequences, sequences_in, shuffled
+from diffllm.data.samples import check_seed, shuffled
+from diffllm.data.sequences import Batch, Sequences, StreamSequences
 from diffllm.errors import CheckpointError, DataError
 
 
@@ -30,9 +31,11 @@ class MixedSequences(Dataset[Batch | DataError]):
         self, data: MixtureData, cfg: DataConfig, seq_len: int, seed: int, total: int
     ) -> None:
         self.names = list(data.sources)
-        self.streams = [each.split("train") for each in data.sources.values()]
         self.seq_len, self.seed, self.total = seq_len, seed, total
-        self.sequences = [sequences_in(stream, seq_len) for stream in self.streams]
+        self.sources: list[Sequences] = [
+            StreamSequences(each.split("train"), seq_len) for each in data.sources.values()
+        ]
+        self.sequences = [len(each) for each in self.sources]
         limits = [source.epochs_at_most for source in cfg.sources.values()]
         self.most = [
             math.inf if limit is None else math.floor(limit * count)
@@ -49,7 +52,7 @@ class MixedSequences(Dataset[Batch | DataError]):
             here = np.flatnonzero(sources == k)
             places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
             try:
-                inputs, targets = read_sequences(self.streams[k], self.seq_len, places)
+                inputs, targets = self.sources[k].read(places)
             except DataError as error:
                 return DataError(f"data.sources.{self.names[k]}: {error}")
             for row, place in enumerate(here.tolist()):
