@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from diffllm.data.shards import TokenStream
     from diffllm.data.token_data import TokenData
     from diffllm.data.tokenizer import Tokenizer
+    from diffllm.data.training_sequences import packing_counts, sequences_of_epoch
 
 __all__ = [
     "HeldoutDocuments",
@@ -26,8 +27,10 @@ __all__ = [
     "heldout_batches",
     "heldout_documents",
     "heldout_tokens",
+    "packing_counts",
     "prepare",
     "sequences_in",
+    "sequences_of_epoch",
     "training_samples",
 ]
 
@@ -42,8 +45,10 @@ _HOMES = {
     "heldout_batches": "loader",
     "heldout_documents": "heldout",
     "heldout_tokens": "heldout",
+    "packing_counts": "training_sequences",
     "prepare": "preparation",
     "sequences_in": "sequences",
+    "sequences_of_epoch": "training_sequences",
     "training_samples": "loader",
 }
 

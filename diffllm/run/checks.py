@@ -40,6 +40,7 @@ def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
         "tokenizer": data.manifest.pieces_hash,
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
+        "data.packing": cfg.data.packing.name,
     }
 
 

@@ -1,7 +1,7 @@
-"""diffllm prepare [overrides]: the tokenizer and token shards that a run would make first."""
+"""diffllm prepare [overrides]: the tokenizer, tokens and packing that a run would make first."""
 
 from diffllm.config import load_config
-from diffllm.data import prepare
+from diffllm.data import packing_counts, prepare
 from diffllm.data.shards import Split
 
 
@@ -10,7 +10,9 @@ def main(argv: list[str]) -> None:
     if "-h" in argv or "--help" in argv:
         print("diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]")
         return
-    data = prepare(load_config(argv).data)
+    cfg = load_config(argv)
+    data = prepare(cfg.data)
+    packed = packing_counts(data, cfg.data, cfg.seq_len)
     for name, source in data.sources.items() or [("", data)]:
         manifest = source.manifest
         if name:
@@ -23,6 +25,8 @@ def main(argv: list[str]) -> None:
             f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable; "
             f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats"
         )
+    if packed:
+        print(f"packing  {packed.text()}")
 
 
 def counts_text(split: Split) -> str:

@@ -12,7 +12,8 @@ from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segm
 from diffllm.data.mixture.order import MixtureOrder
 from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.samples import check_seed, shuffled
-from diffllm.data.sequences import Batch, Sequences, StreamSequences
+from diffllm.data.sequences import Batch
+from diffllm.data.training_sequences import training_sequences
 from diffllm.errors import CheckpointError, DataError
 
 
@@ -32,9 +33,7 @@ class MixedSequences(Dataset[Batch | DataError]):
     ) -> None:
         self.names = list(data.sources)
         self.seq_len, self.seed, self.total = seq_len, seed, total
-        self.sources: list[Sequences] = [
-            StreamSequences(each.split("train"), seq_len) for each in data.sources.values()
-        ]
+        self.sources = [training_sequences(each, cfg, seq_len) for each in data.sources.values()]
         self.sequences = [len(each) for each in self.sources]
         limits = [source.epochs_at_most for source in cfg.sources.values()]
         self.most = [
