@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from diffllm.data.shards import TokenStream
     from diffllm.data.token_data import TokenData
     from diffllm.data.tokenizer import Tokenizer
-    from diffllm.data.training_sequences import packing_counts, sequences_of_epoch
+    from diffllm.data.training_sequences import (
+        ignores_targets,
+        packing_counts,
+        sequences_of_epoch,
+    )
 
 __all__ = [
     "HeldoutDocuments",
@@ -27,6 +31,7 @@ __all__ = [
     "heldout_batches",
     "heldout_documents",
     "heldout_tokens",
+    "ignores_targets",
     "packing_counts",
     "prepare",
     "sequences_in",
@@ -45,6 +50,7 @@ _HOMES = {
     "heldout_batches": "loader",
     "heldout_documents": "heldout",
     "heldout_tokens": "heldout",
+    "ignores_targets": "training_sequences",
     "packing_counts": "training_sequences",
     "prepare": "preparation",
     "sequences_in": "sequences",

@@ -64,3 +64,8 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
         return None
     sources = list(data.sources.values()) if isinstance(data, MixtureData) else [data]
     return reduce(add, (packed_sequences(each, cfg, seq_len).plan.counts for each in sources))
+
+
+def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:
+    """Whether targets of training may be ignored: those of padding."""
+    return cfg.packing is Packing.best_fit

@@ -126,6 +126,8 @@ METRICS: list[Metric] = [
         plots=(Curve("Held-out loss, {group}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
+    Metric("train/target_share", LOSS, "Share of the logged step's targets that its loss is a mean "
+           "over, where padding or a loss mask leaves some out", "share"),
     Metric("train/lr", LOSS, "Learning rate of the logged step",
            plots=(Curve("Learning rate"),)),
 
