@@ -56,6 +56,11 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 def read_sequences(stream: Stream, seq_len: int, places: np.ndarray) -> Batch:
     """Read inputs and targets, (m, T) int64 each, at places (m,): sequence i starts at token i *
     T."""
-    rows = [stream.tokens(i * seq_len, (i + 1) * seq_len + 1) for i in places.tolist()]
+    starts = [i * seq_len for i in places.tolist()]
+    rows = [stream.tokens(start, start + seq_len + 1) for start in starts]
     tokens = torch.from_numpy(np.stack(rows))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if stream.masked:
+        masks = [stream.loss_mask(start + 1, start + seq_len + 1) for start in starts]
+        targets[torch.from_numpy(~np.stack(masks))] = -1
+    return inputs, targets

@@ -67,5 +67,5 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:
-    """Whether targets of training may be ignored: those of padding."""
-    return cfg.packing is Packing.best_fit
+    """Whether targets of training may be ignored: padding, or tokens that are only context."""
+    return cfg.packing is Packing.best_fit or data.manifest.splits["train"].masked

@@ -80,7 +80,7 @@ def test_capacities_beyond_16_bits() -> None:
 class Tokens:
     """A stream in memory: documents of the given lengths, whose tokens are all different."""
 
-    split = "train"
+    split, masked = "train", False
 
     def __init__(self, lengths: list[int], ended: bool = True) -> None:
         ends = np.cumsum(lengths)

@@ -30,6 +30,8 @@ COUNTED = 1 << 22
 class FilesStream:
     """A stretch of the tokens of several files, one behind the other; cheap to pickle."""
 
+    masked = False
+
     def __init__(
         self, split: str, paths: Sequence[str], tokenizer: tuple[int, int], start: int, stop: int
     ) -> None:
@@ -69,6 +71,10 @@ class FilesStream:
             parts.append(part)
             start, place = end, place + 1
         return np.concatenate(parts)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Return that all of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        return np.ones(stop - start, np.bool_)
 
     def __getstate__(self) -> tuple[object, ...]:
         return self.split, self.paths, self.tokenizer, self.start, self.stop

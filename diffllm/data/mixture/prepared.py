@@ -102,6 +102,20 @@ class JoinedStream:
             start, place = end, place + 1
         return np.concatenate(parts)
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens may be only context."""
+        return any(stream.masked for stream in self.streams)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        parts = [np.zeros(0, np.bool_)]
+        for stream, end in zip(self.streams, self.ends.tolist(), strict=True):
+            first = end - len(stream)
+            if start < end and stop > first:
+                parts.append(stream.loss_mask(max(start, first) - first, min(stop, end) - first))
+        return np.concatenate(parts)
+
 
 def together(splits: Sequence[Split]) -> Split:
     """The counts of one split of several sources."""

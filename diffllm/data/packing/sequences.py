@@ -8,14 +8,14 @@ import torch
 
 from diffllm.data.packing.plan import Plan
 from diffllm.data.sequences import Batch
-from diffllm.data.shards import Stream
+from diffllm.data.shards import Stream, as_targets
 
 
 class PackedSequences:
     """Whole documents, several in a sequence, in the order of the corpus; the rest is padding.
 
     A token's input is the token before it: the EOS before its document for a first one. So every
-    token is a target once. Padding has EOS as inputs and -1 as targets.
+    token is a target once, unless it is only context. Padding has EOS as inputs and -1 as targets.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: Plan) -> None:
@@ -35,7 +35,7 @@ class PackedSequences:
                 if tokens[0] != self.eos_id and length < self.seq_len:
                     at += 1  # the end of a document that was cut; an EOS parts it from the last one
                 inputs[row, at : at + length] = tokens[:-1]
-                targets[row, at : at + length] = tokens[1:]
+                targets[row, at : at + length] = as_targets(self.stream, start, tokens[1:])
                 at += length
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
