@@ -115,8 +115,8 @@ def counted_targets(batches: Iterable[tuple[Tensor, Tensor]], device: torch.devi
     """Count the targets of the global batch that are not ignored, those that are not negative: an
     int64 scalar on the device, at least 1. Every rank calls it, with its micro-batches of a step.
     """
-    own = sum(int((targets >= 0).sum()) for _, targets in batches)
-    counted = moved(torch.tensor(own), device)
+    own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
+    counted = moved(own, device)
     dist.all_reduce(counted)
     return counted.clamp_min(1)  # losses of no targets are 0, and 0 / 0 would be NaN
 

@@ -303,8 +303,8 @@ METRICS: list[Metric] = [
 
     Metric("data/epochs/*", DATA, "Passes over one source of a mixture so far", "epochs",
            plots=(Curve("Epochs of {group}", folded=True),)),
-    Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far",
-           "tokens"),
+    Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far, "
+           "with padding", "tokens"),
 
     Metric(
         "expert_load_max/*", EXPERTS,

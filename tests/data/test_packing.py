@@ -1,5 +1,6 @@
 """Packing: where documents lie, what is a target, and that nothing else has a part in it."""
 
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from diffllm.config.steps import steps_of_epochs
 from diffllm.data import TokenData, TokenStream, TrainLoader, packing_counts, sequences_of_epoch
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
+from diffllm.data.imported.prepared import FilesStream
 from diffllm.data.loader import training_samples
 from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.packing import pieces as pieces_module
@@ -30,6 +32,7 @@ from diffllm.data.shards import Manifest
 from diffllm.data.training_sequences import packed_sequences, plan_key
 from diffllm.errors import DataError
 from diffllm.model.documents import Documents
+from diffllm.state import LoopState
 
 EOS = 0
 
@@ -98,9 +101,9 @@ class Tokens:
         return self.all[start:stop].copy()
 
 
-def packed(stream: Any, seq_len: int, directory: str | Path) -> PackedSequences:
-    write_plan(stream, EOS, seq_len, Path(directory))
-    return PackedSequences(stream, EOS, seq_len, Plan(Path(directory)))
+def packed(stream: Any, seq_len: int, directory: str | Path, eos_id: int = EOS) -> PackedSequences:
+    write_plan(stream, eos_id, seq_len, Path(directory))
+    return PackedSequences(stream, eos_id, seq_len, Plan(Path(directory)))
 
 
 @st.composite
@@ -118,10 +121,13 @@ def test_the_pieces_are_the_documents_whole_where_they_can_be(
 ) -> None:
     stream, seq_len = drawn
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces_module, "BLOCK", block)
         patch.setattr(plan_module, "WINDOW", window)
+        other = packed(stream, seq_len, directory)
+        whole = [other.plan[i] for i in range(len(other))]
+        patch.setattr(pieces_module, "BLOCK", block)
         sequences = packed(stream, seq_len, directory)
         rows = [sequences.plan[i] for i in range(len(sequences))]
+    assert rows == whole, "what is read at once has no part in it"
     found = sorted((start, start + length) for row in rows for start, length in row)
     expected = [
         (start, min(start + seq_len, document.stop))
@@ -193,6 +199,20 @@ def test_all_pieces_of_a_window_are_packed_by_best_fit(
         len(plainly_packed(slots[i : i + window], 32)) for i in range(0, len(slots), window)
     ]
     assert len(sequences) == sum(expected)
+
+
+@pytest.mark.parametrize("eos_id", [1, 399])
+def test_tokens_of_other_libraries_are_packed(tmp_path: Path, eos_id: int) -> None:
+    """Documents that end with another token are read as if they had an end."""
+    files = Path(__file__).parent.parent / "data_files" / "imported"
+    stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
+    stream.stop = int(stream.ends[-1])
+    sequences = packed(stream, 16, tmp_path, eos_id)
+    documents = json.loads((files / "documents.json").read_text())
+    assert sequences.plan.counts.documents == len(documents)
+    _, targets = sequences.read(np.arange(len(sequences)))
+    assert int((targets >= 0).sum()) == len(stream)
+    assert int((targets == eos_id).sum()) == len(documents)
 
 
 # In training
@@ -300,6 +320,11 @@ def test_a_cache_that_cannot_be_written_is_one_line(prepared: TokenData, tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir=.*file: Not a directory"):
         packed_sequences(prepared, packing(tmp_path / "file"), 32)
+
+
+def test_a_checkpoint_from_before_there_was_packing_is_of_a_stream() -> None:
+    saved = LoopState(order={"seed": 1}).state_dict()
+    assert LoopState.of(saved).order == {"seed": 1, "data.packing": "stream"}
 
 
 def mixture_of(
