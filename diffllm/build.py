@@ -35,6 +35,8 @@ class Training:
     guard: Guard
     choices: dict[str, Choice]
     """Settings that were left to the device or to the size of the model, by name."""
+    ignores_targets: bool = False
+    """Whether some targets may be ignored, so that a step has to count those that are not."""
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -62,14 +64,21 @@ class Training:
         }
 
 
-def build(cfg: TrainConfig, device: torch.device, document_end: int | None = None) -> Training:
+def build(
+    cfg: TrainConfig,
+    device: torch.device,
+    document_end: int | None = None,
+    ignores_targets: bool = False,
+) -> Training:
     """The sharded model and its optimizer, initialised; needs a process group.
 
     Args:
         document_end: the token behind which documents begin; masks them.
+        ignores_targets: whether some targets may be negative, which losses leave out.
     """
     model, meshes, choices = sharded_model(cfg, device)
     t = allocated(cfg, device, model, meshes, choices, document_end)
+    t.ignores_targets = ignores_targets
     t.model.reset_parameters(t.weights.block)
     t.weights.changed()
     return t

@@ -47,6 +47,8 @@ class StepOutput(NamedTuple):
     """Norm of the change of all parameters, where it was asked for."""
     stats: Stats
     """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
+    target_share: Tensor | None = None
+    """Share of the targets that were not ignored; None where none can be."""
 
 
 class Outputs(NamedTuple):
@@ -141,6 +143,8 @@ class Recorder:
         nll, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
+        if self.last.target_share is not None:
+            self.latest["train/target_share"] = self.last.target_share.item()
         self.pending.clear()
 
     def end_line(self, step: int) -> None:

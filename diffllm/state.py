@@ -36,9 +36,11 @@ class LoopState:
         """Make the state that `state_dict` gave these values of."""
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        names = ("step", "data", "order", "wandb_id")
-        seconds = values.get("seconds", 0.0)  # older checkpoints have none
-        return cls(**{name: values[name] for name in names}, seconds=seconds, spikes=spikes)
+        names = ("step", "data", "wandb_id")
+        seconds = values.get("seconds", 0.0)  # older checkpoints have neither
+        order = {"data.packing": "stream", **values["order"]}
+        known = {name: values[name] for name in names}
+        return cls(**known, order=order, seconds=seconds, spikes=spikes)
 
 
 def continued(

@@ -2,7 +2,8 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from diffllm.evaluate import heldout_loss
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
+from diffllm.model.transformer import TrainOutput
 from diffllm.optim import (
     learning_rate,
     set_learning_rate,
@@ -32,6 +34,8 @@ from diffllm.spikes import SkippedTooOften
 from diffllm.state import LoopState, save
 
 NOTHING = Due()
+OVER_TARGETS = ("nll", "train/z_loss")
+"""Losses that are means over targets; the others are over tokens."""
 
 
 def train_step(
@@ -46,6 +50,10 @@ def train_step(
     """
     cfg, count = t.cfg, t.cfg.micro_batches(dist.get_world_size())[1]
     tokens = cfg.global_batch_size * cfg.seq_len
+    counted = None
+    if t.ignores_targets:
+        step_batches = list(islice(batches, count))
+        batches, counted = iter(step_batches), counted_targets(step_batches, t.device)
     losses = torch.zeros((), device=t.device)
     counts = torch.zeros((), dtype=torch.int64, device=t.device)
     stats: Stats = {}
@@ -60,7 +68,7 @@ def train_step(
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
         t.weights.begin_micro_batch(last=i == count - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
-        (out.objective * (dist.get_world_size() / tokens)).backward()  # ranks are averaged
+        scaled(cfg, out, counted).backward()
         parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
         if out.routed:
             parts["train/balance_loss"] = out.routed.balance
@@ -69,7 +77,8 @@ def train_step(
         counts = counts + out.routed.counts if out.routed else counts
         stats = merge(stats, due.chosen(out.stats))
     dist.all_reduce(losses)
-    means = dict(zip(parts, (losses / tokens).unbind(), strict=True))
+    over = tokens if counted is None else divisors(parts, counted, tokens)
+    means = dict(zip(parts, (losses / over).unbind(), strict=True))
     nll = means["nll"]
     average_replicated(t.params.values())
     average_experts(t.params.values())
@@ -96,7 +105,45 @@ def train_step(
     if before:
         torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
         update_norm = norms(t.params, before, t.meshes.dense).total
-    return StepOutput(nll, weighted_losses(cfg, means), skipped, grad_norms, update_norm, stats)
+    share = None if counted is None else counted / tokens
+    return StepOutput(
+        nll, weighted_losses(cfg, means), skipped, grad_norms, update_norm, stats, share
+    )
+
+
+def counted_targets(batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Count the targets of the global batch that are not ignored, those that are not negative: an
+    int64 scalar on the device, at least 1. Every rank calls it, with its micro-batches of a step.
+    """
+    own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
+    counted = moved(own, device)
+    dist.all_reduce(counted)
+    return counted.clamp_min(1)  # losses of no targets are 0, and 0 / 0 would be NaN
+
+
+def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor:
+    """The part of a micro-batch in the objective of a step, whose gradients ranks average.
+
+    Args:
+        counted: targets of the global batch that the loss is a mean over; None where all are. The
+            router's losses are means over all tokens, for all of them are routed.
+    """
+    over_tokens = dist.get_world_size() / (cfg.global_batch_size * cfg.seq_len)
+    if counted is None:
+        return out.objective * over_tokens
+    over_counted = dist.get_world_size() / counted
+    objective = out.objective * over_counted
+    if out.routed:
+        moe = cfg.model.moe
+        routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
+        objective = objective + routing * (over_tokens - over_counted)
+    return objective
+
+
+def divisors(parts: Iterable[str], counted: Tensor, tokens: int) -> Tensor:
+    """What the sums of a step's losses are divided by to be means, as `scaled` has it."""
+    whole = torch.full_like(counted, tokens)
+    return torch.stack([counted if name in OVER_TARGETS else whole for name in parts])
 
 
 def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -209,7 +209,7 @@ def test_less_protection_lets_bad_steps_through(tmp_path):
     assert np.isnan(broken[BAD]["model.norm.weight"]).all()
 
 
-def steps_without_the_host(*overrides):
+def steps_without_the_host(ignores_targets, *overrides):
     """Trains while every way of reading a tensor on the host raises."""
     cfg = load_config(
         [
@@ -218,7 +218,7 @@ def steps_without_the_host(*overrides):
             *overrides,
         ]
     )
-    t = build(cfg, CPU)
+    t = build(cfg, CPU, ignores_targets=ignores_targets)
     train_step(t, iter([batch(0, cfg)]), 0)  # FSDP sets itself up
     data = [iter([batch(step, cfg)]) for step in (1, 2)]
 
@@ -233,7 +233,13 @@ def steps_without_the_host(*overrides):
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("model=moe_tiny", "precision=fp32"), ("model=moe_tiny", "precision=bf16")]
+    ("ignores_targets", "words"),
+    [
+        (False, ()),
+        (True, ()),
+        (False, ("model=moe_tiny", "precision=fp32")),
+        (True, ("model=moe_tiny", "precision=bf16")),
+    ],
 )
-def test_a_step_reads_nothing_on_the_host(tmp_path, words):
-    assert all(run_ranks(steps_without_the_host, 2, tmp_path, *words))
+def test_a_step_reads_nothing_on_the_host(tmp_path, ignores_targets, words):
+    assert all(run_ranks(steps_without_the_host, 2, tmp_path, ignores_targets, *words))

@@ -53,9 +53,9 @@ def steps_of_epochs(cfg: TrainConfig) -> int | None:
     """Prepare the corpus and return the whole steps in epochs over it; None where not given."""
     if cfg.epochs is None:
         return None
-    from diffllm.data import prepare, sequences_in  # seconds, which other runs need not wait here
+    from diffllm.data import prepare, sequences_of_epoch  # seconds that other runs need not wait
 
-    sequences = sequences_in(prepare(cfg.data).split("train"), cfg.seq_len)
+    sequences = sequences_of_epoch(prepare(cfg.data), cfg.data, cfg.seq_len)
     return whole(cfg.epochs * sequences / cfg.global_batch_size, "epochs", cfg)
 
 

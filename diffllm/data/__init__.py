@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from diffllm.data.loader import TrainLoader, heldout_batches, training_samples
     from diffllm.data.mixture.prepared import MixtureData, Prepared
     from diffllm.data.preparation.prepare import prepare
-    from diffllm.data.samples import sequences_in
+    from diffllm.data.sequences import sequences_in
     from diffllm.data.shards import TokenStream
     from diffllm.data.token_data import TokenData
     from diffllm.data.tokenizer import Tokenizer
+    from diffllm.data.training_sequences import (
+        ignores_targets,
+        packing_counts,
+        sequences_of_epoch,
+    )
 
 __all__ = [
     "HeldoutDocuments",
@@ -28,8 +33,11 @@ __all__ = [
     "heldout_batches",
     "heldout_documents",
     "heldout_tokens",
+    "ignores_targets",
+    "packing_counts",
     "prepare",
     "sequences_in",
+    "sequences_of_epoch",
     "training_samples",
 ]
 
@@ -44,8 +52,11 @@ _HOMES = {
     "heldout_batches": "loader",
     "heldout_documents": "heldout",
     "heldout_tokens": "heldout",
+    "ignores_targets": "training_sequences",
+    "packing_counts": "training_sequences",
     "prepare": "preparation.prepare",
-    "sequences_in": "samples",
+    "sequences_in": "sequences",
+    "sequences_of_epoch": "training_sequences",
     "training_samples": "loader",
 }
 

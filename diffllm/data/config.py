@@ -28,6 +28,17 @@ class Between(Enum):
     linear = "linear"
 
 
+class Packing(Enum):
+    """How documents become sequences.
+
+    stream: laid one behind the other, and cut wherever a sequence is full. best_fit: kept whole,
+    several in a sequence where they fit best; those longer than a sequence are cut.
+    """
+
+    stream = "stream"
+    best_fit = "best_fit"
+
+
 READ_BY = {
     "paths": "files", "dataset": "hub", "name": "hub", "data_dir": "hub", "revision": "hub",
     "sources": "mixture",
@@ -133,6 +144,8 @@ class DataConfig(TextConfig):
     prefetch_factor: int = bounded(4, least=1, most=10_000)
     """Micro-batches each loader process prepares ahead."""
 
+    packing: Packing = Packing.stream
+    """How documents become sequences: cut as a stream, or whole where they fit best."""
     mask_documents: bool = False
     """Keep attention inside a document, and start positions at 0 in each."""
     sample_prompt: str | None = None

@@ -12,8 +12,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from diffllm.data.joined import Readable
 from diffllm.data.shards import Stream
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
 
 BLOCK = 2**22
 """Tokens that are searched for ends of documents at once, where all of them are."""
@@ -38,6 +40,14 @@ class HeldoutDocuments:
     """Tokens of each document, its EOS among them, (n,) int64."""
 
     @cached_property
+    def predicted(self) -> np.ndarray:
+        """Count the tokens of each document that are not only context, (n,) int64."""
+        if not self.stream.masked:
+            return self.lengths
+        pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return np.array([self.stream.loss_mask(i, i + size).sum() for i, size in pairs], np.int64)
+
+    @cached_property
     def ends(self) -> np.ndarray:
         """Count the tokens up to the end of each document, (n,) int64; the last is N."""
         return np.cumsum(self.lengths)
@@ -51,7 +61,8 @@ class HeldoutDocuments:
         """Iterate over this rank's share of all sequences: as many batches of one shape on every
         rank, in which every token is a target once.
 
-        The first token's input is an EOS. Targets behind the last token are -1, to be ignored.
+        The first token's input is an EOS. Targets behind the last token, and those that are only
+        context, are -1, to be ignored.
         """
         share = seq_len * batch_size
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -64,26 +75,39 @@ class HeldoutDocuments:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read the tokens [start, stop) of all these documents, (stop - start,) int64."""
-        parts = []
+        return np.concatenate([self.stream.tokens(*span) for span in self._spans(start, stop)])
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of the same are to be predicted, (stop - start,) bool."""
+        return np.concatenate([self.stream.loss_mask(*span) for span in self._spans(start, stop)])
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield where the tokens [start, stop) of all these documents lie in the split."""
         document = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
             end = int(self.ends[document])
             place = int(self.starts[document] + self.lengths[document]) - end
-            parts.append(self.stream.tokens(place + start, place + min(end, stop)))
+            yield place + start, place + min(end, stop)
             start, document = end, document + 1
-        return np.concatenate(parts)
 
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the UTF-8 bytes of each document's text, as its tokens decode to it, and the
-        first 8 bytes of their SHA-256: (n,) int64 each, 0 for the documents of other ranks."""
+        first 8 bytes of their SHA-256: (n,) int64 each, 0 for the documents of other ranks.
+
+        Where some tokens are only context, the bytes are those that the others decode to.
+        """
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):
-            start, length = int(self.starts[i]), int(self.lengths[i])
-            text = tokenizer.decode(self.stream.tokens(start, start + length).tolist()).encode()
+            span = int(self.starts[i]), int(self.starts[i] + self.lengths[i])
+            tokens = self.stream.tokens(*span)
+            text = tokenizer.decode(tokens.tolist()).encode()
             digest = hashlib.sha256(text).digest()
             sizes[i], hashes[i] = len(text), int.from_bytes(digest[:8], signed=True)
+            if self.predicted[i] < self.lengths[i]:
+                predicted = tokens[self.stream.loss_mask(*span)]
+                sizes[i] = len(tokenizer.decode(predicted.tolist()).encode())
         return sizes, hashes
 
     def _batch(self, start: int, size: int, seq_len: int) -> OwnedBatch:
@@ -94,6 +118,8 @@ class HeldoutDocuments:
             tokens = self.tokens(max(start - 1, 0), stop)
             inputs[:count] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
             targets[:count] = tokens[-count:]
+            if self.stream.masked:
+                targets[:count][~self.loss_mask(start, stop)] = -1
             owners[:count] = np.searchsorted(self.ends, np.arange(start, stop), side="right")
         parts = torch.from_numpy(np.stack((inputs, targets, owners))).view(3, -1, seq_len)
         return parts[0], parts[1], parts[2]
@@ -127,10 +153,18 @@ def heldout_documents(stream: Stream, eos_id: int, tokens: float | None = None) 
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the tokens of `heldout_documents`, without reading those of a whole split."""
-    if tokens is None or tokens >= len(stream):
-        return len(stream)
-    return int(heldout_documents(stream, eos_id, tokens).ends[-1])
+    """Count the tokens of `heldout_documents` that are predicted, without reading those of a whole
+    split; raises DataError where there are none."""
+    if tokens is not None and tokens < len(stream):
+        count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
+    elif stream.masked:
+        starts = range(0, len(stream), BLOCK)
+        count = sum(int(stream.loss_mask(i, min(i + BLOCK, len(stream))).sum()) for i in starts)
+    else:
+        count = len(stream)
+    if not count:
+        raise DataError("the held-out documents have no token that is to be predicted")
+    return count
 
 
 def all_ends(stream: Stream, eos_id: int) -> np.ndarray:
@@ -143,7 +177,7 @@ def all_ends(stream: Stream, eos_id: int) -> np.ndarray:
     return ends if len(ends) and ends[-1] == len(stream) else np.append(ends, len(stream))
 
 
-def end_behind(stream: Stream, eos_id: int, place: int) -> int:
+def end_behind(stream: Readable, eos_id: int, place: int) -> int:
     """Find the end of the document that a token belongs to: the place behind its EOS."""
     for start in range(place, len(stream), STEP):
         here = np.flatnonzero(stream.tokens(start, min(start + STEP, len(stream))) == eos_id)

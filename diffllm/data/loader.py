@@ -18,14 +18,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture.prepared import MixtureData, Prepared
 from diffllm.data.mixture.samples import MixedSequences
-from diffllm.data.samples import (
-    Batch,
-    Samples,
-    ShuffledSequences,
-    read_sequences,
-    sequences_in,
-)
+from diffllm.data.samples import Samples, ShuffledSequences
+from diffllm.data.sequences import Batch, read_sequences, sequences_in
 from diffllm.data.shards import Stream
+from diffllm.data.training_sequences import training_sequences
 from diffllm.errors import ConfigError, DataError
 
 WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -34,14 +30,14 @@ WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 def training_samples(
     data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
 ) -> Samples:
-    """Return the samples of a run in their order; raises as `sequences_in`.
+    """Return the samples of a run in their order; raises as `training_sequences`.
 
     Args:
         total: samples of the whole run, which a mixture's curriculum goes by.
     """
     if isinstance(data, MixtureData):
         return MixedSequences(data, cfg, seq_len, seed, total)
-    return ShuffledSequences(data.split("train"), seq_len, seed)
+    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed)
 
 
 def heldout_batches(

@@ -1,39 +1,16 @@
 """The samples of training by their global number, in an order that the seed decides.
 
-Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n sequences in a stream.
+Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n sequences of a source.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from diffllm.data.permutation import permute
-from diffllm.data.shards import Stream
+from diffllm.data.sequences import Batch, Sequences
 from diffllm.errors import CheckpointError, DataError
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def sequences_in(stream: Stream, seq_len: int) -> int:
-    """Count the sequences of seq_len inputs, and a target each, that `stream` holds; raises
-    DataError if there is not even one."""
-    n = (len(stream) - 1) // seq_len
-    if n < 1:
-        raise DataError(
-            f"the corpus is shorter than one sequence: its {stream.split} split has "
-            f"{len(stream)} tokens, seq_len={seq_len} needs {seq_len + 1}"
-        )
-    return n
-
-
-def read_sequences(stream: Stream, seq_len: int, samples: np.ndarray) -> Batch:
-    """Read inputs and targets, (m, T) int64 each, of samples (m,): sample i starts at token i *
-    T."""
-    rows = [stream.tokens(i * seq_len, (i + 1) * seq_len + 1) for i in samples.tolist()]
-    tokens = torch.from_numpy(np.stack(rows))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Samples(Protocol):
@@ -54,18 +31,16 @@ class Samples(Protocol):
 
 
 class ShuffledSequences(Dataset[Batch | DataError]):
-    """The sequences of a stream: sample g is sequence `permute(g % n)` of epoch g // n."""
+    """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n."""
 
-    def __init__(self, stream: Stream, seq_len: int, seed: int) -> None:
-        """Count the sequences; raises as `sequences_in`."""
-        self.stream, self.seq_len, self.seed = stream, seq_len, seed
-        self.sequences = sequences_in(stream, seq_len)
+    def __init__(self, sequences: Sequences, seed: int) -> None:
+        self.sequences, self.seed = sequences, seed
 
     def __getitem__(self, samples: range) -> Batch | DataError:
         """Return (inputs, targets) of samples, or the error."""
-        places = shuffled(np.asarray(samples, np.int64), self.sequences, self.seed)
+        places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
         try:
-            return read_sequences(self.stream, self.seq_len, places)
+            return self.sequences.read(places)
         except DataError as error:
             return error
 
@@ -75,19 +50,20 @@ class ShuffledSequences(Dataset[Batch | DataError]):
 
     def state(self, sample: int) -> dict[str, Any]:
         """Describe the place before a sample: seed, epoch, and sample of the epoch."""
-        epoch, within = divmod(sample, self.sequences)
+        epoch, within = divmod(sample, len(self.sequences))
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
     def sample_of(self, state: dict[str, Any]) -> int:
         """Return the sample that a state stands before; raises CheckpointError if it belongs to
         another seed, corpus or sequence length."""
         check_seed(state, self.seed)
-        if state["sample"] >= self.sequences:
+        count = len(self.sequences)
+        if state["sample"] >= count:
             raise CheckpointError(
                 f"the checkpoint stands at sequence {state['sample']} of an epoch, but this corpus "
-                f"has {self.sequences}: it was saved with another corpus or seq_len"
+                f"has {count}: it was saved with another corpus, seq_len or data.packing"
             )
-        return state["epoch"] * self.sequences + state["sample"]
+        return state["epoch"] * count + state["sample"]
 
 
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:

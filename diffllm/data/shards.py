@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,6 +26,10 @@ class Shard:
     file: str
     tokens: int
     sha256: str
+    mask: str | None = None
+    """A file with a byte for each token: 1 for one that is to be predicted, 0 for one that is only
+    context. None where all are to be predicted."""
+    mask_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Split:
         """Bits a byte of text of a loss in nats a token, by the mean bytes of a token here; None
         where the text is not known."""
         return loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some of its tokens may be only context."""
+        return any(shard.mask for shard in self.shards)
 
 
 @dataclass(frozen=True)
@@ -93,8 +102,11 @@ class Manifest:
             if split.tokens != sum(shard.tokens for shard in split.shards):
                 raise ValueError(f"the shards of {name} do not have its {split.tokens} tokens")
             for shard in split.shards:
-                if Path(shard.file).name != shard.file:
-                    raise ValueError(f"shard {shard.file} is not in this directory")
+                for file in filter(None, (shard.file, shard.mask)):
+                    if Path(file).name != file:
+                        raise ValueError(f"shard {file} is not in this directory")
+                if (shard.mask is None) != (shard.mask_sha256 is None):
+                    raise ValueError(f"shard {shard.file} has a mask without checksum, or none")
 
     def save(self, directory: Path) -> None:
         """Write it into `directory`."""
@@ -127,11 +139,26 @@ class Stream(Protocol):
 
     split: str
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens may be only context."""
+
     def __len__(self) -> int:
         """Count the tokens."""
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), (stop - start,) int64."""
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+
+
+def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
+    """Return the tokens of a stream from `start` on, (n,) int64, as targets: -1 for those that are
+    only context."""
+    if not stream.masked:
+        return tokens
+    return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
 
 
 class ShardWriter:
@@ -202,36 +229,55 @@ class TokenStream:
         self._shards = manifest.splits[split].shards
         self._dtype = token_dtype(manifest.vocab_size)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        self._maps: dict[int, np.ndarray] = {}
+        self._maps: dict[str, np.ndarray] = {}
+        self.masked = manifest.splits[split].masked
         for shard in self._shards:
-            self._check(shard, content=False)
+            self._check(shard.file, shard.tokens * self._dtype.itemsize)
+            if shard.mask:
+                self._check(shard.mask, shard.tokens)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), (stop - start,) int64, across shard borders."""
+        return self._read(start, stop, np.dtype(np.int64), self._tokens)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        return self._read(start, stop, np.dtype(np.bool_), self._mask)
+
+    def _read(
+        self, start: int, stop: int, dtype: np.dtype[Any], content: Callable[[Shard], np.ndarray]
+    ) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
-        out = np.empty(stop - start, dtype=np.int64)
-        filled, shard = 0, int(np.searchsorted(self._ends, start, side="right"))
+        out = np.empty(stop - start, dtype)
+        filled, number = 0, int(np.searchsorted(self._ends, start, side="right"))
         while filled < len(out):
-            offset = start + filled - int(self._ends[shard] - self._shards[shard].tokens)
-            part = self._map(shard)[offset : offset + len(out) - filled]
+            shard = self._shards[number]
+            offset = start + filled - int(self._ends[number] - shard.tokens)
+            part = content(shard)[offset : offset + len(out) - filled]
             out[filled : filled + len(part)] = part
-            filled, shard = filled + len(part), shard + 1
+            filled, number = filled + len(part), number + 1
         return out
 
-    def _map(self, index: int) -> np.ndarray:
-        if index not in self._maps:
-            shard = self._shards[index]
-            self._check(shard, content=True)
-            self._maps[index] = np.memmap(self._directory / shard.file, self._dtype, mode="r")
-        return self._maps[index]
+    def _tokens(self, shard: Shard) -> np.ndarray:
+        return self._map(shard.file, shard.tokens, self._dtype, shard.sha256)
 
-    def _check(self, shard: Shard, content: bool) -> None:
-        path = self._directory / shard.file
-        expected = shard.tokens * self._dtype.itemsize
+    def _mask(self, shard: Shard) -> np.ndarray:
+        if shard.mask is None or shard.mask_sha256 is None:
+            return np.broadcast_to(np.True_, shard.tokens)
+        return self._map(shard.mask, shard.tokens, np.dtype(np.uint8), shard.mask_sha256)
+
+    def _map(self, file: str, tokens: int, dtype: np.dtype[Any], sha256: str) -> np.ndarray:
+        if file not in self._maps:
+            self._check(file, tokens * dtype.itemsize, sha256)
+            self._maps[file] = np.memmap(self._directory / file, dtype, mode="r")
+        return self._maps[file]
+
+    def _check(self, file: str, expected: int, sha256: str | None = None) -> None:
+        path = self._directory / file
         problem: str | None = None
         try:
             actual = path.stat().st_size
@@ -239,8 +285,8 @@ class TokenStream:
                 problem = "not a file"
             elif actual != expected:
                 problem = f"{actual} bytes where the manifest says {expected}"
-            elif content and not matches(path, shard.sha256):
-                problem = f"damaged, its sha256 is not the manifest's {shard.sha256[:12]}..."
+            elif sha256 and not matches(path, sha256):
+                problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
         except OSError as error:
             problem = error.strerror or repr(error)
         if problem:

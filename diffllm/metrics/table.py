@@ -126,6 +126,8 @@ METRICS: list[Metric] = [
         plots=(Curve("Held-out loss, {group}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
+    Metric("train/target_share", LOSS, "Share of the logged step's targets that its loss is a mean "
+           "over, where padding or a loss mask leaves some out", "share"),
     Metric("train/lr", LOSS, "Learning rate of the logged step",
            plots=(Curve("Learning rate"),)),
 
@@ -301,8 +303,8 @@ METRICS: list[Metric] = [
 
     Metric("data/epochs/*", DATA, "Passes over one source of a mixture so far", "epochs",
            plots=(Curve("Epochs of {group}", folded=True),)),
-    Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far",
-           "tokens"),
+    Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far, "
+           "with padding", "tokens"),
 
     Metric(
         "expert_load_max/*", EXPERTS,

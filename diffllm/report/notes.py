@@ -11,7 +11,7 @@ TOLERANCE = 0.005
 LINES = {
     "Data": (
         "data.source", "data.dataset", "data.name", "data.split", "data.paths",
-        "data.mask_documents", "corpus",
+        "data.packing", "data.mask_documents", "corpus",
     ),
     "Tokenizer": ("model.vocab_size", "data.tokenizer"),
     "Training": ("steps", "global_batch_size", "seq_len", "train.skip_step"),

@@ -40,16 +40,19 @@ def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
         "tokenizer": data.manifest.pieces_hash,
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
+        "data.packing": cfg.data.packing.name,
     }
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
     """Hashes that identify prepared tokens, which machines may have prepared apart."""
-    shards = [shard.sha256 for split in data.manifest.splits.values() for shard in split.shards]
+    shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
+    files = [shard.sha256 for shard in shards]
+    files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
     return {
         "corpus": data.manifest.corpus,
         "tokenizer": data.manifest.pieces_hash,
-        "tokens": combined_hash(shards),
+        "tokens": combined_hash(files),
     }
 
 

@@ -20,8 +20,9 @@ class StoppedLate(Exception):
 
 
 def measure_documents(session: Session, t: Training) -> DocumentLosses:
-    """Compute the loss of each of `eval.tokens` held-out documents; every rank calls it, after the
-    last step. Raises StoppedLate, on all ranks at one batch, where one of them got a signal."""
+    """Compute the loss of each of `eval.tokens` held-out documents, but for those that are only
+    context; every rank calls it, after the last step. Raises StoppedLate, on all ranks at one
+    batch, where one of them got a signal."""
     cfg, data = t.cfg, session.data
     rank, world_size = dist.get_rank(), dist.get_world_size()
     session.watch.reached("the choice of held-out documents")
@@ -39,7 +40,8 @@ def measure_documents(session: Session, t: Training) -> DocumentLosses:
     sizes, hashes = texts.cpu().numpy()
     ends = np.cumsum([len(source.split("heldout")) for source in data.sources.values()])
     sources = np.searchsorted(ends, chosen.starts, side="right").astype(np.int64)
-    return DocumentLosses(nats.cpu().numpy(), chosen.lengths, sizes, hashes, sources)
+    found = (nats.cpu().numpy(), chosen.predicted, sizes, hashes, sources)
+    return DocumentLosses(*(values[chosen.predicted > 0] for values in found))
 
 
 def until_stopped(

@@ -16,7 +16,7 @@ from diffllm.checkpoint import check_parameters
 from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
-from diffllm.data import Prepared, prepare
+from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.stop import StoppedEarly, StopRequest
@@ -110,6 +110,7 @@ class Session:
         self.watch.reached("the preparation of the corpus")
         self.data = prepare(cfg.data, cfg.prepare)
         check_fit(cfg, self.data)
+        packing_counts(self.data, cfg.data, cfg.seq_len)  # packs: longer than a collective may wait
         check_same(world, "corpus", corpus_facts(self.data))
 
         def on_rank_0() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described
 from diffllm.config.saved import yaml_dict
-from diffllm.data import Prepared
+from diffllm.data import Prepared, ignores_targets
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
@@ -81,7 +81,8 @@ def train_and_report(session: Session) -> Outcome:
     """Build the model, train it to the end or to a signal, and tell what came of it."""
     cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
     watch.reached("the building of the model")
-    t = build(cfg, session.device, data.manifest.eos_id if cfg.data.mask_documents else None)
+    document_end = data.manifest.eos_id if cfg.data.mask_documents else None
+    t = build(cfg, session.device, document_end, ignores_targets(data, cfg.data))
     factors = None
     if session.checkpoint:
         watch.reached(f"the reading of {session.checkpoint.name}")

@@ -13,7 +13,13 @@ from diffllm.build import Training
 from diffllm.choices import for_json
 from diffllm.config import TrainConfig
 from diffllm.config.descriptions import variant_line
-from diffllm.data import Prepared, heldout_tokens, sequences_in, training_samples
+from diffllm.data import (
+    Prepared,
+    heldout_tokens,
+    packing_counts,
+    sequences_of_epoch,
+    training_samples,
+)
 from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
@@ -39,6 +45,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
         *sources_text(cfg, data),
+        *packing_text(cfg, data),
         f"wandb: {wandb_text(cfg, path)}",
         "chosen for this device:",
         *(
@@ -61,7 +68,8 @@ def heldout_text(data: Prepared) -> str:
 
 def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
     """Express the length of a run in passes over the training split."""
-    epochs = cfg.steps * cfg.global_batch_size / sequences_in(data.split("train"), cfg.seq_len)
+    sequences = sequences_of_epoch(data, cfg.data, cfg.seq_len)
+    epochs = cfg.steps * cfg.global_batch_size / sequences
     number = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
     return f"{number} epoch{'s' * (number != '1')}"
 
@@ -80,6 +88,18 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
             f"{source.manifest.splits['train'].tokens:,} tokens"
         )
     return lines
+
+
+def packing_text(cfg: TrainConfig, data: Prepared) -> list[str]:
+    """Say what packing made of the training split, where something is packed."""
+    counts = packing_counts(data, cfg.data, cfg.seq_len)
+    return [f"packing: {counts.text()}"] if counts else []
+
+
+def packing_facts(cfg: TrainConfig, data: Prepared) -> dict[str, float] | None:
+    """The numbers of the same; None where nothing is packed."""
+    counts = packing_counts(data, cfg.data, cfg.seq_len)
+    return counts.numbers() if counts else None
 
 
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
@@ -105,6 +125,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "tokenizer": data.manifest.pieces_hash,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "heldout_tokens": heldout_tokens(heldout, eos_id, cfg.eval.tokens),
+        "packing": packing_facts(cfg, data),
         "device": torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
         "compute_dtype": dtype_name(t.compute_dtype),
@@ -138,6 +159,7 @@ def summarise(
         "heldout_tokens": int(losses.tokens.sum()),
         "heldout_documents": len(losses.tokens),
         "heldout_unigram_entropy": entropy,
+        "packing": packing_facts(cfg, data),
         "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
         "seconds": state.seconds,
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,

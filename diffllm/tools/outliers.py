@@ -16,7 +16,7 @@ from diffllm.checkpoint.directory import step_of
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.data import Prepared, prepare, sequences_in
-from diffllm.data.samples import read_sequences
+from diffllm.data.sequences import read_sequences
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.model.documents import Documents
 from diffllm.run.model import load_model

@@ -1,7 +1,7 @@
-"""diffllm prepare [overrides]: the tokenizer and token shards that a run would make first."""
+"""diffllm prepare [overrides]: the tokenizer, tokens and packing that a run would make first."""
 
 from diffllm.config import load_config
-from diffllm.data import Prepared, prepare
+from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
         return
     sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
     print("\n\n".join(sources or [data_text(data)]))
+    if packed := packing_counts(data, cfg.data, cfg.seq_len):
+        print(f"packing  {packed.text()}")
 
 
 def data_text(data: Prepared) -> str:

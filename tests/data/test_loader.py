@@ -15,6 +15,7 @@ import torch
 from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
 from diffllm.data.permutation import permute
 from diffllm.data.samples import ShuffledSequences
+from diffllm.data.sequences import StreamSequences
 from diffllm.errors import CheckpointError, ConfigError, DataError
 
 SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12
@@ -41,9 +42,8 @@ def make_loader(stream: TokenStream) -> Iterator[MakeLoader]:
             "num_workers": 0,
         }
         seed = changes.pop("seed", SEED)
-        samples = ShuffledSequences(
-            changes.pop("stream", stream), changes.pop("seq_len", SEQ_LEN), seed
-        )
+        sequences = StreamSequences(changes.pop("stream", stream), changes.pop("seq_len", SEQ_LEN))
+        samples = ShuffledSequences(sequences, seed)
         loaders.append(TrainLoader(samples, **{**options, **changes}))
         return loaders[-1]
 
@@ -247,10 +247,11 @@ import sys, time
 from pathlib import Path
 from diffllm.data import TokenStream, TrainLoader
 from diffllm.data.samples import ShuffledSequences
+from diffllm.data.sequences import StreamSequences
 from diffllm.data.shards import Manifest
 directory = Path(sys.argv[1])
 stream = TokenStream(directory, Manifest.load(directory), "train")
-loader = TrainLoader(ShuffledSequences(stream, 8, 0), 4, 4, num_workers=2)
+loader = TrainLoader(ShuffledSequences(StreamSequences(stream, 8), 0), 4, 4, num_workers=2)
 next(loader)
 print("here", flush=True)
 if sys.argv[2] == "hang":

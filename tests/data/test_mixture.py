@@ -236,7 +236,7 @@ def test_a_source_that_is_damaged_is_named(
     make: Make, make_stream: Callable[..., TokenStream]
 ) -> None:
     samples = make()
-    for shard in samples.streams[1]._directory.glob("*.bin"):
+    for shard in samples.sources[1].stream._directory.glob("*.bin"):
         shard.write_bytes(bytes(len(shard.read_bytes())))
     error = samples[range(40)]
     assert isinstance(error, DataError)

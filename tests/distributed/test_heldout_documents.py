@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,14 +27,23 @@ def heldout_text():
     return tokens
 
 
-def measured(overrides, tokens=None):
+class Masked(Stream):
+    """The same, of which every third token is only context."""
+
+    masked = True
+
+    def loss_mask(self, start, stop):
+        return np.arange(start, stop) % 3 > 0
+
+
+def measured(overrides, stream=Stream):
     """[losses with documents masked, losses without], each by document, of one model."""
     cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for end in (END, None):
         t = build(cfg, torch.device("cpu"), end)
-        chosen = heldout_documents(Stream(heldout_text()), END, tokens)
+        chosen = heldout_documents(stream(heldout_text()), END)
         batches = chosen.batches(cfg.seq_len, cfg.micro_batches(size)[0], rank, size)
         nats = document_nats(t.model, batches, len(chosen), t.device, t.documents)
         assert nats.dtype == torch.float64
@@ -43,7 +53,7 @@ def measured(overrides, tokens=None):
     return found
 
 
-def expected(overrides, masked):
+def expected(overrides, masked, predicted=lambda i: True):
     """The same in float64, token by token from logits, each piece of a document run by itself."""
     cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
     model = build_model(cfg.model).double()
@@ -59,7 +69,8 @@ def expected(overrides, masked):
                 log_probs = model(torch.tensor([inputs[start:stop]])).log_softmax(-1)[0]
             for i in range(start, stop):
                 document = tokens[: first + i].count(END)
-                sums[document] -= log_probs[i - start, tokens[first + i]].item()
+                if predicted(first + i):
+                    sums[document] -= log_probs[i - start, tokens[first + i]].item()
     return sums
 
 
@@ -72,6 +83,13 @@ def test_sums_by_document_equal_a_float64_reference(ranks, tmp_path):
         for mine, true in zip(found, reference, strict=True):
             assert mine == pytest.approx(true, rel=1e-5)
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
+
+
+def test_what_is_only_context_is_in_no_sum(tmp_path):
+    overrides = ["micro_batch_size=2"]
+    (found,) = run_ranks(measured, 1, tmp_path, overrides, Masked)
+    for mine, masked in zip(found, (True, False), strict=True):
+        assert mine == pytest.approx(expected(overrides, masked, lambda i: i % 3 > 0), rel=1e-5)
 
 
 @pytest.mark.slow

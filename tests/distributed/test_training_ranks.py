@@ -141,6 +141,8 @@ def test_masked_documents_train_alike_on_one_and_two_ranks(variant, tmp_path):
 class Stream:
     """Tokens in place of a prepared corpus: the part of it that evaluation reads."""
 
+    masked = False
+
     def __init__(self, tokens):
         self.all = tokens
 

@@ -335,6 +335,7 @@ INCOMPARABLE = {
     "optim.min_lr_ratio=0": "optim.min_lr_ratio",
     "eval.sequences=8": "eval.sequences",
     "data.heldout_fraction=0.1": "data.heldout_fraction",
+    "data.packing=best_fit": "data.packing",
     "data.mask_documents=true": "data.mask_documents",
     "model.dim=64": "model.dim",
     "model.n_layers=1": "model.n_layers",

@@ -11,7 +11,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.imported.datatrove import open_datatrove
 from diffllm.data.imported.files import Tokens, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
-from diffllm.data.joined import JoinedStream, check_range
+from diffllm.data.joined import JoinedTokens, check_range
 from diffllm.data.path_names import names_of
 from diffllm.data.shards import (
     FORMAT_VERSION,
@@ -38,6 +38,8 @@ COUNTED = 1 << 22
 class FilesStream:
     """A stretch of the tokens of several files, one behind the other; cheap to pickle."""
 
+    masked = False
+
     def __init__(
         self, split: str, paths: Sequence[str], tokenizer: tuple[int, int], start: int, stop: int
     ) -> None:
@@ -49,7 +51,7 @@ class FilesStream:
         """
         self.split, self.paths, self.tokenizer = split, list(paths), tokenizer
         self.start, self.stop = start, stop
-        self.whole = JoinedStream(split, [open_tokens(Path(path), *tokenizer) for path in paths])
+        self.whole = JoinedTokens([open_tokens(Path(path), *tokenizer) for path in paths])
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -59,6 +61,10 @@ class FilesStream:
         that is no piece of the tokenizer."""
         check_range(start, stop, len(self))
         return self.whole.tokens(self.start + start, self.start + stop)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Return that all of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        return np.ones(stop - start, np.bool_)
 
     def __getstate__(self) -> tuple[object, ...]:
         return self.split, self.paths, self.tokenizer, self.start, self.stop
@@ -143,7 +149,7 @@ def counted(
     from diffllm.data.heldout import end_behind  # imports torch, which a second start does without
 
     files = [open_tokens(Path(path), tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
-    whole = JoinedStream("all", files)
+    whole = JoinedTokens(files)
     length = len(whole)
     cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - fraction)) - 1))
     if cut >= length:

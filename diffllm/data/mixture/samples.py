@@ -12,7 +12,9 @@ from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segm
 from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.order import MixtureOrder
 from diffllm.data.mixture.prepared import MixtureData
-from diffllm.data.samples import Batch, check_seed, read_sequences, sequences_in, shuffled
+from diffllm.data.samples import check_seed, shuffled
+from diffllm.data.sequences import Batch
+from diffllm.data.training_sequences import training_sequences
 from diffllm.errors import CheckpointError, DataError
 
 
@@ -31,12 +33,12 @@ class MixedSequences(Dataset[Batch | DataError]):
         self, data: MixtureData, cfg: DataConfig, seq_len: int, seed: int, total: int
     ) -> None:
         self.names = list(data.sources)
-        self.streams = [each.split("train") for each in data.sources.values()]
         self.seq_len, self.seed, self.total = seq_len, seed, total
-        self.sequences = [
-            of_source(name)(sequences_in)(stream, seq_len)
-            for name, stream in zip(self.names, self.streams, strict=True)
+        self.sources = [
+            of_source(name)(training_sequences)(each, cfg, seq_len)
+            for name, each in data.sources.items()
         ]
+        self.sequences = [len(each) for each in self.sources]
         limits = [source.epochs_at_most for source in cfg.sources.values()]
         self.most = [
             math.inf if limit is None else math.floor(limit * count)
@@ -54,7 +56,7 @@ class MixedSequences(Dataset[Batch | DataError]):
             places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
             try:
                 with of_source(self.names[k]):
-                    read = read_sequences(self.streams[k], self.seq_len, places)
+                    read = self.sources[k].read(places)
             except DataError as error:
                 return error
             inputs[here], targets[here] = read

@@ -1,0 +1,164 @@
+"""The plan of a packed split on disk: which pieces lie in which sequence.
+
+Documents are packed window by window, so that memory is bounded however many there are; the plan
+follows from the tokens and the length of a sequence alone.
+
+Shapes: T sequence length, n sequences, k pieces.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffllm.data.packing.best_fit import best_fit_decreasing
+from diffllm.data.packing.pieces import pieces, windows
+from diffllm.data.progress import print_line, track
+from diffllm.data.shards import Stream, again
+from diffllm.data.verified import matches
+from diffllm.errors import DataError
+
+VERSION = 1
+WINDOW = 2**20
+"""Pieces that are packed together."""
+PLAN = "plan.json"
+ARRAYS = {"starts.bin": "<i8", "lengths.bin": "<i4", "firsts.bin": "<i8"}
+"""First token and tokens of each piece, sequence by sequence, (k,) each; the first piece of each
+sequence, and k, (n + 1,)."""
+
+
+@dataclass(frozen=True)
+class PackingCounts:
+    """The documents of a split, and the sequences that they were packed into."""
+
+    documents: int
+    documents_cut: int
+    """Those that are longer than a sequence."""
+    tokens: int
+    """Tokens of the documents, each of which is a target once."""
+    sequences: int
+    padding: int
+    """Targets of the sequences that are no token."""
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding in all targets."""
+        return self.padding / (self.tokens + self.padding)
+
+    def text(self) -> str:
+        """Return these counts as a line."""
+        return (
+            f"best fit, {self.documents:,} documents in {self.sequences:,} sequences; "
+            f"{self.documents_cut:,} longer than one and cut, no token left out, "
+            f"{self.padding:,} of padding ({self.padding_share:.2%})"
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Return them by name, with the share of padding."""
+        return {**asdict(self), "padding_share": self.padding_share}
+
+    def __add__(self, other: "PackingCounts") -> "PackingCounts":
+        return PackingCounts(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
+    """Pack the documents of a stream, which end with `eos_id`; write the plan into a directory."""
+    started = time.monotonic()
+    print_line(f"packing documents into sequences of {seq_len:,} tokens")
+    documents = cut = sequences = packed = 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((directory / name).open("wb")) for name in ARRAYS}
+
+        def write(*arrays: np.ndarray) -> None:
+            for (name, file), values in zip(files.items(), arrays, strict=True):
+                file.write(values.astype(ARRAYS[name]).tobytes())
+
+        for window in windows(tracked(stream, eos_id, seq_len), WINDOW):
+            bins, count = best_fit_decreasing(slots(window, seq_len), seq_len)
+            # A stable sort: in a sequence, pieces lie in the order of the corpus.
+            starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
+            each = np.bincount(bins)
+            write(starts, lengths, packed + np.cumsum(each) - each)
+            documents += int((before == 0).sum())
+            cut += int((before == seq_len).sum())
+            sequences, packed = sequences + count, packed + len(bins)
+        files["firsts.bin"].write(np.array([packed], ARRAYS["firsts.bin"]).tobytes())
+    padding = sequences * seq_len - len(stream)
+    counts = PackingCounts(documents, cut, len(stream), sequences, padding)
+    described = {name: facts(directory / name) for name in ARRAYS}
+    plan = {"counts": asdict(counts), "files": described}
+    (directory / PLAN).write_text(json.dumps(plan, indent=2) + "\n")
+    print_line(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
+
+
+def tracked(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
+    """Yield `pieces`, and show how far they are."""
+    with track("packing", len(stream)) as advance:
+        for part in pieces(stream, eos_id, seq_len):
+            yield part
+            advance(int(part[1].sum()))
+
+
+def slots(window: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the targets' places that pieces (3, k) take, (k,) int64.
+
+    The end of a document that was cut begins behind one that is no target, an EOS, which parts it
+    from what lies before; a piece that fills a sequence begins where it begins.
+    """
+    _, lengths, before = window
+    return lengths + ((before > 0) & (lengths < seq_len))
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """Return the size and the checksum of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+class Plan:
+    """A plan on disk, memory-mapped; cheap to pickle into loader processes.
+
+    Sizes are compared with what was written at once, checksums when a file is first read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open it; raises DataError if a file is missing or of another size."""
+        self._directory = directory
+        self._maps: dict[str, np.ndarray] = {}
+        try:
+            said = json.loads((directory / PLAN).read_text())
+            self.counts = PackingCounts(**said["counts"])
+            self._files: dict[str, dict[str, Any]] = {name: said["files"][name] for name in ARRAYS}
+            for name, file in self._files.items():
+                if (directory / name).stat().st_size != file["bytes"]:
+                    raise ValueError(f"{name} is not of the {file['bytes']} bytes written")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise self._damaged(getattr(error, "strerror", None) or error) from error
+
+    def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
+        """Return the pieces of a sequence: first token and tokens of each, as they lie in it;
+        raises DataError if the plan is damaged."""
+        starts, lengths, firsts = (self._map(name) for name in ARRAYS)
+        here = slice(int(firsts[sequence]), int(firsts[sequence + 1]))
+        return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
+
+    def _map(self, name: str) -> np.ndarray:
+        if name not in self._maps:
+            path = self._directory / name
+            if not matches(path, self._files[name]["sha256"]):
+                raise self._damaged(f"{name} is not as it was written")
+            self._maps[name] = np.memmap(path, ARRAYS[name], mode="r")
+        return self._maps[name]
+
+    def _damaged(self, problem: object) -> DataError:
+        return DataError(f"{self._directory}: unusable ({problem}); {again(self._directory)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}

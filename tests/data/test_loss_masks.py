@@ -1,0 +1,216 @@
+"""Loss masks: what shards say of their tokens, and which targets are left."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffllm.data import TokenStream, heldout_documents, heldout_tokens, ignores_targets
+from diffllm.data.config import DataConfig
+from diffllm.data.imported.prepared import FilesStream
+from diffllm.data.mixture.prepared import JoinedStream
+from diffllm.data.packing.plan import Plan, write_plan
+from diffllm.data.packing.sequences import PackedSequences
+from diffllm.data.sequences import StreamSequences
+from diffllm.data.shards import Manifest
+from diffllm.errors import DataError
+from diffllm.run.checks import corpus_facts
+
+EOS, TOKENS = 0, 400
+MakeStream = Callable[..., TokenStream]
+FILES = Path(__file__).parent.parent / "data_files" / "imported"
+
+
+def drawn(seed: int = 0) -> tuple[list[int], np.ndarray]:
+    """Tokens of documents, and a mask of them."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(1, 1000, TOKENS)
+    tokens[generator.random(TOKENS) < 0.1] = EOS
+    tokens[-1] = EOS
+    return tokens.tolist(), generator.random(TOKENS) < 0.6
+
+
+def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) -> None:
+    """Put masks beside the shards of a directory, but for those of some numbers."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    start = 0
+    for number, shard in enumerate(manifest["splits"]["train"]["shards"]):
+        content = mask[start : start + shard["tokens"]].astype(np.uint8).tobytes()
+        start += shard["tokens"]
+        if number not in but:
+            shard["mask"] = f"{Path(shard['file']).stem}.mask"
+            shard["mask_sha256"] = hashlib.sha256(content).hexdigest()
+            (directory / shard["mask"]).write_bytes(content)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def opened(directory: Path) -> TokenStream:
+    return TokenStream(directory, Manifest.load(directory), "train")
+
+
+@pytest.fixture
+def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
+    """A masked stream of several shards."""
+    tokens, mask = drawn()
+    make_stream(tokens)
+    write_masks(tmp_path / "stream", mask)
+    return opened(tmp_path / "stream")
+
+
+def test_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
+    _, mask = drawn()
+    assert masked.masked
+    for start, stop in ((0, TOKENS), (0, 0), (90, 300), (97, 194), (399, 400)):
+        found = masked.loss_mask(start, stop)
+        assert found.dtype == np.bool_
+        assert found.tolist() == mask[start:stop].tolist()
+    with pytest.raises(IndexError):
+        masked.loss_mask(0, TOKENS + 1)
+
+
+def test_a_shard_without_a_mask_is_predicted(make_stream: MakeStream, tmp_path: Path) -> None:
+    tokens, mask = drawn()
+    stream = make_stream(tokens)
+    assert not stream.masked
+    assert stream.loss_mask(3, 200).all()
+    write_masks(tmp_path / "stream", mask, but=(1,))
+    found = opened(tmp_path / "stream")
+    expected = mask.copy()
+    expected[97:194] = True
+    assert found.loss_mask(0, TOKENS).tolist() == expected.tolist()
+    text = (tmp_path / "stream" / "manifest.json").read_text()
+    assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
+
+
+def test_manifests_from_before_there_were_masks(make_stream: MakeStream, tmp_path: Path) -> None:
+    make_stream(drawn()[0])
+    file = tmp_path / "stream" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for shard in manifest["splits"]["train"]["shards"]:
+        del shard["mask"], shard["mask_sha256"]
+    file.write_text(json.dumps(manifest))
+    assert not opened(tmp_path / "stream").masked
+
+
+def test_a_damaged_mask_is_named(masked: TokenStream, tmp_path: Path) -> None:
+    file = tmp_path / "stream" / "train-00001.mask"
+    file.write_bytes(bytes(97))
+    masked.loss_mask(0, 97)
+    with pytest.raises(DataError, match=r"train-00001\.mask: damaged, its sha256 is not"):
+        masked.loss_mask(0, 98)
+    file.write_bytes(bytes(96))
+    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes where the manifest says 97"):
+        opened(tmp_path / "stream")
+    file.unlink()
+    with pytest.raises(DataError, match=r"train-00001\.mask: No such file"):
+        opened(tmp_path / "stream")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mask": "../train.mask"}, r"shard \.\./train\.mask is not in this directory"),
+        ({"mask_sha256": None}, r"shard train-00000\.bin has a mask without checksum, or none"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused(
+    masked: TokenStream, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    file = tmp_path / "stream" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["splits"]["train"]["shards"][0] |= changes
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=reason):
+        Manifest.load(tmp_path / "stream")
+
+
+def test_targets_of_a_stream(make_stream: MakeStream, masked: TokenStream) -> None:
+    tokens, mask = drawn()
+    plain = StreamSequences(make_stream(tokens, directory="plain"), 16)
+    everything = np.arange(len(plain))
+    inputs, targets = StreamSequences(masked, 16).read(everything)
+    same, whole = plain.read(everything)
+    assert torch.equal(inputs, same)
+    wanted = torch.from_numpy(mask[1 : 1 + whole.numel()]).view_as(whole)
+    assert torch.equal(targets, torch.where(wanted, whole, -1))
+
+
+def test_targets_of_packed_documents(
+    make_stream: MakeStream, masked: TokenStream, tmp_path: Path
+) -> None:
+    tokens, mask = drawn()
+    plain = make_stream(tokens, directory="plain")
+    (tmp_path / "plan").mkdir()
+    write_plan(plain, EOS, 16, tmp_path / "plan")
+    plan = Plan(tmp_path / "plan")
+    everything = np.arange(plan.counts.sequences)
+    inputs, targets = PackedSequences(masked, EOS, 16, plan).read(everything)
+    same, whole = PackedSequences(plain, EOS, 16, plan).read(everything)
+    assert torch.equal(inputs, same)
+    assert torch.equal(targets[targets >= 0], whole[targets >= 0])
+    left = [sum(int(mask[i : i + n].sum()) for i, n in plan[row]) for row in everything.tolist()]
+    assert (targets >= 0).sum(1).tolist() == left
+    assert sum(left) == mask.sum()
+
+
+def test_streams_without_masks_are_predicted(make_stream: MakeStream, masked: TokenStream) -> None:
+    plain = make_stream(drawn(1)[0], directory="plain")
+    joined = JoinedStream("train", [plain, masked, plain])
+    assert joined.masked
+    assert not JoinedStream("train", [plain]).masked
+    whole = np.concatenate([np.ones(TOKENS, bool), drawn()[1], np.ones(TOKENS, bool)])
+    for start, stop in ((0, 1200), (399, 401), (100, 100), (500, 900), (800, 1200)):
+        assert joined.loss_mask(start, stop).tolist() == whole[start:stop].tolist()
+    imported = FilesStream("train", [str(next(FILES.glob("*.bin")))], (250, EOS), 0, 9)
+    assert not imported.masked
+    assert imported.loss_mask(2, 9).tolist() == [True] * 7
+
+
+# Held out
+
+
+@pytest.mark.parametrize("tokens", [None, 100])
+def test_held_out_documents_without_their_context(masked: TokenStream, tokens: int | None) -> None:
+    chosen = heldout_documents(masked, EOS, tokens)
+    _, mask = drawn()
+    spans = list(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
+    assert chosen.predicted.tolist() == [int(mask[i : i + n].sum()) for i, n in spans]
+    found = np.zeros(len(chosen), np.int64)
+    for rank in range(2):
+        for _, targets, owners in chosen.batches(16, 3, rank, 2):
+            found += np.bincount(owners[targets >= 0].numpy(), minlength=len(chosen))
+    assert found.tolist() == chosen.predicted.tolist()
+    assert heldout_tokens(masked, EOS, tokens) == chosen.predicted.sum()
+
+
+def test_the_bytes_are_of_what_is_predicted(masked: TokenStream) -> None:
+    chosen = heldout_documents(masked, EOS)
+    decoder: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
+    sizes, _ = chosen.texts(decoder)
+    tokens, mask = np.array(drawn()[0]), drawn()[1]
+    for size, start, length in zip(sizes, chosen.starts, chosen.lengths, strict=True):
+        here = slice(start, start + length)
+        assert size == len("".join(map(chr, tokens[here][mask[here]])).encode())
+
+
+def test_a_split_that_is_only_context_is_refused(masked: TokenStream, tmp_path: Path) -> None:
+    write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
+    with pytest.raises(DataError, match="no token that is to be predicted"):
+        heldout_tokens(opened(tmp_path / "stream"), EOS)
+
+
+def test_ranks_compare_their_masks(masked: TokenStream, tmp_path: Path) -> None:
+    facts = []
+    for mask in (drawn()[1], drawn(1)[1]):
+        write_masks(tmp_path / "stream", mask)
+        data: Any = SimpleNamespace(manifest=Manifest.load(tmp_path / "stream"))
+        assert ignores_targets(data, DataConfig())
+        facts.append(corpus_facts(data)["tokens"])
+    assert facts[0] != facts[1]

@@ -1,0 +1,377 @@
+"""Packing: where documents lie, what is a target, and that nothing else has a part in it."""
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffllm.config.steps import steps_of_epochs
+from diffllm.data import TokenData, TokenStream, TrainLoader, packing_counts, sequences_of_epoch
+from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
+from diffllm.data.imported.prepared import FilesStream
+from diffllm.data.loader import training_samples
+from diffllm.data.mixture.prepared import MixtureData
+from diffllm.data.packing import pieces as pieces_module
+from diffllm.data.packing import plan as plan_module
+from diffllm.data.packing.best_fit import best_fit_decreasing
+from diffllm.data.packing.plan import Plan, write_plan
+from diffllm.data.packing.sequences import PackedSequences
+from diffllm.data.permutation import permute
+from diffllm.data.samples import ShuffledSequences
+from diffllm.data.shards import Manifest
+from diffllm.data.training_sequences import packed_sequences, plan_key
+from diffllm.errors import DataError
+from diffllm.model.documents import Documents
+from diffllm.state import LoopState
+
+EOS = 0
+
+# The algorithm
+
+
+def plainly_packed(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing as the paper has it: the items of each bin, one by one, over all bins."""
+    bins: list[list[int]] = []
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        full = [sum(sizes[i] for i in own) for own in bins]
+        fitting = [b for b in range(len(bins)) if full[b] + sizes[item] <= capacity]
+        if not fitting:
+            bins.append([item])
+        else:
+            bins[max(fitting, key=lambda b: full[b])].append(item)
+    return bins
+
+
+@st.composite
+def items(draw: st.DrawFn) -> tuple[list[int], int]:
+    capacity = draw(st.integers(1, 40))
+    largest = draw(st.integers(1, capacity))
+    return draw(st.lists(st.integers(1, largest), max_size=60)), capacity
+
+
+@settings(max_examples=300, deadline=None)
+@given(items())
+def test_items_are_packed_as_one_by_one(drawn: tuple[list[int], int]) -> None:
+    sizes, capacity = drawn
+    bins, count = best_fit_decreasing(np.array(sizes, np.int64), capacity)
+    expected = plainly_packed(sizes, capacity)
+    assert count == len(expected)
+    for number, own in enumerate(expected):
+        assert np.flatnonzero(bins == number).tolist() == sorted(own)
+
+
+def test_capacities_beyond_16_bits() -> None:
+    sizes = [70_000, 1, 50_000, 20_000, 30_000, 70_001]
+    bins, count = best_fit_decreasing(np.array(sizes), 100_000)
+    assert plainly_packed(sizes, 100_000) == [[5, 3, 1], [0, 4], [2]]
+    assert (bins.tolist(), count) == ([1, 0, 2, 0, 1, 0], 3)
+
+
+# Documents in sequences
+
+
+class Tokens:
+    """A stream in memory: documents of the given lengths, whose tokens are all different."""
+
+    split, masked = "train", False
+
+    def __init__(self, lengths: list[int], ended: bool = True) -> None:
+        ends = np.cumsum(lengths)
+        self.all = 1 + np.arange(ends[-1])
+        self.all[ends[: None if ended else -1] - 1] = EOS
+        self.documents = [
+            slice(int(end - n), int(end)) for n, end in zip(lengths, ends, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        return self.all[start:stop].copy()
+
+
+def packed(stream: Any, seq_len: int, directory: str | Path, eos_id: int = EOS) -> PackedSequences:
+    write_plan(stream, eos_id, seq_len, Path(directory))
+    return PackedSequences(stream, eos_id, seq_len, Plan(Path(directory)))
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[Tokens, int]:
+    seq_len = draw(st.integers(1, 20))
+    longest = draw(st.sampled_from([1, 2, seq_len, 5 * seq_len]))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=40))
+    return Tokens(lengths, ended=draw(st.booleans())), seq_len
+
+
+@settings(max_examples=200, deadline=None)
+@given(corpora(), st.integers(1, 50), st.integers(1, 50))
+def test_the_pieces_are_the_documents_whole_where_they_can_be(
+    drawn: tuple[Tokens, int], block: int, window: int
+) -> None:
+    stream, seq_len = drawn
+    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "WINDOW", window)
+        other = packed(stream, seq_len, directory)
+        whole = [other.plan[i] for i in range(len(other))]
+        patch.setattr(pieces_module, "BLOCK", block)
+        sequences = packed(stream, seq_len, directory)
+        rows = [sequences.plan[i] for i in range(len(sequences))]
+    assert rows == whole, "what is read at once has no part in it"
+    found = sorted((start, start + length) for row in rows for start, length in row)
+    expected = [
+        (start, min(start + seq_len, document.stop))
+        for document in stream.documents
+        for start in range(document.start, document.stop, seq_len)
+    ]
+    assert found == expected
+    assert all(row == sorted(row) for row in rows), "in the order of the corpus"
+    counts = sequences.plan.counts
+    assert counts.documents == len(stream.documents)
+    assert counts.documents_cut == sum(d.stop - d.start > seq_len for d in stream.documents)
+    assert (counts.sequences, counts.tokens) == (len(rows), len(stream))
+    assert counts.padding == len(rows) * seq_len - len(stream)
+
+
+@settings(max_examples=200, deadline=None)
+@given(corpora())
+def test_a_sequence_is_its_pieces_with_padding(drawn: tuple[Tokens, int]) -> None:
+    """Each target has the token before it as its input; documents see an EOS before them."""
+    stream, seq_len = drawn
+    with TemporaryDirectory() as directory:
+        sequences = packed(stream, seq_len, directory)
+        inputs, targets = sequences.read(np.arange(len(sequences)))
+        rows = [sequences.plan[i] for i in range(len(sequences))]
+    tokens, starts = stream.all.tolist(), {document.start for document in stream.documents}
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert int((targets >= 0).sum()) == len(stream)
+    for row, one, other in zip(rows, inputs.tolist(), targets.tolist(), strict=True):
+        expected: list[tuple[int, int]] = []
+        for start, length in row:
+            if start not in starts and length < seq_len:
+                expected.append((EOS, -1))
+            for i in range(start, start + length):
+                expected.append((EOS if i in starts else tokens[i - 1], tokens[i]))
+        assert len(expected) <= seq_len
+        expected += [(EOS, -1)] * (seq_len - len(expected))
+        assert list(zip(one, other, strict=True)) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(corpora())
+def test_masked_documents_see_no_other(drawn: tuple[Tokens, int]) -> None:
+    """But for the EOS before a document, which ends another or none."""
+    stream, seq_len = drawn
+    with TemporaryDirectory() as directory:
+        sequences = packed(stream, seq_len, directory)
+        inputs, _ = sequences.read(np.arange(len(sequences)))
+        rows = [sequences.plan[i] for i in range(len(sequences))]
+    starts = {document.start for document in stream.documents}
+    for row, ids in zip(rows, Documents.of(inputs, EOS).ids.tolist(), strict=True):
+        at, own = 0, []
+        for start, length in row:
+            at += start not in starts and length < seq_len
+            own.append(set(ids[at + (start in starts) : at + length]))
+            at += length
+        assert all(len(each) <= 1 for each in own)
+        assert len(set.union(*own)) == sum(map(len, own)), "no two pieces in one document"
+
+
+@pytest.mark.parametrize("window", [1, 7, 10_000])
+def test_all_pieces_of_a_window_are_packed_by_best_fit(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "WINDOW", window)
+    lengths = np.random.default_rng(0).integers(1, 60, 300).tolist()
+    sequences = packed(Tokens(lengths), 32, tmp_path)
+    slots = [m for n in lengths for m in ([n] if n <= 32 else [32, n - 32 + (n - 32 < 32)])]
+    expected = [
+        len(plainly_packed(slots[i : i + window], 32)) for i in range(0, len(slots), window)
+    ]
+    assert len(sequences) == sum(expected)
+
+
+@pytest.mark.parametrize("eos_id", [1, 399])
+def test_tokens_of_other_libraries_are_packed(tmp_path: Path, eos_id: int) -> None:
+    """Documents that end with another token are read as if they had an end."""
+    files = Path(__file__).parent.parent / "data_files" / "imported"
+    stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
+    stream.stop = len(stream.whole)
+    sequences = packed(stream, 16, tmp_path, eos_id)
+    documents = json.loads((files / "documents.json").read_text())
+    assert sequences.plan.counts.documents == len(documents)
+    _, targets = sequences.read(np.arange(len(sequences)))
+    assert int((targets >= 0).sum()) == len(stream)
+    assert int((targets == eos_id).sum()) == len(documents)
+
+
+# In training
+
+SEQ_LEN, SEED, BATCH = 8, 5, 12
+
+
+@pytest.fixture
+def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
+    """Token i is i, but for ends of documents of 1 to 19 tokens, in several shards."""
+    lengths = np.random.default_rng(1).integers(1, 20, 60).tolist()
+    return make_stream(Tokens(lengths).all.tolist())
+
+
+@pytest.fixture
+def sequences(stream: TokenStream, tmp_path: Path) -> PackedSequences:
+    (tmp_path / "plan").mkdir()
+    return packed(stream, SEQ_LEN, tmp_path / "plan")
+
+
+@pytest.fixture
+def make_loader(sequences: PackedSequences) -> Iterator[Callable[..., TrainLoader]]:
+    loaders: list[TrainLoader] = []
+
+    def make(**options: Any) -> TrainLoader:
+        options = {"micro_batch_size": 4, "num_workers": 0, **options}
+        loaders.append(TrainLoader(ShuffledSequences(sequences, SEED), BATCH, **options))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "num_workers"), [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0)]
+)
+def test_a_step_reads_the_same_whatever_the_layout(
+    make_loader: Any,
+    sequences: PackedSequences,
+    world_size: int,
+    micro_batch_size: int,
+    num_workers: int,
+) -> None:
+    """Steps over two borders of an epoch."""
+    n = len(sequences)
+    samples = range(2 * n // BATCH * BATCH + BATCH)
+    places = [int(permute(np.array([g % n]), n, SEED, g // n)[0]) for g in samples]
+    expected = torch.stack(sequences.read(np.array(places)), dim=1)
+    layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    loaders = [make_loader(rank=r, world_size=world_size, **layout) for r in range(world_size)]
+    steps = len(samples) // (world_size * micro_batch_size)
+    read = [torch.stack(next(each), dim=1) for _ in range(steps) for each in loaders]
+    assert torch.equal(torch.cat(read), expected)
+
+
+def test_they_travel_without_tokens_and_plan(sequences: PackedSequences) -> None:
+    everything = np.arange(len(sequences))
+    inputs, targets = sequences.read(everything)
+    sent = pickle.dumps(sequences)
+    assert len(sent) < 4000
+    again = pickle.loads(sent).read(everything)
+    assert torch.equal(again[0], inputs)
+    assert torch.equal(again[1], targets)
+
+
+@pytest.mark.parametrize("name", list(plan_module.ARRAYS))
+def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "plan" / name
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rf"plan: unusable \({name} is not as it was written\)"):
+        Plan(tmp_path / "plan")[0]
+    file.write_bytes(content[:-1])
+    with pytest.raises(DataError, match=rf"{name} is not of the {len(content)} bytes written"):
+        Plan(tmp_path / "plan")
+
+
+# From the config
+
+
+def packing(cache: Path, **changes: Any) -> DataConfig:
+    return DataConfig(packing=Packing.best_fit, cache_dir=str(cache), **changes)
+
+
+def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_path: Path) -> None:
+    cfg = packing(tmp_path)
+    first = packed_sequences(prepared, cfg, 32)
+    (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
+    made = (plan / "plan.json").stat().st_mtime_ns
+    assert len(packed_sequences(prepared, cfg, 32)) == len(first)
+    assert (plan / "plan.json").stat().st_mtime_ns == made
+    packed_sequences(prepared, cfg, 33)
+    assert len([path for path in (tmp_path / "packing").iterdir() if path.is_dir()]) == 2
+    other = replace(prepared.manifest, corpus="another")
+    keys = {plan_key(manifest, 32) for manifest in (prepared.manifest, other)}
+    assert len(keys) == 2
+    train = prepared.manifest.splits["train"]
+    assert first.plan.counts.documents == train.documents
+    assert first.plan.counts.tokens == train.tokens
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(prepared: TokenData, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_dir=.*file: Not a directory"):
+        packed_sequences(prepared, packing(tmp_path / "file"), 32)
+
+
+def test_a_checkpoint_from_before_there_was_packing_is_of_a_stream() -> None:
+    saved = LoopState(order={"seed": 1}).state_dict()
+    assert LoopState.of(saved).order == {"seed": 1, "data.packing": "stream"}
+
+
+def mixture_of(
+    make_stream: Callable[..., TokenStream], cache: Path, **limits: float
+) -> tuple[MixtureData, DataConfig]:
+    parts: dict[str, Any] = {}
+    for k, name in enumerate(("code", "web")):
+        lengths = np.random.default_rng(k).integers(1, 20, 40 * (k + 1)).tolist()
+        stream = make_stream(Tokens(lengths).all.tolist(), directory=name)
+        manifest = Manifest.load(stream._directory)
+        parts[name] = SimpleNamespace(split=lambda _, stream=stream: stream, manifest=manifest)
+    sources = {name: SourceConfig(epochs_at_most=limits.get(name)) for name in parts}
+    return MixtureData(parts), packing(cache, source="mixture", sources=sources)
+
+
+def test_sources_of_a_mixture_are_packed_on_their_own(
+    make_stream: Callable[..., TokenStream], tmp_path: Path
+) -> None:
+    data, cfg = mixture_of(make_stream, tmp_path, code=1)
+    own = {name: packed_sequences(each, cfg, SEQ_LEN) for name, each in data.sources.items()}
+    total = len(own["code"]) * 3
+    samples = training_samples(data, cfg, SEQ_LEN, SEED, total)
+    inputs, _ = samples[range(total)]  # type: ignore[misc]
+    for name, count in (("code", len(own["code"])), ("web", 2 * len(own["code"]))):
+        consumed = samples.consumed(total)
+        assert consumed[f"data/epochs/{name}"] == count / len(own[name])
+        assert consumed[f"data/tokens/{name}"] == count * SEQ_LEN
+    rows = {tuple(row) for row in inputs.tolist()}
+    code, _ = own["code"].read(np.arange(len(own["code"])))
+    assert {tuple(row) for row in code.tolist()} <= rows, "all of it was read"
+    counts = packing_counts(data, cfg, SEQ_LEN)
+    assert counts is not None
+    assert counts.sequences == sum(map(len, own.values()))
+    assert counts.tokens == sum(len(each.split("train")) for each in data.sources.values())
+    assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
+
+
+def test_epochs_are_of_packed_sequences(corpus_file: Path, tmp_path: Path) -> None:
+    data = packing(
+        tmp_path / "cache",
+        source="files",
+        paths=[str(corpus_file)],
+        vocab_size=400,
+        sample_by=SampleBy.line,
+    )
+    cfg: Any = SimpleNamespace(data=data, epochs=3, seq_len=16, global_batch_size=4)
+    steps = steps_of_epochs(cfg)
+    assert steps is not None
+    (plan,) = (path for path in (tmp_path / "cache" / "packing").iterdir() if path.is_dir())
+    assert steps == 3 * Plan(plan).counts.sequences // 4

@@ -1,0 +1,118 @@
+"""Runs on packed documents, and on tokens of which some are only context."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked_runs import ForkedRun
+from runs import metric_lines, overrides_of, prepared_corpus
+from test_same_data import samples
+
+from diffllm import load_config
+from diffllm.data import packing_counts, prepare, training_samples
+from diffllm.data.shards import Manifest
+
+STEPS, BATCH = 4, 8
+PACKED = ("data.packing=best_fit", "data.mask_documents=true", "compile=false")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return [
+        *overrides_of(corpus, run),
+        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=1", "precision=fp32"),
+        *("optim.warmup_steps=1", "checkpoint.interval=1000", "eval.interval=1000", *more),
+    ]
+
+
+def shares(overrides: list[str]) -> list[float]:
+    """The share of targets that are left in each step's batch."""
+    cfg = load_config(overrides)
+    data = prepare(cfg.data)
+    samples = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, STEPS * BATCH)
+    batches = [samples[range(step * BATCH, (step + 1) * BATCH)] for step in range(STEPS)]
+    return [(targets >= 0).float().mean().item() for _, targets in batches]
+
+
+def test_two_ranks_train_as_one_and_padding_is_told(corpus, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    overrides = words(corpus, one, *PACKED)
+    said = ForkedRun(overrides, 1, one).finish()
+    ForkedRun(words(corpus, two, *PACKED, "micro_batch_size=2"), 2, two).finish()
+    assert samples(one) == samples(two)
+    for mine, other in zip(metric_lines(one), metric_lines(two), strict=True):
+        assert mine["train/loss"] == pytest.approx(other["train/loss"], abs=2e-4)
+    found = [line["train/target_share"] for line in metric_lines(one)]
+    assert found == pytest.approx(shares(overrides))
+    cfg = load_config(overrides)
+    counts = packing_counts(prepare(cfg.data), cfg.data, cfg.seq_len)
+    assert f"packing: {counts.text()}" in said
+    for file in ("run.json", "summary.json"):
+        assert json.loads((one / file).read_text())["packing"] == counts.numbers()
+    epochs = STEPS * BATCH / counts.sequences
+    assert f"{epochs:.2g} epochs" in said
+
+
+def test_another_packing_is_refused_or_begins_its_order(corpus, tmp_path):
+    run = tmp_path / "run"
+    ForkedRun(words(corpus, run), 1, run).finish()
+    longer = words(corpus, run, *PACKED[:1], "steps=6", "run.allow_changes=[steps]")
+    refused = ForkedRun(longer, 1, tmp_path / "refused")
+    assert refused.codes() == [2]
+    assert "data.packing: stream there, best_fit here" in refused.text()
+    new = tmp_path / "new"
+    named = words(corpus, new, *PACKED[:1], f"resume={run}", "steps=6")
+    refused = ForkedRun(named, 1, tmp_path / "refused")
+    assert refused.codes() == [2]
+    assert "another order of data (data.packing: stream there, best_fit here)" in refused.text()
+
+    longer[-1] = "run.allow_changes=[steps,data.packing]"
+    ForkedRun(longer, 1, run).finish()
+    (note,) = map(json.loads, (run / "changes.jsonl").read_text().splitlines())
+    assert note["changes"]["data.packing"] == ["stream", "best_fit"]
+    fresh = tmp_path / "fresh"
+    ForkedRun(words(corpus, fresh, *PACKED[:1]), 1, fresh).finish()
+    lines = (run / "samples-0.jsonl").read_text().splitlines()
+    later = [line["samples"] for line in map(json.loads, lines) if line["step"] > STEPS]
+    lines = (fresh / "samples-0.jsonl").read_text().splitlines()
+    assert later == [line["samples"] for line in map(json.loads, lines)][:2]
+
+
+def mask_every_third(directory: Path) -> dict[str, int]:
+    """Put masks beside all shards; return how many tokens of each split are left."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    left = {}
+    for name, split in manifest["splits"].items():
+        left[name] = 0
+        for shard in split["shards"]:
+            mask = (np.arange(shard["tokens"]) % 3 > 0).astype(np.uint8)
+            left[name] += int(mask.sum())
+            shard["mask"] = f"{shard['file']}.mask"
+            shard["mask_sha256"] = hashlib.sha256(mask.tobytes()).hexdigest()
+            (directory / shard["mask"]).write_bytes(mask.tobytes())
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return left
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_what_is_only_context_is_in_no_loss(tmp_path, packing):
+    corpus = prepared_corpus(tmp_path)
+    run = tmp_path / "run"
+    overrides = words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
+    directory = prepare(load_config(overrides).data).directory
+    left = mask_every_third(directory)
+    ForkedRun(overrides, 1, run).finish()
+    found = [line["train/target_share"] for line in metric_lines(run)]
+    assert found == pytest.approx(shares(overrides))
+    assert max(found) < 0.7
+    summary = json.loads((run / "summary.json").read_text())
+    split = Manifest.load(directory).splits["heldout"]
+    assert summary["heldout_tokens"] == left["heldout"] < split.tokens
+    assert 0 < summary["heldout_loss"] < 7
+    assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
