@@ -61,6 +61,8 @@ class TextConfig:
     also .gz or .zst."""
     text_column: str = "text"
     """Column that holds the text, in any format but txt."""
+    prompt_column: str | None = None
+    """Column of what stands before each text and is only context: no loss is taken of it."""
     sample_by: SampleBy = SampleBy.document
     """Unit of a txt file that becomes one document."""
     dataset: str | None = None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,11 +40,14 @@ class Split:
     tokens: int
     bytes: int
     shards: list[Shard]
+    predicted: int | None = None
+    """Tokens that are to be predicted, whose text the bytes are of; None: all."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Bits a byte of text of a loss in nats a token, by the mean bytes of a token here; None
         where the text is not known."""
-        return loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
+        tokens = self.tokens if self.predicted is None else self.predicted
+        return loss / math.log(2) * tokens / self.bytes if self.bytes else None
 
     @property
     def masked(self) -> bool:
@@ -120,6 +123,9 @@ def together(splits: Sequence[Split]) -> Split:
         tokens=sum(split.tokens for split in splits),
         bytes=sum(split.bytes for split in splits),
         shards=[shard for split in splits for shard in split.shards],
+        predicted=sum(s.tokens if s.predicted is None else s.predicted for s in splits)
+        if any(split.masked for split in splits)
+        else None,
     )
 
 
@@ -166,54 +172,85 @@ class ShardWriter:
 
     Args:
         name: what the names of its files begin with.
+        masked: whether a loss mask is written beside each shard.
     """
 
-    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
-        self._directory, self._name = directory, name
+    def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
+        self._directory, self._name, self._masked = directory, name, masked
         self._dtype = token_dtype(vocab_size)
         self._shards: list[Shard] = []
-        self._file: IO[bytes] | None = None
+        self._files: list[HashedFile] = []
         self.counts = np.zeros(vocab_size, dtype=np.int64)
-        """Occurrences of each token so far, (vocab_size,)."""
+        """Occurrences of each token that is to be predicted so far, (vocab_size,)."""
+        self.tokens = 0
         self.documents = 0
         self.bytes = 0
 
-    def add(self, tokens: np.ndarray, text_bytes: int, documents: int) -> None:
-        """Append tokens (n,), of any integer type, of texts that have `text_bytes` bytes in all and
-        end `documents` documents, each with its EOS."""
+    def add(
+        self, tokens: np.ndarray, text_bytes: int, documents: int, mask: np.ndarray | None = None
+    ) -> None:
+        """Append tokens of texts that end `documents` documents, each with its EOS.
+
+        Args:
+            tokens: (n,), of any integer type.
+            text_bytes: bytes of the texts that are to be predicted.
+            mask: (n,) bool, True for tokens that are to be predicted; where there are masks.
+        """
         if not len(tokens):
             return
-        self.counts += np.bincount(tokens, minlength=len(self.counts))
+        predicted = tokens if mask is None else tokens[mask]
+        self.counts += np.bincount(predicted, minlength=len(self.counts))
+        self.tokens += len(tokens)
         self.documents += documents
         self.bytes += text_bytes
-        data = tokens.astype(self._dtype)
-        while len(data):
-            if self._file is None:
-                self._file = self._open()
-            part, data = np.split(data, [SHARD_TOKENS - self._tokens])
-            self._file.write(part.data)
-            self._digest.update(part.data)
-            self._tokens += len(part)
-            if self._tokens == SHARD_TOKENS:
+        rows = [tokens.astype(self._dtype), *([] if mask is None else [mask.astype(np.uint8)])]
+        while len(rows[0]):
+            if not self._files:
+                self._open()
+            room = SHARD_TOKENS - self._written
+            for file, row in zip(self._files, rows, strict=True):
+                file.write(row[:room])
+            self._written += min(room, len(rows[0]))
+            rows = [row[room:] for row in rows]
+            if self._written == SHARD_TOKENS:
                 self._close()
 
     def finish(self) -> Split:
         """Close the last shard, which outlives a power cut from now on, and describe the split."""
         self._close()
-        return Split(self.documents, int(self.counts.sum()), self.bytes, self._shards)
+        predicted = int(self.counts.sum()) if self._masked else None
+        return Split(self.documents, self.tokens, self.bytes, self._shards, predicted)
 
-    def _open(self) -> IO[bytes]:
-        self._path = self._directory / f"{self._name}-{len(self._shards):05d}.bin"
-        self._digest, self._tokens = hashlib.sha256(), 0
-        return self._path.open("wb")
+    def _open(self) -> None:
+        name = f"{self._name}-{len(self._shards):05d}"
+        ends = [".bin", ".mask"] if self._masked else [".bin"]
+        self._files = [HashedFile(self._directory / f"{name}{end}") for end in ends]
+        self._written = 0
 
     def _close(self) -> None:
-        if self._file is None:
-            return
+        if self._files:
+            (name, sha256), *masks = (file.close() for file in self._files)
+            mask, mask_sha256 = masks[0] if masks else (None, None)
+            self._shards.append(Shard(name, self._written, sha256, mask, mask_sha256))
+            self._files = []
+
+
+class HashedFile:
+    """A file that is hashed as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._digest = path, path.open("wb"), hashlib.sha256()
+
+    def write(self, content: np.ndarray) -> None:
+        """Append an array's bytes."""
+        self._file.write(content.data)
+        self._digest.update(content.data)
+
+    def close(self) -> tuple[str, str]:
+        """Put it on disk; return its name and its SHA-256."""
         self._file.close()
-        self._file = None
         sync(self._path)
-        self._shards.append(Shard(self._path.name, self._tokens, self._digest.hexdigest()))
+        return self._path.name, self._digest.hexdigest()
 
 
 class TokenStream:

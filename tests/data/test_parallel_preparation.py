@@ -21,11 +21,11 @@ from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation import encoding, reporter, workers
 from diffllm.data.preparation.config import PrepareConfig
-from diffllm.data.preparation.encoding import document_hashes
+from diffllm.data.preparation.encoding import Document, document_hashes
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.text import files
-from diffllm.data.text.corpus import Documents, Part, open_corpus
+from diffllm.data.text.corpus import Part, TextBatch, open_corpus
 from diffllm.errors import ConfigError, DataError
 
 TEXTS = sample_documents(1200)
@@ -49,7 +49,7 @@ def corpus(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPa
 
 
 def hash_of(text: str) -> int:
-    return int(document_hashes([text.encode()])[0])
+    return int(document_hashes([Document(text.encode(), b"")])[0])
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
@@ -227,9 +227,9 @@ class Endless:
     def __init__(self, documents: int) -> None:
         self.documents = documents
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         for start in range(0, self.documents, 1000):
-            yield Documents([f"{start} {i}" for i in range(1000)])
+            yield TextBatch([f"{start} {i}" for i in range(1000)])
 
 
 def test_memory_does_not_grow_with_the_documents(
@@ -283,7 +283,7 @@ def test_a_source_that_stalls_is_named(
     class Stalled(Endless):
         name = "a hub that hangs"
 
-        def read(self) -> Iterator[Documents]:
+        def read(self) -> Iterator[TextBatch]:
             while not told.exists():
                 time.sleep(0.001)
             yield from super().read()

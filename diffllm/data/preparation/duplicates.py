@@ -43,10 +43,9 @@ class Hashes:
     def write(self, number: int, meter: Meter, threads: int) -> None:
         """Hash the documents of a part."""
         found = [np.zeros(0, np.uint64)]
-        for texts in batches(self.corpus.parts[number]):
-            encoded = [text.encode() for text in texts if text and not text.isspace()]
-            found.append(document_hashes(encoded))
-            meter.add(sum(map(len, encoded)), 0)
+        for documents, _ in batches(self.corpus.parts[number]):
+            found.append(document_hashes(documents))
+            meter.add(sum(len(document.text) for document in documents), 0)
         unfinished = self.directory / f".part-{number:05d}.npy"
         np.save(unfinished, np.concatenate(found))
         unfinished.replace(self.path(number))

@@ -4,8 +4,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,13 @@ from diffllm.files import replace_file
 BATCH_BYTES = 4_000_000
 SPLITS = ("train", "heldout")
 ALL_HASHES = 2**64
+
+
+class Document(NamedTuple):
+    """A document in UTF-8."""
+
+    text: bytes
+    prompt: bytes
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Encoding:
     """Instead of these, the last part alone is held out."""
     left_out: Path | None
     """Directory of the documents that are left out, as `left_out_path` names them."""
+    has_prompts: bool
+    """Whether documents begin with what is only context."""
 
     def is_done(self, number: int) -> bool:
         """Whether the shards of a part are complete."""
@@ -74,16 +84,15 @@ class Encoding:
 
     def encode(self, number: int, meter: Meter, threads: int) -> None:
         """Write the shards of a part, those of former attempts over, and then its record."""
-        part = self.parts[number]
+        vocab_size, masked = self.tokenizer.vocab_size, self.has_prompts
         writers = {
-            split: ShardWriter(self.directory, f"{split}-{number:05d}", self.tokenizer.vocab_size)
+            split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
         repeated = np.load(left_out_path(self.left_out, number)) if self.left_out else None
         empty, seen, least, most = 0, 0, ALL_HASHES, -1
-        for texts in batches(part):
-            kept = [text for text in texts if text and not text.isspace()]
-            empty += len(texts) - len(kept)
+        for kept, blank in batches(self.parts[number]):
+            empty += blank
             places = range(seen, seen + len(kept))
             seen += len(kept)
             if repeated is not None:
@@ -91,21 +100,20 @@ class Encoding:
                 kept = list(compress(kept, new))
             if not kept:
                 continue
-            encoded = [text.encode() for text in kept]
-            hashes = document_hashes(encoded)
+            hashes = document_hashes(kept)
             least, most = min(least, int(hashes.min())), max(most, int(hashes.max()))
-            ids = self.tokenizer.encode_batch(kept, threads)
-            for of_text in ids:
-                of_text.append(self.tokenizer.eos_id)
+            tokens, sizes = self.tokens_of(kept, threads)
             is_heldout = self.heldout(number, hashes)
             for split, chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
                 mine = np.flatnonzero(chosen).tolist()
+                ids = [tokens[i] for i in mine]
                 writers[split].add(
-                    np.fromiter(chain.from_iterable(ids[i] for i in mine), dtype=np.uint32),
-                    sum(len(encoded[i]) for i in mine),
+                    np.fromiter(chain.from_iterable(ids), dtype=np.uint32),
+                    sum(len(kept[i].text) for i in mine),
                     len(mine),
+                    loss_mask(ids, [sizes[i] for i in mine]) if masked else None,
                 )
-            meter.add(sum(map(len, encoded)), sum(map(len, ids)))
+            meter.add(sum(len(document.text) for document in kept), sum(map(len, tokens)))
         splits = {split: writer.finish() for split, writer in writers.items()}
         np.save(counts_path(self.records, number), writers["heldout"].counts)
         there = most >= 0
@@ -119,6 +127,22 @@ class Encoding:
         )
         replace_file(record_path(self.records, number), json.dumps(asdict(record)))
 
+    def tokens_of(
+        self, documents: Sequence[Document], threads: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """Encode documents, each with its EOS; say also how many tokens of each are its prompt's.
+
+        A prompt and its text are encoded apart, so that no token is of both.
+        """
+        texts = [document.text.decode() for document in documents]
+        tokens = self.tokenizer.encode_batch(texts, threads)
+        for ids in tokens:
+            ids.append(self.tokenizer.eos_id)
+        if not self.has_prompts:
+            return tokens, [0] * len(tokens)
+        prompts = self.tokenizer.encode_batch([d.prompt.decode() for d in documents], threads)
+        return [a + b for a, b in zip(prompts, tokens, strict=True)], list(map(len, prompts))
+
     def heldout(self, number: int, hashes: np.ndarray) -> np.ndarray:
         """Choose the documents of a part that are held out, (n,) bool."""
         if self.last_is_heldout:
@@ -126,23 +150,39 @@ class Encoding:
         return hashes < np.uint64(self.heldout_below)
 
 
-def batches(part: Part) -> Iterator[list[str | None]]:
-    """Yield the texts of a part, in order, in lists of about BATCH_BYTES."""
-    batch: list[str | None] = []
-    size = 0
-    for documents in part.read():
-        batch += documents.texts
-        size += sum(len(text) for text in documents.texts if text)
+def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
+    """Yield the documents of a part that are more than whitespace, in order, in lists of about
+    BATCH_BYTES, and how many were not."""
+    batch: list[Document] = []
+    empty = size = 0
+    for some in part.read():
+        for text, prompt in zip(some.texts, some.prompts or repeat(None), strict=False):
+            if not text or text.isspace():
+                empty += 1
+                continue
+            batch.append(Document(text.encode(), (prompt or "").encode()))
+            size += len(text)
         if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            yield batch, empty
+            batch, size, empty = [], 0, 0
+    if batch or empty:
+        yield batch, empty
 
 
-def document_hashes(texts: Sequence[bytes]) -> np.ndarray:
-    """Return the first 8 bytes of the SHA-256 of texts, (n,) uint64."""
-    return np.array([int.from_bytes(hashlib.sha256(t).digest()[:8]) for t in texts], np.uint64)
+def document_hashes(documents: Sequence[Document]) -> np.ndarray:
+    """Return the first 8 bytes of the SHA-256 of documents, (n,) uint64: of the text, or of the
+    prompt, a zero byte and the text."""
+    contents = (d.prompt + b"\0" + d.text if d.prompt else d.text for d in documents)
+    hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) for content in contents)
+    return np.fromiter(hashes, np.uint64, len(documents))
+
+
+def loss_mask(tokens: Sequence[Sequence[int]], prompts: Sequence[int]) -> np.ndarray:
+    """Return which tokens of documents, one behind the other, are to be predicted, (n,) bool: those
+    behind the prompts, which have so many tokens."""
+    runs = [(size, len(ids) - size) for ids, size in zip(tokens, prompts, strict=True)]
+    lengths = np.array(runs, dtype=np.int64).reshape(-1)
+    return np.repeat(np.resize([False, True], len(lengths)), lengths)
 
 
 def left_out_path(directory: Path, number: int) -> Path:

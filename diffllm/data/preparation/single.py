@@ -25,6 +25,8 @@ def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
         if all(text == other for other in chain([second], texts)):
             raise too_few
         return None
+    if corpus.has_prompts:
+        raise too_few
     end = len(text.rstrip())
     size = max(1, round(fraction * end))
     latest, earliest = end - size, max(0, end - 2 * size)

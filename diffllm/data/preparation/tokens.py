@@ -97,6 +97,7 @@ class TokensJob:
             heldout_below=math.floor(self.heldout_fraction * 2**64),
             last_is_heldout=self.cut,
             left_out=self.left_out,
+            has_prompts=self.corpus.has_prompts,
         )
 
     def encode(self, encoding: Encoding, numbers: Sequence[int], how: PrepareConfig) -> None:
@@ -133,6 +134,9 @@ class TokensJob:
         for shard in (shard for split in manifest.splits.values() for shard in split.shards):
             path = self.final / shard.file
             leave_mark(path, shard.sha256, identity_of(path))
+            if shard.mask and shard.mask_sha256:
+                path = self.final / shard.mask
+                leave_mark(path, shard.mask_sha256, identity_of(path))
         sync(self.final.parent)
         for parts_of in self.final.parent.glob(f"{self.final.name}.partial-*"):
             shutil.rmtree(parts_of, ignore_errors=True)
@@ -182,7 +186,7 @@ def remove_unfinished(encoding: Encoding, number: int) -> None:
     """Remove the shards of a part that nobody is working on and that is not done."""
     with suppress(OSError, Timeout), claim(encoding.records, number).acquire(timeout=0):
         if not encoding.is_done(number):
-            for path in encoding.directory.glob(f"*-{number:05d}-*.bin"):
+            for path in encoding.directory.glob(f"*-{number:05d}-*"):
                 path.unlink()
 
 

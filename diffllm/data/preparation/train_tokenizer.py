@@ -81,7 +81,7 @@ def beginning(part: Part, limit: int) -> Iterator[bytes]:
     """Yield the texts of a part, in UTF-8, until there are so many bytes."""
     read = 0
     for documents in part.read():
-        for text in filter(None, documents.texts):
+        for text in filter(None, [*documents.texts, *(documents.prompts or [])]):
             encoded = text.encode()
             yield encoded
             read += len(encoded)

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 ROWS = 256
-"""Documents that are read at a time."""
+"""TextBatch that are read at a time."""
 TEXT_TYPES = ("string", "large_string")
 USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content")
 """Names that columns of text have in most datasets, in lower case."""
 
 
-class Documents(NamedTuple):
+class TextBatch(NamedTuple):
     """Some documents, in order, empty ones among them."""
 
     texts: list[str | None]
+    prompts: list[str | None] | None = None
+    """What stands before each text and is only context; None where nothing does."""
 
 
 class Part(Protocol):
@@ -37,7 +39,7 @@ class Part(Protocol):
     def size(self) -> int:
         """About how many bytes of text it has; 0 where that is not known."""
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield its documents in order, some at a time; raises DataError."""
 
 
@@ -54,6 +56,8 @@ class Corpus:
     """Number of files left out because they hold nothing but whitespace."""
     skipped_undecodable: int = 0
     """Number of files left out because they are not UTF-8."""
+    has_prompts: bool = False
+    """Whether its documents begin with what is only context."""
 
     @cached_property
     def parts(self) -> Sequence[Part]:
@@ -69,7 +73,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextsPart:
-    """Documents that are in memory."""
+    """TextBatch that are in memory."""
 
     name: str
     texts: Sequence[str | None]
@@ -79,9 +83,9 @@ class TextsPart:
         """The characters of all."""
         return sum(len(text) for text in self.texts if text)
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield all of them."""
-        yield Documents(list(self.texts))
+        yield TextBatch(list(self.texts))
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,11 @@ class RowsPart:
     name: str
     size: int
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the rows, some at a time; raises DataError where the library cannot read them."""
         try:
             for table in self.rows.with_format("arrow").iter(ROWS):
-                yield Documents(*(table.column(name).to_pylist() for name in self.columns))
+                yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
         except Exception as error:
             raise DataError(f"{self.name}: {reason(error)}") from error
 
@@ -119,8 +123,13 @@ def kinds_of(dataset: "Dataset | IterableDataset") -> dict[str, str]:
 
 
 def columns_of(cfg: DataConfig) -> list[str]:
-    """List the columns that are read, in the order of `Documents`."""
-    return [cfg.text_column]
+    """List the columns that are read, in the order of `TextBatch`."""
+    return [cfg.text_column, *([cfg.prompt_column] if cfg.prompt_column else [])]
+
+
+def prompt_key(cfg: DataConfig) -> list[str]:
+    """Return what a column of prompts adds to the identity of a corpus."""
+    return [f"prompts in {cfg.prompt_column}"] if cfg.prompt_column else []
 
 
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
@@ -148,7 +157,10 @@ def check_columns(
         texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
         usual = [name for name in texts if name.lower() in USUAL_COLUMNS]
         plausible = usual if len(usual) == 1 else texts
-        hint = " or ".join(f"data.text_column={name}" for name in plausible)
+        key = "prompt_column" if column != columns[0] else "text_column"
+        hint = " or ".join(f"data.{key}={name}" for name in plausible)
+        if column == columns[0] and {"prompt", "completion"} <= set(texts):
+            hint = "data.prompt_column=prompt data.text_column=completion"
         if column in kinds:
             problem = f"column {column!r} holds {kinds[column]}, not text"
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
-from diffllm.data.text.corpus import Corpus, Documents, Part, columns_of, reason
+from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, prompt_key, reason
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.errors import DataError
@@ -29,14 +29,19 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     paths = list(dict.fromkeys(path for pattern in cfg.paths for path in expand(pattern)))
     formats = [format_of(path) for path in paths]
     facts = file_facts(paths, cache_dir)
-    for path, facts_of_file in zip(paths, facts, strict=True):
+    for path, form, facts_of_file in zip(paths, formats, facts, strict=True):
         check_readable(path, facts_of_file)
+        if form == "text" and cfg.prompt_column:
+            raise DataError(f"{path}: a text has no columns, which data.prompt_column needs")
 
     contents = [[facts.sha256, form] for facts, form in zip(facts, formats, strict=True)]
     return Corpus(
         description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names_of(paths)}",
-        identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
+        identity=combined_hash(
+            ["files", cfg.text_column, cfg.sample_by.value, contents, *prompt_key(cfg)]
+        ),
         list_parts=lambda: parts_of(paths, facts, formats, cfg),
+        has_prompts=cfg.prompt_column is not None,
     )
 
 
@@ -56,7 +61,7 @@ class FilesPart:
         """About how many bytes of text it has."""
         return sum(part.size for part in self.slices)
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the documents; raises DataError, which names a file that cannot be read, or is no
         longer what it was when it was hashed."""
         for part in self.slices:

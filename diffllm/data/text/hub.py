@@ -20,6 +20,7 @@ from diffllm.data.text.corpus import (
     check_columns,
     columns_of,
     kinds_of,
+    prompt_key,
     reason,
 )
 from diffllm.data.text.file_index import combined_hash, file_facts
@@ -51,13 +52,13 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
         version = f"{cfg.dataset}@{revision}"
         dataset, label = cfg.dataset, f"{cfg.dataset}@{revision[:12]}"
 
+    what = ["hub", version, cfg.name, cfg.split, cfg.text_column]
+    what += [cfg.data_dir] if cfg.data_dir else []
     return Corpus(
         description=", ".join(filter(None, [label, cfg.name, cfg.data_dir, cfg.split])),
-        identity=combined_hash(
-            ["hub", version, cfg.name, cfg.split, cfg.text_column]
-            + [cfg.data_dir] * bool(cfg.data_dir)
-        ),
+        identity=combined_hash([*what, *prompt_key(cfg)]),
         list_parts=lambda: files_of(cfg, dataset, revision, cache_dir),
+        has_prompts=cfg.prompt_column is not None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Documents of local files, read some at a time: nothing is copied, no file is in memory whole.
+"""TextBatch of local files, read some at a time: nothing is copied, no file is in memory whole.
 
 A file is read in slices. Parquet is cut between row groups, JSON lines and lines of text between
 lines; what is compressed, an array of JSON or paragraphs of text are one slice each.
@@ -17,7 +17,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from diffllm.data.config import SampleBy
-from diffllm.data.text.corpus import ROWS, Documents, check_columns
+from diffllm.data.text.corpus import ROWS, TextBatch, check_columns
 from diffllm.data.text.file_index import FileFacts
 from diffllm.data.text.formats import COMPRESSIONS
 
@@ -41,7 +41,7 @@ class Slice:
     size: int
     """About how many bytes of text it has."""
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield its documents, some at a time."""
         raise NotImplementedError
 
@@ -52,12 +52,12 @@ class RowGroups(Slice):
 
     groups: tuple[int, ...]
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the rows."""
         with pyarrow.parquet.ParquetFile(self.path) as file:
             batches = file.iter_batches(ROWS, row_groups=self.groups, columns=list(self.columns))
             for batch in batches:
-                yield Documents(*(batch.column(name).to_pylist() for name in self.columns))
+                yield TextBatch(*(batch.column(name).to_pylist() for name in self.columns))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class JsonLines(Slice):
     stop: int | None
     """Bytes; None for all of a compressed file."""
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the objects' columns, None where one lacks them."""
         explicit = pyarrow.schema([(name, pyarrow.string()) for name in self.columns])
         known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
@@ -83,20 +83,20 @@ class JsonLines(Slice):
                 kinds = {k: v.replace("null", "string") for k, v in kinds.items()}  # not yet known
                 check_columns(kinds, self.columns, str(self.path), self.several)
             table = parsed_lines(block, known)
-            yield Documents(*(table.column(name).to_pylist() for name in self.columns))
+            yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
 
 
 @dataclass(frozen=True)
 class JsonArray(Slice):
     """A JSON file that is an array of objects, read at once."""
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the objects' columns, None where one lacks them."""
         with opened(self.path) as file:
             table = pyarrow.Table.from_pylist(json.load(file))
         kinds = {field.name: str(field.type) for field in table.schema}
         check_columns(kinds, self.columns, str(self.path), self.several)
-        yield Documents(*(table.column(name).to_pylist() for name in self.columns))
+        yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
 
 
 @dataclass(frozen=True)
@@ -106,32 +106,32 @@ class TextLines(Slice):
     start: int
     stop: int | None
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the lines, without their ends."""
         for block in blocks(self.path, self.start, self.stop):
-            yield Documents([line.removesuffix("\n") for line in decoded(block)])
+            yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
 
 
 @dataclass(frozen=True)
 class Paragraphs(Slice):
     """A text whose documents are parted by an empty line."""
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the paragraphs."""
         rest = ""
         for block in blocks(self.path, 0, None):
             *whole, rest = (rest + decoded(block).read()).split("\n\n")
-            yield Documents(list(filter(None, whole)))
-        yield Documents([rest])
+            yield TextBatch(list(filter(None, whole)))
+        yield TextBatch([rest])
 
 
 @dataclass(frozen=True)
 class WholeText(Slice):
     """A text that is one document."""
 
-    def read(self) -> Iterator[Documents]:
+    def read(self) -> Iterator[TextBatch]:
         """Yield the text."""
-        yield Documents([decoded(b"".join(blocks(self.path, 0, None))).read()])
+        yield TextBatch([decoded(b"".join(blocks(self.path, 0, None))).read()])
 
 
 def slices_of(

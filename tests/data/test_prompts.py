@@ -1,0 +1,129 @@
+"""Documents that begin with a prompt, which is context and no target."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_texts import sample_documents
+
+from diffllm.data import TokenData, prepare
+from diffllm.data.config import DataConfig, Packing
+from diffllm.data.loader import training_samples
+from diffllm.data.preparation import encoding
+from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.text import files
+from diffllm.errors import DataError
+
+MakeConfig = Callable[..., DataConfig]
+TEXTS = sample_documents(400)
+PAIRS = list(zip(TEXTS[:200], TEXTS[200:], strict=True))
+
+
+@pytest.fixture
+def prompted(tmp_path: Path, make_config: MakeConfig) -> DataConfig:
+    rows = [{"prompt": a, "completion": b} for a, b in PAIRS]
+    rows[0]["prompt"] = rows[1]["prompt"] = ""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_config(
+        tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt",
+        heldout_fraction=0.2,
+    )  # fmt: skip
+
+
+def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
+    """The tokens of each document, and which are to be predicted."""
+    stream, eos_id = data.split(name), data.manifest.eos_id
+    tokens, mask = stream.tokens(0, len(stream)), stream.loss_mask(0, len(stream))
+    ends = np.flatnonzero(tokens == eos_id) + 1
+    parts = zip(np.split(tokens, ends)[:-1], np.split(mask, ends)[:-1], strict=True)
+    return [(part.tolist(), flags.tolist()) for part, flags in parts]
+
+
+@pytest.mark.parametrize("shard_tokens", [97, 2**27])
+def test_a_prompt_is_context_and_its_completion_is_predicted(
+    prompted: DataConfig, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+) -> None:
+    monkeypatch.setattr("diffllm.data.shards.SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr(files, "PART_BYTES", 10_000)
+    data = prepare(prompted, PrepareConfig(processes=2))
+    tokenizer = data.tokenizer()
+    expected = {}
+    for i, (prompt, completion) in enumerate(PAIRS):
+        before = tokenizer.encode(prompt) if i > 1 else []
+        ids = [*tokenizer.encode(completion), tokenizer.eos_id]
+        expected[(*before, *ids)] = [False] * len(before) + [True] * len(ids)
+    found = split_of(data, "train") + split_of(data, "heldout")
+    assert len(found) == len(PAIRS)
+    assert {tuple(tokens): flags for tokens, flags in found} == expected
+    splits = data.manifest.splits.values()
+    assert sum(split.bytes for split in splits) == sum(len(text.encode()) for _, text in PAIRS)
+    assert sum(split.predicted or 0 for split in splits) == sum(map(sum, expected.values()))
+    assert sum(split.tokens for split in splits) == sum(map(len, expected))
+    counts = np.bincount([
+        token
+        for tokens, flags in split_of(data, "heldout")
+        for token, flag in zip(tokens, flags, strict=True)
+        if flag
+    ])  # fmt: skip
+    shares = counts[counts > 0] / counts.sum()
+    entropy = -(shares * np.log(shares)).sum()
+    assert data.manifest.heldout_unigram_entropy == pytest.approx(entropy)
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_no_target_is_of_a_prompt(prompted: DataConfig, packing: Packing) -> None:
+    data = prepare(prompted)
+    cfg = replace(prompted, packing=packing)
+    read = training_samples(data, cfg, seq_len=32, seed=0, total=100)[range(40)]
+    assert not isinstance(read, DataError)
+    inputs, targets = (part.numpy() for part in read)
+    stream = data.split("train")
+    tokens, mask = stream.tokens(0, len(stream)), stream.loss_mask(0, len(stream))
+    known = {(a, b) for a, b, flag in zip(tokens, tokens[1:], mask[1:], strict=False) if flag}
+    known |= {(data.manifest.eos_id, b) for b, flag in zip(tokens, mask, strict=True) if flag}
+    pairs = zip(inputs.ravel(), targets.ravel(), strict=True)
+    assert {(a, b) for a, b in pairs if b >= 0} <= known
+    assert 0.1 < (targets < 0).mean() < 0.9
+
+
+def test_prompts_have_a_part_in_the_identity(prompted: DataConfig) -> None:
+    with_prompts = prepare(prompted)
+    without = prepare(replace(prompted, prompt_column=None, tokenizer=str(with_prompts.directory)))
+    assert without.manifest.corpus != with_prompts.manifest.corpus
+    assert not without.manifest.splits["train"].masked
+
+
+def test_equal_completions_of_different_prompts_are_no_duplicates(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    rows = [{"prompt": f"{p}?", "completion": c} for p in TEXTS[:20] for c in TEXTS[20:23]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + rows[:7]))
+    cfg = make_config(
+        tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt", deduplicate=True,
+        vocab_size=320,
+    )  # fmt: skip
+    data = prepare(cfg)
+    assert sum(split.documents for split in data.manifest.splits.values()) == 60
+    assert data.manifest.skipped_duplicates == 7
+
+
+def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "b.txt").write_text("a\nb\n")
+    with pytest.raises(
+        DataError, match=r"use data.prompt_column=prompt data.text_column=completion"
+    ):
+        prepare(make_config(tmp_path / "a.jsonl"))
+    with pytest.raises(DataError, match=r"no column 'x'; .* use data.prompt_column="):
+        prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
+    with pytest.raises(DataError, match=r"a text has no columns, which data.prompt_column needs"):
+        prepare(make_config(tmp_path / "b.txt", prompt_column="x"))
+
+
+def test_masks_are_where_prompts_are() -> None:
+    mask = encoding.loss_mask([[1, 2, 3], [4], [5, 6]], [2, 0, 1])
+    assert mask.tolist() == [False, False, True, True, False, True]
+    assert encoding.loss_mask([], []).tolist() == []
