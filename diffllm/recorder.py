@@ -156,8 +156,12 @@ class Recorder:
             self.write(step, self.line)
             self.line = {}
 
-    def log(self, step: int, lr: float, param_norm: Tensor) -> None:
-        """Put training, performance and spikes into this step's line; all ranks call it."""
+    def log(self, step: int, lr: float, param_norm: Tensor, bits_a_nat: float | None) -> None:
+        """Put training, performance and spikes into this step's line; all ranks call it.
+
+        Args:
+            bits_a_nat: bits a byte of text that a loss of 1 nat a token is; None if not known.
+        """
         self.flush(step)
         count = step - self.logged_step
         elapsed = time.perf_counter() - self.since - self.paused_s
@@ -177,6 +181,8 @@ class Recorder:
             "perf/peak_memory_gib": peak_memory_gib(self.device),
             **self.spikes.metrics(),
         }
+        if bits_a_nat is not None:
+            self.line["train/bits_per_byte"] = bits_a_nat * self.latest["train/loss"]
         share = mfu(self.flops_per_token, speed / dist.get_world_size(), self.peak)
         if share is not None:
             self.line["perf/mfu"] = share

@@ -13,6 +13,7 @@ from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import Prepared, TrainLoader, heldout_batches, training_samples
+from diffllm.data.bits import bits_a_nat
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.fsdp import local
@@ -217,11 +218,13 @@ def train(
                 for name, value in evaluations(t, data).items():
                     recorder.note(name, value)
         if logged(cfg, step):
-            for name, value in loader.consumed().items():
+            read = loader.consumed()
+            for name, value in read.items():
                 recorder.note(name, value)
             params = [local(p).detach() for p in t.params.values()]
             lr = learning_rate(cfg.optim, step - 1, cfg.steps)
-            recorder.log(step, lr, norms(t.params, params, t.meshes.dense).total)
+            param_norm = norms(t.params, params, t.meshes.dense).total
+            recorder.log(step, lr, param_norm, bits_a_nat(data, read))
             if state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
                 stuck = state.spikes.longest_skip
                 state.spikes.forget_skips()

@@ -26,6 +26,9 @@ def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
     ) in text
     assert "spikes        loss 0, gradient norm 0; events without the trend 2, 5\n" in text
     assert "of sources" not in text
+    in_bits = losses | {"train_bits_per_byte": 1.5}
+    text = summary_text(cfg, counts | in_bits | numbers, Path("run"), "a sample", "off")
+    assert f"train loss    4.250 nats a token, mean of {mean_of}; 1.50 bits a byte\n" in text
     own = {"heldout_loss/code": 4.125, "heldout_loss/prose": 4.75}
     mixed = summary_text(cfg, counts | losses | own | numbers, Path("run"), "a sample", "off")
     assert "29 documents\n  of sources  code 4.125, prose 4.750\n" in mixed

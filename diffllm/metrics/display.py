@@ -57,11 +57,12 @@ class Display:
             return
         loss, speed = values["train/loss"], values["perf/tokens_per_s"]
         line = (
-            f"step {step:>{len(str(self.steps))}}/{self.steps}  loss {loss:.3f}  "
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  "
+            f"loss {loss:.3f}{bits(values, 'train')}  "
             f"grad {values['train/grad_norm']:.2f}  lr {values['train/lr']:.1e}  {speed:,.0f} tok/s"
         )
         if "eval/loss" in values:
-            line += f"  held-out {values['eval/loss']:.3f}"
+            line += f"  held-out {values['eval/loss']:.3f}{bits(values, 'eval')}"
         if self.live:
             newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
             self.live.update(self.task, completed=step, status=newest)
@@ -95,6 +96,12 @@ class Display:
         if self.live:
             self.live.stop()
             self.live = None
+
+
+def bits(values: dict[str, Any], of: str) -> str:
+    """Return a loss of "train" or "eval" in bits a byte, to stand behind it; nothing if unknown."""
+    value = values.get(f"{of}/bits_per_byte")
+    return "" if value is None else f" ({value:.2f} b/B)"
 
 
 def to_stderr(text: str) -> None:

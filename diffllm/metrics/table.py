@@ -116,6 +116,8 @@ METRICS: list[Metric] = [
         plots=(Curve("Held-out loss", "On a sample of held-out text, in nats a token, at every "
                      "evaluation.{incomparable}", clip=True),),
     ),
+    Metric("train/bits_per_byte", LOSS, "`train/loss` in bits a byte of text, by the mean bytes of "
+           "a training token", "bits a byte"),
     Metric("eval/bits_per_byte", LOSS, "`eval/loss` in bits a byte of text, by the mean bytes of a "
            "held-out token", "bits a byte", summary="min"),
     Metric("eval/bits_per_byte/*", LOSS, "`eval/loss/*` of one source of a mixture in bits a byte",

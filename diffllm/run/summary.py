@@ -20,6 +20,7 @@ from diffllm.data import (
     sequences_of_epoch,
     training_samples,
 )
+from diffllm.data.bits import bits_a_nat
 from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
@@ -78,8 +79,7 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     """Say how much of each source of a mixture a run reads, a line each."""
     if not data.sources:
         return []
-    total = cfg.steps * cfg.global_batch_size
-    read = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total).consumed(total)
+    total, read = cfg.steps * cfg.global_batch_size, consumed(cfg, data, cfg.steps)
     lines = []
     for name, source in data.sources.items():
         tokens, epochs = read[f"data/tokens/{name}"], read[f"data/epochs/{name}"]
@@ -88,6 +88,13 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
             f"{source.manifest.splits['train'].tokens:,} tokens"
         )
     return lines
+
+
+def consumed(cfg: TrainConfig, data: Prepared, steps: int) -> dict[str, float]:
+    """Say what so many steps read of each source of a mixture, as metrics."""
+    total = cfg.steps * cfg.global_batch_size
+    samples = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
+    return samples.consumed(steps * cfg.global_batch_size)
 
 
 def packing_text(cfg: TrainConfig, data: Prepared) -> list[str]:
@@ -143,12 +150,14 @@ def summarise(
     losses: DocumentLosses,
 ) -> dict[str, Any]:
     """The numbers of a finished run; `losses` are those of its held-out documents."""
-    entropy = data.manifest.heldout_unigram_entropy
+    entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
+    bits = bits_a_nat(data, consumed(cfg, data, state.step))
     return {
         "variant": cfg.run.choices["attention"],
         "steps": state.step,
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
-        "train_loss": state.spikes.recent_loss(20),
+        "train_loss": train_loss,
+        "train_bits_per_byte": None if bits is None else bits * train_loss,
         "heldout_loss": losses.loss,
         **{
             f"heldout_loss/{name}": loss
@@ -185,8 +194,10 @@ def summary_text(
     of_sources = ", ".join(f"{name} {value:.3f}" for name, value in own.items())
     skipped = summary["spikes/skipped_total"]
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
+    known = summary.get("train_bits_per_byte")
+    bits = "" if known is None else f"; {known:.2f} bits a byte"
     rows = [
-        ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}"),
+        ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}{bits}"),
         ("held-out loss", heldout if math.isfinite(loss) else "not finite: the run diverged"),
         *([("  of sources", of_sources)] if of_sources and math.isfinite(loss) else []),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),

@@ -28,7 +28,10 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
             summary = json.loads(Path(job.path, "summary.json").read_text())
             loss = summary["heldout_loss"]
             sound = loss is not None and math.isfinite(loss)
-            result = f"held-out loss {loss:.4f}" if sound else "diverged: no finite held-out loss"
+            bits = summary.get("heldout_bits_per_byte")
+            in_bits = f", {bits:.3f} bits a byte" if bits is not None else ""
+            said = f"held-out loss {loss:.4f}{in_bits}"
+            result = said if sound else "diverged: no finite held-out loss"
         else:
             unfinished += 1
             failed += ending.state == "failed"

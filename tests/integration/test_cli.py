@@ -171,7 +171,9 @@ def test_a_terminal_shows_live_progress(
     assert "\x1b[" in text, "nothing was drawn"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert re.search(r"step +4/4", plain), plain
-    assert re.search(r"loss \d+\.\d+ +grad \d+\.\d+ +lr \S+ +[\d,]+ tok/s", plain), plain
+    assert re.search(
+        r"loss \d+\.\d+ \(\d\.\d\d b/B\) +grad \d+\.\d+ +lr \S+ +[\d,]+ tok/s", plain
+    ), plain
     assert "ETA" in plain
     assert "held-out loss" in plain
 
@@ -323,7 +325,8 @@ def test_a_sweep_gives_every_variant_its_directory(swept: tuple[Path, Result]) -
         assert_complete(run)
         summary = json.loads((run / "summary.json").read_text())
         assert summary["variant"] == run.name
-        last = rf"^{run.relative_to(cwd)} +held-out loss {summary['heldout_loss']:.4f}$"
+        loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits a byte"
+        last = rf"^{run.relative_to(cwd)} +{loss}$"
         assert re.search(last, result.out, re.M), result.out
     assert not CONTROL.search(result.out + result.err)
     assert result.err == ""
