@@ -28,6 +28,7 @@ from measuring import markdown, write
 
 from diffllm.data.loader import TrainLoader
 from diffllm.data.samples import ShuffledSequences
+from diffllm.data.sequences import StreamSequences
 from diffllm.data.shards import FORMAT_VERSION, SHARD_TOKENS, Manifest, Shard, Split, TokenStream
 from diffllm.data.verified import identity_of, leave_mark
 
@@ -100,7 +101,7 @@ def consume(stream: TokenStream, workers: int, rate: float, seconds: float) -> d
     """
     batch = max(1, round(rate / SEQ_LEN / 4)) if rate else 24  # four steps a second
     step_seconds = batch * SEQ_LEN / rate if rate else 0.0
-    samples = ShuffledSequences(stream, SEQ_LEN, seed=0)
+    samples = ShuffledSequences(StreamSequences(stream, SEQ_LEN), seed=0)
     loader = TrainLoader(samples, batch, batch, num_workers=workers)
     waited, steps, longest = 0.0, -WARMUP, 0.0
     started = time.perf_counter()

@@ -5,6 +5,7 @@ from operator import add
 from pathlib import Path
 
 from diffllm.data.config import DataConfig, Packing
+from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import MixtureData, Prepared
 from diffllm.data.packing.plan import VERSION, WINDOW, PackingCounts, Plan, write_plan
 from diffllm.data.packing.sequences import PackedSequences
@@ -59,8 +60,13 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
     packed. Raises as `packed_sequences`."""
     if cfg.packing is Packing.stream:
         return None
-    sources = list(data.sources.values()) if isinstance(data, MixtureData) else [data]
-    return reduce(add, (packed_sequences(each, cfg, seq_len).plan.counts for each in sources))
+    if not isinstance(data, MixtureData):
+        return packed_sequences(data, cfg, seq_len).plan.counts
+    packed = [
+        of_source(name)(packed_sequences)(source, cfg, seq_len)
+        for name, source in data.sources.items()
+    ]
+    return reduce(add, (each.plan.counts for each in packed))
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
     print("\n\n".join(sources or [data_text(data)]))
     if packed := packing_counts(data, cfg.data, cfg.seq_len):
-        print(f"packing  {packed.text()}")
+        print("\n" * bool(sources) + f"packing  {packed.text()}")
 
 
 def data_text(data: Prepared) -> str:

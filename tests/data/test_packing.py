@@ -1,5 +1,6 @@
 """Packing: where documents lie, what is a target, and that nothing else has a part in it."""
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -314,6 +315,19 @@ def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_pa
     train = prepared.manifest.splits["train"]
     assert first.plan.counts.documents == train.documents
     assert first.plan.counts.tokens == train.tokens
+
+
+def test_a_plan_that_was_just_made_is_not_hashed_again(
+    prepared: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = packed_sequences(prepared, packing(tmp_path), 32)
+    prepared.split("train").tokens(0, 1)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a file was hashed")
+
+    monkeypatch.setattr(hashlib, "file_digest", refuse)
+    made.read(np.arange(len(made)))
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(prepared: TokenData, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from diffllm.data.packing.best_fit import best_fit_decreasing
 from diffllm.data.packing.pieces import pieces, windows
 from diffllm.data.progress import print_line, track
 from diffllm.data.shards import Stream, again
-from diffllm.data.verified import matches
+from diffllm.data.verified import identity_of, leave_mark, matches
 from diffllm.errors import DataError
 
 VERSION = 1
@@ -116,9 +116,10 @@ def slots(window: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Return the size and the checksum of a file."""
+    """Return the size and the checksum of a file, and mark it as compared."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    leave_mark(path, digest, identity_of(path))
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
