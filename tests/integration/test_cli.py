@@ -131,7 +131,8 @@ def test_a_run_without_a_name_gets_a_fresh_one(
         assert re.search(line, result.out, re.M), result.out
         assert f"({choice['reason']})" in result.out
     for step in (2, 4):
-        assert re.search(rf"^step {step}/4  loss \d+\.\d+ \(\d\.\d\d b/B\)  grad", result.out, re.M), result.out
+        line = rf"^step {step}/4  loss \d+\.\d+ \(\d\.\d\d b/B\)  grad"
+        assert re.search(line, result.out, re.M), result.out
     summary = json.loads((run / "summary.json").read_text())
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], "something lies beside outputs/"
