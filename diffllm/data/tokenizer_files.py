@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from diffllm.errors import DataError
+from diffllm.files import replace_file
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 """Of sentencepiece; of Hugging Face's library, and what says which token ends a document there."""
@@ -57,4 +58,4 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 def write_tokenizer(path: Path, directory: Path) -> None:
     """Copy the tokenizer of `path` into a directory."""
     for name, content in tokenizer_files(path).items():
-        (directory / name).write_bytes(content)
+        replace_file(directory / name, content)

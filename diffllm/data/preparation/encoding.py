@@ -14,7 +14,7 @@ from diffllm.data.preparation.workers import Meter
 from diffllm.data.shards import Shard, ShardWriter, Split
 from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.files import replace_file
+from diffllm.files import replace_file, sync
 
 BATCH_BYTES = 4_000_000
 SPLITS = ("train", "heldout")
@@ -80,7 +80,11 @@ class Encoding:
 
     def is_done(self, number: int) -> bool:
         """Whether the shards of a part are complete."""
-        return record_path(self.records, number).is_file()
+        try:
+            PartRecord.load(self.records, number)
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        return True
 
     def encode(self, number: int, meter: Meter, threads: int) -> None:
         """Write the shards of a part, those of former attempts over, and then its record."""
@@ -125,6 +129,7 @@ class Encoding:
             least_hash=least if there else None,
             most_hash=most if there else None,
         )
+        sync(counts_path(self.records, number))
         replace_file(record_path(self.records, number), json.dumps(asdict(record)))
 
     def tokens_of(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
@@ -14,6 +13,7 @@ from diffllm.data.preparation.single import cut_in_two
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.train_tokenizer import TRAINING, train_tokenizer, training_sample
 from diffllm.data.preparation.workers import available_cores
+from diffllm.data.progress import said_if_long
 from diffllm.data.shards import FORMAT_VERSION
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import combined_hash
@@ -80,7 +80,7 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
             part for name in names for part in under_name(name, training_sample(texts[name], size))
         )
         path = trained_tokenizer(cache_dir, combined_hash([MIXTURE, *what]))
-        build_once(path.parent, partial(build_tokenizer, cfg, sample))
+        build_tokenizer(cfg, sample, path)
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
     before: list[Corpus] = []
@@ -126,7 +126,7 @@ def prepare_text(
     halves = cut_in_two(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
-        build_once(tokenizer_path.parent, partial(build_tokenizer, cfg, sample))
+        build_tokenizer(cfg, sample, tokenizer_path)
     left_out = None
     if cfg.deduplicate and not halves:
         from diffllm.data.preparation.duplicates import find_duplicates
@@ -149,10 +149,15 @@ def trained_tokenizer(cache_dir: Path, key: str) -> Path:
     return cache_dir / "tokenizers" / key[:32] / MODEL
 
 
-def build_tokenizer(cfg: DataConfig, sample: Iterator[str], directory: Path) -> None:
-    """Train a tokenizer on a sample of text, and write it into a directory."""
-    model = train_tokenizer(sample, cfg.vocab_size, available_cores())
-    (directory / MODEL).write_bytes(model)
+def build_tokenizer(cfg: DataConfig, sample: Iterator[str], path: Path) -> None:
+    """Train a tokenizer on a sample of text, unless it is there or another process does."""
+
+    def build(directory: Path) -> None:
+        model = train_tokenizer(sample, cfg.vocab_size, available_cores())
+        (directory / MODEL).write_bytes(model)
+
+    with said_if_long(f"the tokenizer {path}, which is trained"):
+        build_once(path.parent, build)
 
 
 def under_name(name: str, texts: Iterator[str]) -> Iterator[str]:
