@@ -5,7 +5,9 @@ import codecs
 import hashlib
 import json
 import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,8 @@ from diffllm.files import replace_file
 
 INDEX_VERSION = 1
 BLOCK_BYTES = 1 << 20
+SAVE_SECONDS = 30.0
+"""Seconds of hashing that a kill may cost."""
 
 
 class FileFacts(NamedTuple):
@@ -40,11 +44,18 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
         with FileLock(f"{index_path}.lock"):
             index = _read_index(index_path)
             unknown = _unknown(paths, index)
-            with track("hashing the corpus", len(unknown)) as advance:
-                for path in unknown:
-                    index[str(path)] = _read_facts(path)
+            saved = time.monotonic()
+            with (
+                track("hashing the corpus", len(unknown)) as advance,
+                ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing lets other threads run
+            ):
+                for path, facts in zip(unknown, pool.map(_read_facts, unknown), strict=True):
+                    index[str(path)] = facts
                     advance(1)
-            replace_file(index_path, json.dumps({"version": INDEX_VERSION, "files": index}))
+                    if time.monotonic() - saved > SAVE_SECONDS:
+                        _write_index(index_path, index)
+                        saved = time.monotonic()
+            _write_index(index_path, index)
     return [index[str(path)] for path in paths]
 
 
@@ -84,6 +95,10 @@ def _read_facts(path: Path) -> FileFacts:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     return FileFacts(stat.st_size, stat.st_mtime_ns, digest.hexdigest(), is_utf8, is_blank)
+
+
+def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
+    replace_file(path, json.dumps({"version": INDEX_VERSION, "files": index}))
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:

@@ -85,6 +85,7 @@ def parts_of(
     least = max(PART_BYTES, total // MOST_PARTS)
     parts: list[Part] = []
     collected: list[Slice] = []
+    size = 0
     columns, several = tuple(columns_of(cfg)), len(paths) > 1
     for path, of_file, form in zip(paths, facts, formats, strict=True):
         try:
@@ -95,9 +96,10 @@ def parts_of(
             raise unreadable(path, error) from error
         for part in slices:
             collected.append(part)
-            if sum(each.size for each in collected) >= least:
+            size += part.size
+            if size >= least:
                 parts.append(FilesPart(tuple(collected)))
-                collected = []
+                collected, size = [], 0
     return [*parts, FilesPart(tuple(collected))] if collected else parts
 
 
