@@ -16,7 +16,7 @@ from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.files import replace_file, sync
 
-BATCH_BYTES = 4_000_000
+BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 SPLITS = ("train", "heldout")
 ALL_HASHES = 2**64
 
@@ -157,7 +157,7 @@ class Encoding:
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
     """Yield the documents of a part that are more than whitespace, in order, in lists of about
-    BATCH_BYTES, and how many were not."""
+    BATCH_BYTES or BATCH_DOCUMENTS, and how many were not."""
     batch: list[Document] = []
     empty = size = 0
     for some in part.read():
@@ -167,7 +167,7 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
                 continue
             batch.append(Document(text.encode(), (prompt or "").encode()))
             size += len(text)
-        if size >= BATCH_BYTES:
+        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
             yield batch, empty
             batch, size, empty = [], 0, 0
     if batch or empty:
