@@ -14,7 +14,7 @@ import zstandard
 
 import diffllm
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.text import file_index, files, hub
+from diffllm.data.text import file_index, files, hub, readers
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import file_facts
 from diffllm.errors import DataError
@@ -97,7 +97,7 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
         (
             "a.jsonl",
             b'{"text": 1, "n": 2}\n',
-            "a.jsonl: column 'text' holds int64, not text, none of them text",
+            "a.jsonl: column 'text' holds int, not text, none of them text",
         ),
     ],
 )
@@ -134,6 +134,34 @@ def test_a_missing_column_is_answered_with_the_one_that_holds_text(
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
     assert str(caught.value).endswith(f"a.parquet: no column 'text'; {end}")
+
+
+def test_other_columns_may_have_any_types(tmp_path: Path, make_config: MakeConfig) -> None:
+    rows = [{"text": None, "id": 1}, {"id": "x", "text": "a"}, {"text": "b", "id": [1]}, {"id": 2}]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows) + b"\r\n\r\n")
+    assert texts(make_config(path)) == [None, "a", "b", None]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
+def test_documents_do_not_depend_on_the_blocks_that_are_read(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(files, "PART_BYTES", 30)
+    (tmp_path / "a.jsonl").write_text(json_lines(*documents))
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(json_lines(*documents).encode()))
+    assert texts(make_config(tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst")) == documents * 2
+    (tmp_path / "c.txt").write_bytes("one\r\ntwo é\n\nthree\n\n\n\nfour".encode())
+    by = {
+        SampleBy.line: ["one", "two é", "", "three", "", "", "", "four"],
+        SampleBy.paragraph: ["one\ntwo é", "three", "four"],
+        SampleBy.document: ["one\ntwo é\n\nthree\n\n\n\nfour"],
+    }
+    for sample_by, expected in by.items():
+        found = texts(make_config(tmp_path / "c.txt", sample_by=sample_by))
+        assert [text for text in found if text] == [text for text in expected if text]
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path, make_config: MakeConfig) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ROWS = 256
 """TextBatch that are read at a time."""
-TEXT_TYPES = ("string", "large_string")
+TEXT_TYPES = ("string", "large_string", "string_view")
 USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content")
 """Names that columns of text have in most datasets, in lower case."""
 

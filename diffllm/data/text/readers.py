@@ -7,6 +7,7 @@ lines; what is compressed, an array of JSON or paragraphs of text are one slice 
 import io
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +25,8 @@ from diffllm.data.text.formats import COMPRESSIONS
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
-SEEN_BYTES = 1 << 18
-"""Bytes of JSON lines that say which columns there are."""
+SEEN_LINES = 100
+"""JSON lines that say which columns there are."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,7 @@ class JsonLines(Slice):
                 continue
             if not seen:
                 seen = True
-                first = parsed_lines(block[: block.find(b"\n", SEEN_BYTES) + 1 or None])
-                kinds = {field.name: str(field.type) for field in first.schema}
-                kinds = {k: v.replace("null", "string") for k, v in kinds.items()}  # not yet known
-                check_columns(kinds, self.columns, str(self.path), self.several)
+                check_columns(kinds_in(block), self.columns, str(self.path), self.several)
             table = parsed_lines(block, known)
             yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
 
@@ -242,7 +240,20 @@ def decoded(block: bytes) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(block), "utf-8")
 
 
-def parsed_lines(block: bytes, options: Any = None) -> pyarrow.Table:
-    """Parse JSON lines, as their columns say by themselves or by the options."""
+def parsed_lines(block: bytes, options: pyarrow.json.ParseOptions) -> pyarrow.Table:
+    """Parse the columns of JSON lines that the options name."""
     reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(block) + 1)
     return pyarrow.json.read_json(pyarrow.BufferReader(block), reading, options)
+
+
+def kinds_in(block: bytes) -> dict[str, str]:
+    """Return the types of the columns of the first JSON lines by name, as far as they can be told:
+    others may have any types, and what is no JSON is found where it is parsed."""
+    kinds: dict[str, str] = {}
+    for line in block.split(b"\n", SEEN_LINES)[:SEEN_LINES]:
+        with suppress(ValueError):
+            row = json.loads(line)
+            for name, value in row.items() if isinstance(row, dict) else ():
+                known = isinstance(value, str) or value is None
+                kinds.setdefault(name, "string" if known else type(value).__name__)
+    return kinds
