@@ -55,7 +55,7 @@ def steps_of_epochs(cfg: TrainConfig) -> int | None:
         return None
     from diffllm.data import prepare, sequences_of_epoch  # seconds that other runs need not wait
 
-    sequences = sequences_of_epoch(prepare(cfg.data), cfg.data, cfg.seq_len)
+    sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)
     return whole(cfg.epochs * sequences / cfg.global_batch_size, "epochs", cfg)
 
 

@@ -16,9 +16,10 @@ def bits_a_nat(data: Prepared, read: Mapping[str, float]) -> float | None:
     """
     if not data.sources:
         return data.manifest.splits["train"].bits_per_byte(1.0)
+    splits = {name: source.manifest.splits["train"] for name, source in data.sources.items()}
     each = [
-        (read[f"data/tokens/{name}"], source.manifest.splits["train"].bits_per_byte(1.0))
-        for name, source in data.sources.items()
+        (read[f"data/tokens/{name}"] * split.share_predicted, split.bits_per_byte(1.0))
+        for name, split in splits.items()
     ]
     known = [(tokens, bits) for tokens, bits in each if tokens and bits is not None]
     if len(known) < sum(tokens > 0 for tokens, _ in each) or not known:

@@ -91,6 +91,8 @@ class TextConfig:
             if value and self.source in OURS and self.source not in read:
                 needs = f"data={source}" if where == "data." else f"{where}source={source}"
                 raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
+        if self.prompt_column and self.source in ("stdlib", TOKENS):
+            raise ConfigError(f"{where}prompt_column needs columns, which {self.source} has not")
         if self.source == "files" and not self.paths:
             raise ConfigError(f"{where}source=files needs {where}paths=[file, glob, ...]")
         if self.source == TOKENS and not self.paths:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from diffllm.files import replace_file, sync
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
+MOST_MAPS = 256
+"""Files that a stream has open at a time: each takes a file descriptor."""
 MANIFEST = "manifest.json"
 
 
@@ -46,13 +49,23 @@ class Split:
     def bits_per_byte(self, loss: float) -> float | None:
         """Bits a byte of text of a loss in nats a token, by the mean bytes of a token here; None
         where the text is not known."""
-        tokens = self.tokens if self.predicted is None else self.predicted
+        tokens = self.tokens * self.share_predicted
         return loss / math.log(2) * tokens / self.bytes if self.bytes else None
+
+    @property
+    def share_predicted(self) -> float:
+        """The share of its tokens that are to be predicted."""
+        return 1.0 if self.predicted is None else self.predicted / max(self.tokens, 1)
 
     @property
     def masked(self) -> bool:
         """Whether some of its tokens may be only context."""
         return any(shard.mask for shard in self.shards)
+
+    @classmethod
+    def of(cls, stored: dict[str, Any]) -> "Split":
+        """Read the split that JSON has stored."""
+        return cls(**{**stored, "shards": [Shard(**shard) for shard in stored["shards"]]})
 
 
 @dataclass(frozen=True)
@@ -86,10 +99,7 @@ class Manifest:
             stored = json.loads(path.read_text())
             if stored["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"format {stored['format_version']}, expected {FORMAT_VERSION}")
-            splits = {
-                name: Split(**{**split, "shards": [Shard(**shard) for shard in split["shards"]]})
-                for name, split in stored["splits"].items()
-            }
+            splits = {name: Split.of(split) for name, split in stored["splits"].items()}
             manifest = cls(**{**stored, "splits": splits})
             manifest.check()
             return manifest
@@ -117,11 +127,12 @@ class Manifest:
 
 
 def together(splits: Sequence[Split]) -> Split:
-    """Sum up one split of several sources or parts."""
+    """Sum up one split of several sources or parts; no bytes where those of one are not known."""
+    known = all(split.bytes for split in splits if split.tokens)
     return Split(
         documents=sum(split.documents for split in splits),
         tokens=sum(split.tokens for split in splits),
-        bytes=sum(split.bytes for split in splits),
+        bytes=sum(split.bytes for split in splits) if known else 0,
         shards=[shard for split in splits for shard in split.shards],
         predicted=sum(s.tokens if s.predicted is None else s.predicted for s in splits)
         if any(split.masked for split in splits)
@@ -266,7 +277,7 @@ class TokenStream:
         self._shards = manifest.splits[split].shards
         self._dtype = token_dtype(manifest.vocab_size)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        self._maps: dict[str, np.ndarray] = {}
+        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
         self.masked = manifest.splits[split].masked
         for shard in self._shards:
             self._check(shard.file, shard.tokens * self._dtype.itemsize)
@@ -310,7 +321,13 @@ class TokenStream:
     def _map(self, file: str, tokens: int, dtype: np.dtype[Any], sha256: str) -> np.ndarray:
         if file not in self._maps:
             self._check(file, tokens * dtype.itemsize, sha256)
-            self._maps[file] = np.memmap(self._directory / file, dtype, mode="r")
+            try:
+                self._maps[file] = np.memmap(self._directory / file, dtype, mode="r")
+            except OSError as error:
+                raise DataError(f"{self._directory / file}: {error.strerror}") from error
+            if len(self._maps) > MOST_MAPS:
+                self._maps.popitem(last=False)
+        self._maps.move_to_end(file)
         return self._maps[file]
 
     def _check(self, file: str, expected: int, sha256: str | None = None) -> None:
@@ -324,13 +341,15 @@ class TokenStream:
                 problem = f"{actual} bytes where the manifest says {expected}"
             elif sha256 and not matches(path, sha256):
                 problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
-        except OSError as error:
-            problem = error.strerror or repr(error)
+        except FileNotFoundError as error:
+            problem = error.strerror
+        except OSError as error:  # of this machine, and not of the shard
+            raise DataError(f"{path}: {error.strerror or error}") from error
         if problem:
             raise DataError(f"{path}: {problem}; {again(self._directory)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
+        return {**self.__dict__, "_maps": OrderedDict()}
 
 
 def again(directory: Path) -> str:

@@ -108,6 +108,8 @@ class Session:
         dtype = chosen_precision(cfg.precision, self.device).value
         cfg.model.attention.prepare(cfg.model, self.device, dtype, cfg.data.mask_documents)
         self.watch.reached("the preparation of the corpus")
+        if cfg.prepare.num_nodes > 1:
+            raise ConfigError("prepare.num_nodes is of diffllm prepare: a run prepares on one node")
         self.data = prepare(cfg.data, cfg.prepare)
         check_fit(cfg, self.data)
         packing_counts(self.data, cfg.data, cfg.seq_len)  # packs: longer than a collective may wait

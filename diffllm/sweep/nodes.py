@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.config import load_config
+from diffllm.config.overrides import one_line
 from diffllm.data import prepare
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.errors import ConfigError, DataError
@@ -55,7 +56,10 @@ def prepare_on_nodes(words: list[str], launcher: list[str], nodes: int) -> None:
             "jobs, prepare.processes how many processes each"
         )
     executor = cluster.executor(str(Path(cluster.settings["submitit_folder"]).absolute()))
-    jobs = executor.map_array(NodeTask(words, str(Path.cwd())), range(nodes))
+    try:
+        jobs = executor.map_array(NodeTask(words, str(Path.cwd())), range(nodes))
+    except submitit.core.utils.FailedJobError as error:
+        raise ConfigError(f"{' '.join(launcher)}: {one_line(error)}") from error
     print(f"submitted {nodes} jobs, {jobs[0].job_id} to {jobs[-1].job_id}; waiting for them")
     failed: list[str] = []
     for node, job in enumerate(jobs):

@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
 def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     """Open the corpus that the run's config names; raises ConfigError if it is not what the run was
     trained on."""
-    data = prepare(cfg.data)
+    data = prepare(cfg.data, cfg.prepare)
     try:
         facts = json.loads((run / "run.json").read_text())
     except (OSError, ValueError):

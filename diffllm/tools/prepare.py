@@ -2,7 +2,6 @@
 
 from diffllm.config import load_config
 from diffllm.data import Prepared, packing_counts, prepare
-from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
 
@@ -25,10 +24,11 @@ def main(argv: list[str]) -> None:
         from diffllm.sweep.nodes import prepare_on_nodes
 
         prepare_on_nodes(words, launcher, cfg.prepare.num_nodes)
-        cfg.prepare = PrepareConfig()
     try:
         data = prepare(cfg.data, cfg.prepare)
     except LeftToOthers as left:
+        if launcher:
+            raise
         print(left)
         return
     sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
@@ -54,4 +54,8 @@ def data_text(data: Prepared) -> str:
 def counts_text(split: Split) -> str:
     """Return the size of a split; bytes where the text is known."""
     said = f"{split.documents:,} documents, {split.tokens:,} tokens"
-    return f"{said}, {split.bytes / split.tokens:.2f} bytes a token" if split.bytes else said
+    if not split.bytes:
+        return said
+    asked = split.tokens * split.share_predicted
+    of_all = f", {split.share_predicted:.0%} of them to be predicted" * split.masked
+    return f"{said}{of_all}, {split.bytes / asked:.2f} bytes a token"

@@ -17,7 +17,7 @@ from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import file_index, files, hub, readers
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import file_facts
-from diffllm.errors import DataError
+from diffllm.errors import ConfigError, DataError
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -141,6 +141,33 @@ def test_other_columns_may_have_any_types(tmp_path: Path, make_config: MakeConfi
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\r\n".join(json.dumps(row).encode() for row in rows) + b"\r\n\r\n")
     assert texts(make_config(path)) == [None, "a", "b", None]
+
+
+def test_an_array_of_json_is_read_by_its_text_alone(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]')
+    assert texts(make_config(path)) == [None, "a", "b"]
+    path.write_text('[{"text": "a"}, {"text": 1}]')
+    with pytest.raises(DataError, match=r"a.json: \{\"text\": 1\} has no text under 'text'"):
+        texts(make_config(path))
+
+
+def test_what_is_no_json_is_said_where_it_is(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json_lines(*["a" * 80] * 9) + "no json\n")
+    with pytest.raises(DataError, match=r"a.jsonl: JSON parse error: .*, counted from byte \d+ on"):
+        texts(make_config(path))
+
+
+def test_a_column_that_nothing_reads_is_refused(make_config: MakeConfig) -> None:
+    for source in ("stdlib", "tokens"):
+        with pytest.raises(ConfigError, match=f"data.prompt_column needs columns, .* {source}"):
+            make_config(source=source, prompt_column="x").validate()
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])

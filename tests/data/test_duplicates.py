@@ -93,7 +93,7 @@ def test_a_source_that_repeats_another_is_refused(tmp_path: Path, make_config: M
         name: SourceConfig(source="files", paths=paths[name], sample_by=SampleBy.line)
         for name in "ab"
     }
-    with pytest.raises(DataError, match="fewer than two of its documents are no duplicates"):
+    with pytest.raises(DataError, match="fewer than two documents that differ are left"):
         prepare(make_config(source="mixture", sources=sources, deduplicate=True, vocab_size=300))
 
 

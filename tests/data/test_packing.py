@@ -384,7 +384,7 @@ def test_epochs_are_of_packed_sequences(corpus_file: Path, tmp_path: Path) -> No
         vocab_size=400,
         sample_by=SampleBy.line,
     )
-    cfg: Any = SimpleNamespace(data=data, epochs=3, seq_len=16, global_batch_size=4)
+    cfg: Any = SimpleNamespace(data=data, prepare=None, epochs=3, seq_len=16, global_batch_size=4)
     steps = steps_of_epochs(cfg)
     assert steps is not None
     (plan,) = (path for path in (tmp_path / "cache" / "packing").iterdir() if path.is_dir())

@@ -134,7 +134,9 @@ def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
 ) -> None:
     undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
     dying(5, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"was killed by SIGKILL, perhaps because memory ran out"):
+    with pytest.raises(
+        DataError, match=r"was killed by SIGKILL, perhaps because memory ran out, while .*\.jsonl"
+    ):
         prepare(corpus, PrepareConfig(processes=1))
     partial = partial_of(corpus)
     done = sorted(path.name for path in partial.glob("part-*.json"))
@@ -170,8 +172,32 @@ def test_what_a_worker_raises_is_raised(
         raise ZeroDivisionError("in a worker")
 
     monkeypatch.setattr(encoding.Encoding, "encode", fail)
-    with pytest.raises(ZeroDivisionError, match="in a worker"):
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ZeroDivisionError: in a worker"):
         prepare(corpus)
+
+
+def test_an_error_that_is_larger_than_a_pipe_ends_the_preparation(
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        (b"\xe9" * 1_000_000).decode()
+
+    monkeypatch.setattr(encoding.Encoding, "encode", fail)
+    with pytest.raises(RuntimeError, match="UnicodeDecodeError"):
+        prepare(corpus)
+
+
+def test_nodes_that_see_the_files_under_other_paths(corpus: DataConfig, tmp_path: Path) -> None:
+    alone = contents(prepare(in_cache(corpus, "alone")))
+    (tmp_path / "elsewhere").mkdir()
+    moved = []
+    for path in map(Path, corpus.paths):
+        moved.append(str(tmp_path / "elsewhere" / path.name))
+        os.link(path, moved[-1])
+    with pytest.raises(LeftToOthers):
+        prepare(corpus, PrepareConfig(num_nodes=2, node_rank=0))
+    there = replace(corpus, paths=moved)
+    assert contents(prepare(there, PrepareConfig(num_nodes=2, node_rank=1))) == alone
 
 
 def test_a_preparation_that_is_stopped_leaves_no_process(corpus: DataConfig) -> None:

@@ -139,6 +139,18 @@ def test_blank_documents_are_skipped_and_counted(tmp_path: Path, make_config: Ma
     assert sum(split.documents for split in data.manifest.splits.values()) == 30
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("content", ['{"text": ""}\n', '{"text": null}\n{"text": " "}\n'])
+def test_a_corpus_without_text_is_refused(
+    tmp_path: Path, make_config: MakeConfig, prepared: TokenData, content: str, given: bool
+) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    tokenizer = str(prepared.directory) if given else None
+    with pytest.raises(DataError, match=r"1 file: a.jsonl: no document has any text"):
+        prepare(make_config(tmp_path / "a.jsonl", tokenizer=tokenizer))
+    assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
+
+
 def test_documents_that_are_all_the_same_are_refused(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:

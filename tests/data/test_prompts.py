@@ -117,7 +117,7 @@ def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig
         DataError, match=r"use data.prompt_column=prompt data.text_column=completion"
     ):
         prepare(make_config(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match=r"no column 'x'; .* use data.prompt_column="):
+    with pytest.raises(DataError, match=r"no column 'x'; .* use data.prompt_column=prompt$"):
         prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
     with pytest.raises(DataError, match=r"a text has no columns, which data.prompt_column needs"):
         prepare(make_config(tmp_path / "b.txt", prompt_column="x"))

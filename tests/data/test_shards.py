@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diffllm.data import TokenStream
+from diffllm.data import TokenStream, shards
 from diffllm.data.shards import Manifest, token_dtype
 from diffllm.errors import DataError
 
@@ -86,3 +86,15 @@ def test_an_unusable_manifest_is_named(
     (directory / "manifest.json").write_text(content)
     with pytest.raises(DataError, match=rf"manifest.json: unusable \(.*{reason}.*\); delete"):
         Manifest.load(directory)
+
+
+def test_a_stream_has_few_files_open(
+    make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them takes a file descriptor: a large corpus has more shards than there are."""
+    monkeypatch.setattr(shards, "MOST_MAPS", 3)
+    stream = make_stream(list(range(1000)), shard_tokens=50)
+    for start in [*range(0, 1000, 37), 0, 990]:
+        stop = min(start + 60, 1000)
+        assert stream.tokens(start, stop).tolist() == list(range(start, stop))
+        assert len(stream._maps) <= 3

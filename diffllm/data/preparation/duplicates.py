@@ -16,10 +16,11 @@ import numpy as np
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import batches, document_hashes, left_out_path
 from diffllm.data.preparation.sharing import share_parts
-from diffllm.data.preparation.workers import Meter
+from diffllm.data.preparation.workers import Meter, held
+from diffllm.data.progress import said_if_long
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
-from diffllm.files import build_once
+from diffllm.files import build_once, sync
 
 AT_ONCE = 2**25
 """Hashes that are compared at a time, in about 1 GB of memory."""
@@ -38,7 +39,11 @@ class Hashes:
 
     def is_done(self, number: int) -> bool:
         """Whether a part has been hashed."""
-        return self.path(number).is_file()
+        try:
+            np.load(self.path(number), mmap_mode="r")
+        except (OSError, ValueError):  # also what a power cut has left of one
+            return False
+        return True
 
     def write(self, number: int, meter: Meter, threads: int) -> None:
         """Hash the documents of a part."""
@@ -48,12 +53,13 @@ class Hashes:
             meter.add(sum(len(document.text) for document in documents), 0)
         unfinished = self.directory / f".part-{number:05d}.npy"
         np.save(unfinished, np.concatenate(found))
+        sync(unfinished)
         unfinished.replace(self.path(number))
 
     def read(self) -> Iterator[np.ndarray]:
-        """Yield the hashes of the parts in order, (documents,) uint64 each, mapped."""
+        """Yield the hashes of the parts in order, (documents,) uint64 each."""
         for number in range(len(self.corpus.parts)):
-            yield np.load(self.path(number), mmap_mode="r")
+            yield np.load(self.path(number))
 
 
 def find_duplicates(
@@ -67,39 +73,53 @@ def find_duplicates(
     hashed = [hashes_of(each, cache_dir, how) for each in (*before, corpus)]
     key = combined_hash([hashes.directory.name for hashes in hashed])
     directory = cache_dir / "duplicates" / key[:32]
-    build_once(directory, partial(write_left_out, hashed))
+    with said_if_long(f"the comparison of documents in {directory}"):
+        build_once(directory, partial(write_left_out, hashed))
     return directory
 
 
 def hashes_of(corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> Hashes:
     """Hash the documents of a corpus, but for the parts that have been hashed."""
-    division = combined_hash([corpus.identity, [[p.name, p.size] for p in corpus.parts]])
+    division = combined_hash([corpus.identity, [part.size for part in corpus.parts]])
     hashes = Hashes(corpus, cache_dir / "hashes" / division[:32])
     hashes.directory.mkdir(parents=True, exist_ok=True)
     numbers = range(len(corpus.parts))
     first = how.node_rank * len(numbers) // how.num_nodes
     order = [*numbers[first:], *numbers[:first]]  # nodes begin apart
-    log = Path(f"{hashes.directory}{how.of_node}.log")
-    do, is_done = hashes.write, hashes.is_done
-    share_parts("hashing", corpus.parts, order, do, is_done, hashes.directory, log, how)
+    with held(Path(f"{hashes.directory}{how.of_node}.lock")):
+        share_parts(
+            "hashing",
+            corpus.parts,
+            order,
+            do=hashes.write,
+            is_done=hashes.is_done,
+            claims=hashes.directory,
+            log=Path(f"{hashes.directory}{how.of_node}.log"),
+            how=how,
+        )
     return hashes
 
 
 def write_left_out(hashed: Sequence[Hashes], directory: Path) -> None:
     """Write, for each part of the last corpus, the numbers of its documents that came before."""
-    parts = [hashes for each in hashed for hashes in each.read()]
-    ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+    def all_parts() -> Iterator[np.ndarray]:
+        return (hashes for each in hashed for hashes in each.read())
+
+    ends = np.cumsum([0, *map(len, all_parts())], dtype=np.int64)
     ranges = -(-int(ends[-1]) // AT_ONCE)
     bounds = [k * 2**64 // ranges for k in range(ranges)] if ranges else []
     repeated = [np.zeros(0, np.int64)]
     for low, high in pairwise([*bounds, 2**64]):
-        inside = [np.flatnonzero((part >= low) & (part <= high - 1)) for part in parts]
-        values = np.concatenate([part[here] for part, here in zip(parts, inside, strict=True)])
-        places = np.concatenate([end + here for end, here in zip(ends, inside, strict=False)])
-        first = np.unique(values, return_index=True)[1]
-        repeated.append(np.delete(places, first))
+        values, places = [], []
+        for part, begin in zip(all_parts(), ends.tolist(), strict=False):
+            here = np.flatnonzero((part >= low) & (part <= high - 1))
+            values.append(part[here])
+            places.append(begin + here)
+        first = np.unique(np.concatenate(values), return_index=True)[1]
+        repeated.append(np.delete(np.concatenate(places), first))
     left_out = np.sort(np.concatenate(repeated))
-    of_last = len(parts) - len(hashed[-1].corpus.parts)
+    of_last = len(ends) - 1 - len(hashed[-1].corpus.parts)
     for number, (start, stop) in enumerate(pairwise(ends[of_last:].tolist())):
         low, high = np.searchsorted(left_out, (start, stop))
         np.save(left_out_path(directory, number), left_out[low:high] - start)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, compress, repeat
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffllm.data.preparation.workers import Meter
-from diffllm.data.shards import Shard, ShardWriter, Split
+from diffllm.data.shards import ShardWriter, Split
 from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.files import replace_file, sync
@@ -45,10 +46,7 @@ class PartRecord:
     def load(cls, directory: Path, number: int) -> "PartRecord":
         """Read the record of a part."""
         stored = json.loads(record_path(directory, number).read_text())
-        splits = {
-            name: Split(**{**split, "shards": [Shard(**shard) for shard in split["shards"]]})
-            for name, split in stored["splits"].items()
-        }
+        splits = {name: Split.of(split) for name, split in stored["splits"].items()}
         return cls(**{**stored, "splits": splits})
 
     def changes_with(self, below: int) -> bool:
@@ -79,15 +77,25 @@ class Encoding:
     """Whether documents begin with what is only context."""
 
     def is_done(self, number: int) -> bool:
-        """Whether the shards of a part are complete."""
+        """Whether the shards of a part are complete, whichever documents they hold out."""
+        return self.record(number) is not None
+
+    def is_stale(self, number: int) -> bool:
+        """Whether a part has to be encoded anew, since it holds other documents out."""
+        record = self.record(number)
+        return record is None or record.changes_with(self.heldout_below)
+
+    def record(self, number: int) -> PartRecord | None:
+        """Read the record of a part; None where it is not done."""
         try:
-            PartRecord.load(self.records, number)
+            return PartRecord.load(self.records, number)
         except (OSError, ValueError, TypeError, KeyError):
-            return False
-        return True
+            return None
 
     def encode(self, number: int, meter: Meter, threads: int) -> None:
         """Write the shards of a part, those of former attempts over, and then its record."""
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # of tokenizers, which has threads a process
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
         vocab_size, masked = self.tokenizer.vocab_size, self.has_prompts
         writers = {
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
@@ -119,7 +127,9 @@ class Encoding:
                 )
             meter.add(sum(len(document.text) for document in kept), sum(map(len, tokens)))
         splits = {split: writer.finish() for split, writer in writers.items()}
-        np.save(counts_path(self.records, number), writers["heldout"].counts)
+        counts = writers["heldout"].counts
+        there_are = np.flatnonzero(counts)
+        np.save(counts_path(self.records, number), np.stack((there_are, counts[there_are])))
         there = most >= 0
         record = PartRecord(
             splits=splits,
@@ -167,9 +177,9 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
                 continue
             batch.append(Document(text.encode(), (prompt or "").encode()))
             size += len(text)
-        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-            yield batch, empty
-            batch, size, empty = [], 0, 0
+            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+                yield batch, empty
+                batch, size, empty = [], 0, 0
     if batch or empty:
         yield batch, empty
 
@@ -202,5 +212,5 @@ def record_path(directory: Path, number: int) -> Path:
 
 
 def counts_path(directory: Path, number: int) -> Path:
-    """Return the place of the counts of tokens of a part's held-out split."""
+    """Return the place of a part's held-out tokens and how often each is there, (2, n) int64."""
     return directory / f"heldout-{number:05d}.npy"

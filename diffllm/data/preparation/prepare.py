@@ -23,6 +23,9 @@ from diffllm.data.tokenizer_files import MODEL, located
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
+DIVISION = "in parts"
+"""How a corpus becomes shards; another way has other keys."""
+
 
 class LeftToOthers(DataError):
     """A corpus whose other parts are of other nodes, which are not ready."""
@@ -117,9 +120,9 @@ def prepare_text(
     else:
         tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
-    what = [FORMAT_VERSION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
-    if cfg.deduplicate:
-        what.append(["without", *(each.identity for each in before)])
+    what = [FORMAT_VERSION, DIVISION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
+    without = ["without", *(each.identity for each in before)]
+    what += [without] if cfg.deduplicate else []
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
         return TokenData(directory)
@@ -132,7 +135,9 @@ def prepare_text(
         from diffllm.data.preparation.duplicates import find_duplicates
 
         left_out = find_duplicates(before, corpus, cache_dir, how)
-        corpus = replace(corpus, identity=combined_hash([corpus.identity, *what[4:]]))
+        parts = corpus.parts
+        identity = combined_hash([corpus.identity, without])
+        corpus = replace(corpus, identity=identity, list_parts=lambda: parts)
     TokensJob(
         corpus=halves or corpus,
         tokenizer=tokenizer_path,

@@ -59,4 +59,7 @@ def share_parts(
         def in_threads(number: int, meter: Meter) -> None:
             do(number, meter, threads)
 
-        work_through(todo, in_threads, is_done, sizes.__getitem__, claims, counts, tick)
+        def names(numbers: list[int]) -> str:
+            return ", ".join(sorted({parts[number].name for number in numbers})[:3]) or "nothing"
+
+        work_through(todo, in_threads, is_done, sizes.__getitem__, claims, counts, tick, names)

@@ -18,15 +18,17 @@ def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
         "the corpus has fewer than two distinct documents, too few to hold one out; "
         "cut txt files into more with data.sample_by=paragraph"
     )
+    if corpus.has_prompts:
+        return None
     texts = corpus.texts()
-    text = next(texts, "")
+    text = next(texts, None)
+    if text is None:
+        raise DataError(f"{corpus.description}: no document has any text")
     second = next(texts, None)
     if second is not None:
         if all(text == other for other in chain([second], texts)):
             raise too_few
         return None
-    if corpus.has_prompts:
-        raise too_few
     end = len(text.rstrip())
     size = max(1, round(fraction * end))
     latest, earliest = end - size, max(0, end - 2 * size)

@@ -8,13 +8,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import (
@@ -22,11 +23,10 @@ from diffllm.data.preparation.encoding import (
     Encoding,
     PartRecord,
     counts_path,
-    record_path,
 )
 from diffllm.data.preparation.sharing import share_parts
-from diffllm.data.preparation.workers import claim
-from diffllm.data.progress import print_line, said_if_long
+from diffllm.data.preparation.workers import claim, held
+from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -56,10 +56,10 @@ class TokensJob:
     cut: bool = False
     left_out: Path | None = None
 
-    @property
+    @cached_property
     def partial(self) -> Path:
         """The directory of parts that are done; another division into parts has another."""
-        division = [[part.name, part.size] for part in self.corpus.parts]
+        division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
     def build(self, how: PrepareConfig) -> None:
@@ -71,12 +71,15 @@ class TokensJob:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}{how.of_node}.lock")):
             if self.final.is_dir():
+                self.remove_partial()
                 return
             print_line(f"preparing tokens: {self.corpus.description}, in {self.final}")
             started = time.monotonic()
             encoding = self.encoding()
             parts = range(len(self.corpus.parts))
-            self.encode(encoding, parts[how.node_rank :: how.num_nodes], how)
+            mine = parts[how.node_rank :: how.num_nodes]
+            # Others may join all of them meanwhile.
+            self.encode(encoding, mine, how, lambda n: encoding.is_done(n) or self.final.is_dir())
             if how.num_nodes == 1:
                 self.join(encoding, how, started)
             elif all(map(encoding.is_done, parts)):
@@ -100,19 +103,27 @@ class TokensJob:
             has_prompts=self.corpus.has_prompts,
         )
 
-    def encode(self, encoding: Encoding, numbers: Sequence[int], how: PrepareConfig) -> None:
+    def encode(
+        self,
+        encoding: Encoding,
+        numbers: Sequence[int],
+        how: PrepareConfig,
+        is_done: Callable[[int], bool],
+    ) -> None:
         """Encode the parts of these numbers that are not done, in processes; raises as `build`."""
-
-        def is_done(number: int) -> bool:  # also where others have joined all meanwhile
-            return encoding.is_done(number) or self.final.is_dir()
-
-        log = Path(f"{self.final}{how.of_node}.log")
-        do = encoding.encode
         try:
-            share_parts("tokenising", encoding.parts, numbers, do, is_done, self.partial, log, how)
+            share_parts(
+                "tokenising",
+                encoding.parts,
+                numbers,
+                do=encoding.encode,
+                is_done=is_done,
+                claims=self.partial,
+                log=Path(f"{self.final}{how.of_node}.log"),
+                how=how,
+            )
         except BaseException:
-            for number in numbers:
-                remove_unfinished(encoding, number)
+            remove_unfinished(encoding, is_done)
             raise
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
@@ -121,25 +132,29 @@ class TokensJob:
         records = [PartRecord.load(self.partial, number) for number in parts]
         if not self.cut:
             below = split_hash(records, encoding.heldout_below)
+            again = replace(encoding, heldout_below=below)
             stale = [number for number in parts if records[number].changes_with(below)]
-            for number in stale:
-                record_path(self.partial, number).unlink()
-            self.encode(replace(encoding, heldout_below=below), stale, how)
+            # Records stay: to another node, which knows nothing of this hash, they are done.
+            self.encode(again, stale, how, lambda number: not again.is_stale(number))
             records = [PartRecord.load(self.partial, number) for number in parts]
         manifest = self.manifest(records, encoding)
+        shards = [shard for split in manifest.splits.values() for shard in split.shards]
+        named = {name for shard in shards for name in (shard.file, shard.mask)}
+        for path in encoding.directory.glob("*-*-*"):
+            if path.name not in named:  # of a former attempt
+                path.unlink()
         manifest.save(encoding.directory)
         for path in [*encoding.directory.iterdir(), encoding.directory]:
             sync(path)
         os.rename(encoding.directory, self.final)
-        for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        for shard in shards:
             path = self.final / shard.file
             leave_mark(path, shard.sha256, identity_of(path))
             if shard.mask and shard.mask_sha256:
                 path = self.final / shard.mask
                 leave_mark(path, shard.mask_sha256, identity_of(path))
         sync(self.final.parent)
-        for parts_of in self.final.parent.glob(f"{self.final.name}.partial-*"):
-            shutil.rmtree(parts_of, ignore_errors=True)
+        self.remove_partial()
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         print_line(
             f"prepared {train:,} training and {heldout:,} held-out tokens"
@@ -147,13 +162,18 @@ class TokensJob:
             f"in {time.monotonic() - started:.0f} s"
         )
 
+    def remove_partial(self) -> None:
+        """Remove what is left of the preparation of a directory that is there."""
+        for parts_of in self.final.parent.glob(f"{self.final.name}.partial-*"):
+            shutil.rmtree(parts_of, ignore_errors=True)
+
     def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
         """Describe the shards of all parts together."""
         tokenizer = encoding.tokenizer
-        heldout = sum(
-            (np.load(counts_path(self.partial, number)) for number in range(len(records))),
-            np.zeros(tokenizer.vocab_size, np.int64),
-        )
+        heldout = np.zeros(tokenizer.vocab_size, np.int64)
+        for number in range(len(records)):
+            there_are, counts = np.load(counts_path(self.partial, number))
+            heldout[there_are] += counts
         return Manifest(
             format_version=FORMAT_VERSION,
             source=self.corpus.description,
@@ -178,25 +198,17 @@ def split_hash(records: Sequence[PartRecord], below: int) -> int:
     least = min((r.least_hash for r in records if r.least_hash is not None), default=0)
     most = max((r.most_hash for r in records if r.most_hash is not None), default=0)
     if least == most:
-        raise DataError("fewer than two of its documents are no duplicates (data.deduplicate)")
+        raise DataError(
+            "fewer than two documents that differ are left to hold one out of, without those that "
+            "are blank or, with data.deduplicate, came before"
+        )
     return least + 1 if least >= below else min(below, most)
 
 
-def remove_unfinished(encoding: Encoding, number: int) -> None:
-    """Remove the shards of a part that nobody is working on and that is not done."""
-    with suppress(OSError, Timeout), claim(encoding.records, number).acquire(timeout=0):
-        if not encoding.is_done(number):
-            for path in encoding.directory.glob(f"*-{number:05d}-*"):
+def remove_unfinished(encoding: Encoding, is_done: Callable[[int], bool]) -> None:
+    """Remove the shards of parts that nobody is working on and that are not done."""
+    for path in encoding.directory.glob("*-*-*"):
+        number = int(path.name.split("-")[1])
+        with suppress(OSError, Timeout), claim(encoding.records, number).acquire(timeout=0):
+            if not is_done(number):
                 path.unlink()
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold a lock, and say so where another process has it for long."""
-    lock = FileLock(path)
-    with said_if_long(f"another process that prepares {path.with_suffix('')}"):
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -6,24 +6,27 @@ dies, however it does. So preparations that meet on one directory share the work
 
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from diffllm.data.progress import said_if_long
 from diffllm.errors import DataError
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that reach a whole process group: the parent decides what they mean."""
 TEXT_BYTES, TOKENS, SIZE_DONE, PART = range(4)
 NO_PART = -1
+TRACEBACK = 20_000
+"""Characters of a traceback that are sent to the parent."""
 TICK = 0.25
 """Seconds between two looks at the workers."""
 
@@ -78,6 +81,7 @@ def work_through(
     claims: Path,
     counts: Counts,
     tick: Callable[[], None],
+    names: Callable[[list[int]], str],
 ) -> None:
     """Do each number that is not done, in as many processes as are counted.
 
@@ -87,6 +91,7 @@ def work_through(
     Args:
         claims: directory of the files by which parts are claimed.
         tick: is called every TICK seconds.
+        names: says what numbers are, for messages.
     """
     context = multiprocessing.get_context("fork")
     workers: dict[int, tuple[Any, Connection]] = {}
@@ -123,12 +128,16 @@ def work_through(
             writing.close()
             workers[process.sentinel] = process, reading
         while workers:
-            for sentinel in wait(list(workers), TICK):
-                assert isinstance(sentinel, int)
-                process, errors = workers[sentinel]
-                process.join()
-                check_ended(process.exitcode, errors)
-                del workers[sentinel]
+            readable = [errors for _, errors in workers.values()]
+            for ready in wait([*workers, *readable], TICK):
+                if isinstance(ready, Connection):  # before it ends: a pipe holds little
+                    with suppress(EOFError):
+                        raise ready.recv()
+                elif ready in workers:
+                    process, _ = workers.pop(ready)
+                    process.join()
+                    if process.exitcode:
+                        raise DataError(killed(process.exitcode, names(counts.current())))
             tick()
     finally:
         for process, _ in workers.values():
@@ -142,27 +151,33 @@ def claim(directory: Path, number: int) -> FileLock:
     return FileLock(directory / f"part-{number:05d}.lock")
 
 
-def check_ended(exitcode: int | None, errors: Connection) -> None:
-    """Raise what a worker has sent before it ended, DataError if it was killed."""
-    if exitcode == 0:
-        return
-    if exitcode and exitcode < 0:
-        name = signal.Signals(-exitcode).name
-        memory = ", perhaps because memory ran out," * (exitcode == -signal.SIGKILL)
-        raise DataError(
-            f"a process of the preparation was killed by {name}{memory} after which the same "
-            "command goes on where it was"
-        )
-    raise errors.recv()
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock, and say so where another process has it for long."""
+    lock = FileLock(path)
+    with said_if_long(f"another process that prepares {path.with_suffix('')}"):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def killed(exitcode: int, names: str) -> str:
+    """Say that a worker ended without a word."""
+    how = f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else "ended"
+    memory = ", perhaps because memory ran out" * (exitcode == -signal.SIGKILL)
+    return (
+        f"a process of the preparation {how}{memory}, while these were read: {names}; the same "
+        "command goes on where it was"
+    )
 
 
 def picklable(error: BaseException) -> BaseException:
     """Return an error as it may be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
+    if isinstance(error, (DataError, OSError)):
+        return error
+    return RuntimeError("".join(traceback.format_exception(error))[-TRACEBACK:])
 
 
 def leave_with(parent: int) -> None:

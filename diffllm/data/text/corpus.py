@@ -1,12 +1,13 @@
 """A corpus: documents in parts, each of which can be read on its own."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from diffllm.data.config import DataConfig
+from diffllm.data.text.file_index import combined_hash
 from diffllm.errors import DataError
 from diffllm.registry import SOURCES
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 ROWS = 256
-"""TextBatch that are read at a time."""
+"""Documents that are read at a time."""
 TEXT_TYPES = ("string", "large_string", "string_view")
 USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content")
 """Names that columns of text have in most datasets, in lower case."""
@@ -73,7 +74,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextsPart:
-    """TextBatch that are in memory."""
+    """Documents that are in memory."""
 
     name: str
     texts: Sequence[str | None]
@@ -127,18 +128,16 @@ def columns_of(cfg: DataConfig) -> list[str]:
     return [cfg.text_column, *([cfg.prompt_column] if cfg.prompt_column else [])]
 
 
-def prompt_key(cfg: DataConfig) -> list[str]:
-    """Return what a column of prompts adds to the identity of a corpus."""
-    return [f"prompts in {cfg.prompt_column}"] if cfg.prompt_column else []
-
-
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the corpus that `cfg` names, and identify its content.
 
     DataError is raised for a source that is missing, empty, of an unknown format or not UTF-8.
     """
     corpus: Corpus = SOURCES[cfg.source](cfg, cache_dir)
-    return corpus
+    if cfg.prompt_column is None:
+        return corpus
+    identity = combined_hash([corpus.identity, "prompts", cfg.prompt_column])
+    return replace(corpus, identity=identity, has_prompts=True)
 
 
 def check_columns(
@@ -154,7 +153,8 @@ def check_columns(
     for column in columns:
         if kinds.get(column) in TEXT_TYPES:
             continue
-        texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
+        others = () if column == columns[0] else columns[:1]
+        texts = [n for n, kind in kinds.items() if kind in TEXT_TYPES and n not in others]
         usual = [name for name in texts if name.lower() in USUAL_COLUMNS]
         plausible = usual if len(usual) == 1 else texts
         key = "prompt_column" if column != columns[0] else "text_column"
@@ -166,8 +166,8 @@ def check_columns(
         else:
             problem = f"no column {column!r}; it has {', '.join(kinds)}"
         advice = f": use {hint}" if hint else ", none of them text"
-        others = ", which all of the files need to have" if several and hint else ""
-        raise DataError(f"{where}: {problem}{advice}{others}")
+        of_all = ", which all of the files need to have" if several and hint else ""
+        raise DataError(f"{where}: {problem}{advice}{of_all}")
 
 
 def reason(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
-from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, prompt_key, reason
+from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.errors import DataError
@@ -37,11 +37,8 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     contents = [[facts.sha256, form] for facts, form in zip(facts, formats, strict=True)]
     return Corpus(
         description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names_of(paths)}",
-        identity=combined_hash(
-            ["files", cfg.text_column, cfg.sample_by.value, contents, *prompt_key(cfg)]
-        ),
+        identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
         list_parts=lambda: parts_of(paths, facts, formats, cfg),
-        has_prompts=cfg.prompt_column is not None,
     )
 
 
@@ -113,7 +110,8 @@ def check_unchanged(part: "Slice") -> None:
 def unreadable(path: Path, error: Exception) -> DataError:
     """Return the error that names a file which cannot be read."""
     packed = COMPRESSIONS.get(path.suffix.lower())
-    what = f"not a whole {packed} file: " if packed and isinstance(error, OSError) else ""
+    broken = packed and isinstance(error, OSError) and not error.errno
+    what = f"not a whole {packed} file: " if broken else ""
     return DataError(f"{path}: {what}{reason(error)}")
 
 

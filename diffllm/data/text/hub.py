@@ -20,8 +20,8 @@ from diffllm.data.text.corpus import (
     check_columns,
     columns_of,
     kinds_of,
-    prompt_key,
     reason,
+    rows_of,
 )
 from diffllm.data.text.file_index import combined_hash, file_facts
 from diffllm.errors import DataError
@@ -56,9 +56,8 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     what += [cfg.data_dir] if cfg.data_dir else []
     return Corpus(
         description=", ".join(filter(None, [label, cfg.name, cfg.data_dir, cfg.split])),
-        identity=combined_hash([*what, *prompt_key(cfg)]),
+        identity=combined_hash(what),
         list_parts=lambda: files_of(cfg, dataset, revision, cache_dir),
-        has_prompts=cfg.prompt_column is not None,
     )
 
 
@@ -71,13 +70,19 @@ def files_of(cfg: DataConfig, dataset: str, revision: str | None, cache_dir: Pat
     columns = columns_of(cfg)
     try:
         with said_if_long(f"the hub's list of files of {cfg.dataset}"):
+            # A slice of a split cannot be streamed: it is copied into the cache.
             rows = library().load_dataset(
-                dataset, streaming=True, cache_dir=str(cache_dir / "datasets"), **options
+                dataset,
+                streaming="[" not in cfg.split,
+                cache_dir=str(cache_dir / "datasets"),
+                **options,
             )
             kinds = kinds_of(rows)
     except Exception as error:
         raise DataError(f"{where}: {reason(error)}") from error
     check_columns(kinds, columns, where)
+    if "[" in cfg.split:
+        return rows_of(rows, cfg, where)
     rows = rows.select_columns(columns)
     number = min(rows.num_shards, MOST_PARTS)
     return [

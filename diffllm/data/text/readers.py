@@ -1,12 +1,13 @@
-"""TextBatch of local files, read some at a time: nothing is copied, no file is in memory whole.
+"""Documents of local files, read some at a time: nothing is copied.
 
 A file is read in slices. Parquet is cut between row groups, JSON lines and lines of text between
-lines; what is compressed, an array of JSON or paragraphs of text are one slice each.
+lines; what is compressed, an array of JSON or paragraphs of text are one slice each. Only an array
+of JSON and a text that is one document are in memory whole.
 """
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,14 +19,15 @@ import pyarrow.json
 import pyarrow.parquet
 
 from diffllm.data.config import SampleBy
-from diffllm.data.text.corpus import ROWS, TextBatch, check_columns
+from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, reason
 from diffllm.data.text.file_index import FileFacts
 from diffllm.data.text.formats import COMPRESSIONS
+from diffllm.errors import DataError
 
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
-SEEN_LINES = 100
+SEEN_LINES = 1000
 """JSON lines that say which columns there are."""
 
 
@@ -73,15 +75,19 @@ class JsonLines(Slice):
         """Yield the objects' columns, None where one lacks them."""
         explicit = pyarrow.schema([(name, pyarrow.string()) for name in self.columns])
         known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
-        seen = False
+        place, seen = self.start, self.start > 0
         for block in blocks(self.path, self.start, self.stop):
-            if not block.strip():
-                continue
-            if not seen:
+            if block.strip():
+                if not seen and (kinds := kinds_in(block)):
+                    check_columns(kinds, self.columns, str(self.path), self.several)
                 seen = True
-                check_columns(kinds_in(block), self.columns, str(self.path), self.several)
-            table = parsed_lines(block, known)
-            yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
+                try:
+                    table = parsed_lines(block, known)
+                    yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
+                except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+                    where = f", counted from byte {place:,} on" * (place > 0)
+                    raise DataError(f"{self.path}: {reason(error)}{where}") from error
+            place += len(block)
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,13 @@ class JsonArray(Slice):
     def read(self) -> Iterator[TextBatch]:
         """Yield the objects' columns, None where one lacks them."""
         with opened(self.path) as file:
-            table = pyarrow.Table.from_pylist(json.load(file))
-        kinds = {field.name: str(field.type) for field in table.schema}
-        check_columns(kinds, self.columns, str(self.path), self.several)
-        yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
+            rows = json.load(file)
+        check_columns(
+            kinds_of_rows(rows[:SEEN_LINES]), self.columns[:1], str(self.path), self.several
+        )
+        for start in range(0, len(rows), ROWS):
+            some = rows[start : start + ROWS]
+            yield TextBatch(*([text_of(row, name) for row in some] for name in self.columns))
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ class Paragraphs(Slice):
         for block in blocks(self.path, 0, None):
             *whole, rest = (rest + decoded(block).read()).split("\n\n")
             yield TextBatch(list(filter(None, whole)))
-        yield TextBatch([rest])
+        yield TextBatch([rest] if rest else [])
 
 
 @dataclass(frozen=True)
@@ -249,11 +258,27 @@ def parsed_lines(block: bytes, options: pyarrow.json.ParseOptions) -> pyarrow.Ta
 def kinds_in(block: bytes) -> dict[str, str]:
     """Return the types of the columns of the first JSON lines by name, as far as they can be told:
     others may have any types, and what is no JSON is found where it is parsed."""
-    kinds: dict[str, str] = {}
+    rows = []
     for line in block.split(b"\n", SEEN_LINES)[:SEEN_LINES]:
         with suppress(ValueError):
-            row = json.loads(line)
-            for name, value in row.items() if isinstance(row, dict) else ():
-                known = isinstance(value, str) or value is None
-                kinds.setdefault(name, "string" if known else type(value).__name__)
+            rows.append(json.loads(line))
+    return kinds_of_rows(rows)
+
+
+def kinds_of_rows(rows: Sequence[Any]) -> dict[str, str]:
+    """Return the types of the columns of JSON objects by name; text where it may be that."""
+    kinds: dict[str, str] = {}
+    for row in rows:
+        for name, value in row.items() if isinstance(row, dict) else ():
+            known = isinstance(value, str) or value is None
+            kinds.setdefault(name, "string" if known else type(value).__name__)
     return kinds
+
+
+def text_of(row: Any, name: str) -> str | None:
+    """Return the text that a JSON object has under a name, None where it has none; raises
+    ValueError for anything else."""
+    value = row.get(name) if isinstance(row, dict) else row
+    if (value is not None and not isinstance(value, str)) or not isinstance(row, dict):
+        raise ValueError(f"{json.dumps(row)[:80]} has no text under {name!r}")
+    return value
