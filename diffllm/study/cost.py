@@ -104,7 +104,7 @@ def tokens_of(cfg: TrainConfig) -> int:
 
 def evaluated(cfg: TrainConfig) -> int:
     """Tokens of all evaluations of a run, the last one over documents among them."""
-    data = prepare(cfg.data)
+    data = prepare(cfg.data, cfg.prepare)
     split = data.split("heldout")
     sample = min(cfg.eval.sequences * cfg.seq_len, len(split))
     rounds = -(-cfg.steps // cfg.eval.interval)

@@ -23,10 +23,10 @@ MakeConfig = Callable[..., DataConfig]
 PREPARE = """
 import sys
 from diffllm.data.preparation import encoding, prepare as preparation, tokens
-from diffllm.data import progress
+from diffllm.data import waiting
 from diffllm.data.config import DataConfig, SampleBy
 corpus, cache, stage, patience = sys.argv[1:]
-progress.PATIENCE = float(patience)
+waiting.PATIENCE = float(patience)
 if stage != "all":
     import time
     def hang(*args, **kwargs):

@@ -16,10 +16,10 @@ import numpy as np
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import batches, document_hashes, left_out_path
 from diffllm.data.preparation.sharing import share_parts
-from diffllm.data.preparation.workers import Meter, held
-from diffllm.data.progress import said_if_long
+from diffllm.data.preparation.workers import Meter
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.waiting import held, said_if_long
 from diffllm.files import build_once, sync
 
 AT_ONCE = 2**25
@@ -86,7 +86,8 @@ def hashes_of(corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> Hashes:
     numbers = range(len(corpus.parts))
     first = how.node_rank * len(numbers) // how.num_nodes
     order = [*numbers[first:], *numbers[:first]]  # nodes begin apart
-    with held(Path(f"{hashes.directory}{how.of_node}.lock")):
+    what = f"hashes documents into {hashes.directory}"
+    with held(Path(f"{hashes.directory}{how.of_node}.lock"), what):
         share_parts(
             "hashing",
             corpus.parts,

@@ -13,13 +13,13 @@ from diffllm.data.preparation.single import cut_in_two
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.train_tokenizer import TRAINING, train_tokenizer, training_sample
 from diffllm.data.preparation.workers import available_cores
-from diffllm.data.progress import said_if_long
 from diffllm.data.shards import FORMAT_VERSION
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import MODEL, located
+from diffllm.data.waiting import said_if_long
 from diffllm.errors import DataError
 from diffllm.files import build_once
 

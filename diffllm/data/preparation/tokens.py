@@ -25,7 +25,7 @@ from diffllm.data.preparation.encoding import (
     counts_path,
 )
 from diffllm.data.preparation.sharing import share_parts
-from diffllm.data.preparation.workers import claim, held
+from diffllm.data.preparation.workers import claim
 from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
 from diffllm.data.text.corpus import Corpus
@@ -33,6 +33,7 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark
+from diffllm.data.waiting import held
 from diffllm.errors import DataError
 from diffllm.files import sync
 
@@ -69,7 +70,7 @@ class TokensJob:
         written. What is done by then stays.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        with held(Path(f"{self.final}{how.of_node}.lock")):
+        with held(Path(f"{self.final}{how.of_node}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
                 self.remove_partial()
                 return
@@ -83,7 +84,7 @@ class TokensJob:
             if how.num_nodes == 1:
                 self.join(encoding, how, started)
             elif all(map(encoding.is_done, parts)):
-                with held(Path(f"{self.final}.lock")):
+                with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
                     if not self.final.is_dir():
                         self.join(encoding, how, started)
 

@@ -10,15 +10,14 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from diffllm.data.progress import said_if_long
 from diffllm.errors import DataError
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -149,18 +148,6 @@ def work_through(
 def claim(directory: Path, number: int) -> FileLock:
     """Return the lock that whoever works on a part holds."""
     return FileLock(directory / f"part-{number:05d}.lock")
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold a lock, and say so where another process has it for long."""
-    lock = FileLock(path)
-    with said_if_long(f"another process that prepares {path.with_suffix('')}"):
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def killed(exitcode: int, names: str) -> str:

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock
-
 from diffllm.data.progress import track
+from diffllm.data.waiting import held
 from diffllm.errors import DataError
 from diffllm.files import replace_file
 
@@ -41,7 +40,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
     index = _read_index(index_path)
     if _unknown(paths, index):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{index_path}.lock"):
+        with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
             index = _read_index(index_path)
             unknown = _unknown(paths, index)
             saved = time.monotonic()

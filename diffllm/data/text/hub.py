@@ -12,7 +12,6 @@ from types import ModuleType
 from filelock import FileLock
 
 from diffllm.data.config import DataConfig
-from diffllm.data.progress import said_if_long
 from diffllm.data.text.corpus import (
     Corpus,
     Part,
@@ -24,6 +23,7 @@ from diffllm.data.text.corpus import (
     rows_of,
 )
 from diffllm.data.text.file_index import combined_hash, file_facts
+from diffllm.data.waiting import said_if_long
 from diffllm.errors import DataError
 from diffllm.files import replace_file
 from diffllm.registry import source
