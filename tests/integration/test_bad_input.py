@@ -452,7 +452,7 @@ def make_corpus(folder: Path, name: str, content: bytes) -> Path:
         ("noextension", b"hello\n", ["unsupported", ".jsonl"]),
         ("packed.parquet.gz", b"PAR1", ["unsupported", ".jsonl"]),
         ("column.jsonl", b'{"body": "a"}\n{"body": "b"}\n', ["'text'", "body"]),
-        ("number.jsonl", b'{"text": 1}\n{"text": 2}\n', ["'text'", "int64", "not text"]),
+        ("number.jsonl", b'{"text": 1}\n{"text": 2}\n', ["'text'", "int,", "not text"]),
         ("broken.jsonl", b'{"text": "a"\n{"text": \n', []),
         ("broken.parquet", b"PAR1 this is none", []),
         ("broken.jsonl.gz", b"not gzip at all", []),

@@ -110,7 +110,7 @@ def test_a_bit_of_a_shard_that_is_read_in_the_middle_of_a_run(prepared: Prepared
     goes on to what an undisturbed run computes."""
     step = prepared.first_step_with(2)
     assert 8 < step < 390, "choose another seed"
-    shard, directory = prepared.directory / "train-00002.bin", prepared.directory
+    shard, directory = prepared.directory / "train-00000-00002.bin", prepared.directory
     intact = shard.read_bytes()
     flip(shard)
     line = only_line(prepared.train("run.name=a", "data.num_workers=0"))
@@ -195,10 +195,10 @@ def wider(manifest: dict) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-2]), ["train-00001.bin", "bytes where"]),
-        (lambda path: path.unlink(), ["train-00001.bin", "No such file"]),
-        (as_directory, ["train-00001.bin", "not a file"]),
-        (edit_manifest(shorter), ["train-00001.bin", "bytes where the manifest says"]),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2]), ["train-00000-00001.bin", "bytes where"]),
+        (lambda path: path.unlink(), ["train-00000-00001.bin", "No such file"]),
+        (as_directory, ["train-00000-00001.bin", "not a file"]),
+        (edit_manifest(shorter), ["train-00000-00001.bin", "bytes where the manifest says"]),
         (edit_manifest(fewer), ["manifest.json", "unusable", "tokens"]),
         (edit_manifest(without_splits), ["manifest.json", "unusable", "splits"]),
         (edit_manifest(outside), ["manifest.json", "unusable", "../../../corpus.jsonl"]),
@@ -225,7 +225,7 @@ def test_what_is_wrong_at_the_start_is_said_before_training(
     named: list[str],
 ) -> None:
     directory = prepared.directory
-    damage(directory / "train-00001.bin")
+    damage(directory / "train-00000-00001.bin")
     monkeypatch.chdir(prepared.path)
     monkeypatch.setenv("DIFFLLM_CACHE", str(prepared.path / "cache"))
     monkeypatch.setattr(sys, "argv", ["train.py", *prepared.words, "run.name=a", "steps=4"])
@@ -239,6 +239,6 @@ def test_what_is_wrong_at_the_start_is_said_before_training(
 
 def test_a_checksum_that_is_not_the_held_out_splits(prepared: Prepared) -> None:
     """It is read at the first evaluation."""
-    edit_manifest(other_checksum)(prepared.directory / "train-00001.bin")
+    edit_manifest(other_checksum)(prepared.directory / "train-00000-00001.bin")
     line = only_line(prepared.train("run.name=a", "steps=4"))
-    assert "heldout-00000.bin: damaged" in line
+    assert "heldout-00000-00000.bin: damaged" in line
