@@ -195,7 +195,10 @@ def wider(manifest: dict) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-2]), ["train-00000-00001.bin", "bytes where"]),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-2]),
+            ["train-00000-00001.bin", "bytes where"],
+        ),
         (lambda path: path.unlink(), ["train-00000-00001.bin", "No such file"]),
         (as_directory, ["train-00000-00001.bin", "not a file"]),
         (edit_manifest(shorter), ["train-00000-00001.bin", "bytes where the manifest says"]),
