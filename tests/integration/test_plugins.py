@@ -213,7 +213,7 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
         ([*known, "attention=scale"], "choose from diff_v1,", "scaled, scaled_twice"),
         ([*known, "attention=scaled"], "attention/scaled.yaml asks for scaled_schema", "plugins=["),
         ([*known, "data=counting"], "nothing has registered data=counting; plugins=[module]"),
-        (["data.source=counting"], "data.source='counting' is not one of stdlib, files, hub"),
+        (["data.source=counting"], "data.source='counting' is not one of files, hub, stdlib"),
         (
             ["--config-dir", str(tmp_path / "global"), "experiment=all"],
             "plugins=[scaled_attention] stands in a YAML",
