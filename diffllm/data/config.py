@@ -93,6 +93,8 @@ class TextConfig:
                 raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
         if self.prompt_column and self.source in ("stdlib", TOKENS):
             raise ConfigError(f"{where}prompt_column needs columns, which {self.source} has not")
+        if self.prompt_column == self.text_column:
+            raise ConfigError(f"{where}prompt_column has to be another than {where}text_column")
         if self.source == "files" and not self.paths:
             raise ConfigError(f"{where}source=files needs {where}paths=[file, glob, ...]")
         if self.source == TOKENS and not self.paths:

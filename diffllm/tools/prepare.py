@@ -1,5 +1,8 @@
 """diffllm prepare [overrides]: the tokenizer, tokens and packing that a run would make first."""
 
+import signal
+import sys
+
 from diffllm.config import load_config
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.preparation.prepare import LeftToOthers
@@ -31,6 +34,9 @@ def main(argv: list[str]) -> None:
             raise
         print(left)
         return
+    except KeyboardInterrupt:
+        print("stopped; what is done stays, and the same command goes on", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
     print("\n\n".join(sources or [data_text(data)]))
     if packed := packing_counts(data, cfg.data, cfg.seq_len):

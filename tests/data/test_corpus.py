@@ -168,6 +168,8 @@ def test_a_column_that_nothing_reads_is_refused(make_config: MakeConfig) -> None
     for source in ("stdlib", "tokens"):
         with pytest.raises(ConfigError, match=f"data.prompt_column needs columns, .* {source}"):
             make_config(source=source, prompt_column="x").validate()
+    with pytest.raises(ConfigError, match=r"data.prompt_column has to be another than data.text"):
+        make_config(Path("a.jsonl"), prompt_column="text").validate()
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
