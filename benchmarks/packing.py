@@ -1,4 +1,4 @@
-"""What packing documents costs, once for a corpus and then for each sequence.
+"""The cost of packing documents, once for a corpus and then for each sequence.
 
     python benchmarks/packing.py [--documents 1000000] [--seq-len 512 2048 8192] [--json FILE]
 

@@ -3,7 +3,8 @@
     diffllm study run conf/study/damping_short.yaml out=outputs/damping_short
     python benchmarks/study_results.py conf/study/damping_short.yaml outputs/damping_short
 
-Writes verdict.md, verdict.json and gaps.svg into benchmarks/results/<name of the study>/.
+Writes verdict.md, verdict.json and, where rules have gaps, gaps.svg into
+benchmarks/results/<name of the study>/.
 """
 
 import json
@@ -65,7 +66,8 @@ def main() -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / "verdict.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
     (place / "verdict.md").write_text(markdown(found))
-    (place / "gaps.svg").write_text(picture(found))
+    if any(each.gap for each in found.tested):  # a log-rank test has none
+        (place / "gaps.svg").write_text(picture(found))
     print(verdict_text(found))
 
 

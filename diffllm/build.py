@@ -13,7 +13,7 @@ from diffllm.distributed.experts import Splits, exchanged_splits
 from diffllm.distributed.fsdp import parallelize
 from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.distributed.weights import OneRank, Sharded, Weights
-from diffllm.model import Transformer
+from diffllm.model import Transformer, without_storage
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.optim import build_optimizer, optimizer_tensors
@@ -98,8 +98,7 @@ def sharded_model(
     precision = chosen_precision(cfg.precision, device)
     compile = chosen_compile(cfg.compile, device)
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
-    with torch.device("meta"):
-        model = Transformer(cfg.model)
+    model = without_storage(cfg.model)
     checkpointing = cfg.activation_checkpointing
     parallelize(model, meshes, precision.value, compile.value, checkpointing, splits)
     return model, meshes, {"precision": precision, "compile": compile}

@@ -14,10 +14,15 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         line = " ".join(message.split("\n"))
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        line = printable(line)
         if len(line) > LONGEST:
             line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
         super().__init__(line)
+
+
+def printable(text: str) -> str:
+    """Return a text in one line, in which what cannot be printed is spelt out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -35,6 +40,10 @@ class AgreedByAll:
 
 class ConfigError(UserError):
     """A configuration key, value or combination that cannot run."""
+
+
+class InUseError(ConfigError):
+    """A directory that another process holds."""
 
 
 class DataError(UserError):

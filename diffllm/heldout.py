@@ -2,7 +2,10 @@
 
 import io
 import math
+import os
+import struct
 import zipfile
+import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -10,8 +13,17 @@ import numpy as np
 
 from diffllm.errors import CheckpointError
 from diffllm.files import write_atomic
+from diffllm.files.reading import open_regular
 
 DIRECTORY = "heldout"
+LARGEST = 2**34
+"""Limit in bytes."""
+DAMAGED = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, MemoryError,
+    NotImplementedError, OverflowError, RuntimeError, SyntaxError, struct.error, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
+"""Errors of numpy and zipfile about what is in a file."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +53,12 @@ class DocumentLosses:
         """Nats a token, over all documents together."""
         return float(self.nats.sum() / self.tokens.sum())
 
-    def of_source(self, place: int) -> float | None:
-        """Nats a token over the documents of one source of a mixture; None where there are none."""
+    def of_source(self, place: int) -> "DocumentLosses | None":
+        """Those of one source of a mixture; None where there are none."""
         mine = self.sources == place
-        return float(self.nats[mine].sum() / self.tokens[mine].sum()) if mine.any() else None
+        if not mine.any():
+            return None
+        return DocumentLosses(**{f.name: getattr(self, f.name)[mine] for f in fields(self)})
 
     @property
     def bits_per_byte(self) -> float:
@@ -76,7 +90,7 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     """
     there = sorted((run / DIRECTORY).glob("step-*.npz"))
     file = there[-1] if there and step is None else path_of(run, step or 0)
-    if not there or not file.is_file():
+    if not there or not os.path.lexists(file):
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(
             f"{run} has no losses of held-out documents{after}: a run has them in {DIRECTORY}/ "
@@ -84,11 +98,14 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
         )
     names = [f.name for f in fields(DocumentLosses)]
     try:
-        with np.load(file, allow_pickle=False) as content:
+        with (
+            open_regular(file, LARGEST) as stream,
+            np.load(stream, allow_pickle=False) as content,
+        ):
             # files of older versions have no sources
             found = DocumentLosses(**{name: content[name] for name in names if name in content})
         check(found)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
     return found
 

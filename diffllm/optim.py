@@ -25,7 +25,7 @@ class Schedule(Enum):
 class OptimConfig:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with weight decay on matrices only."""
 
-    lr: float = bounded(1e-3, above=0)
+    lr: float = bounded(1e-3, above=0, most=1e20)
     """Peak learning rate."""
     beta1: float = bounded(0.9, least=0, below=1)
     """Decay of AdamW's mean of gradients."""
@@ -34,7 +34,7 @@ class OptimConfig:
     eps: float = bounded(1e-8, above=0)
     """Added to AdamW's denominator."""
     weight_decay: float = bounded(0.1, least=0)
-    """Share of a matrix, times the learning rate, that a step takes away."""
+    """Share of a matrix, times the learning rate, that a step takes away; at most all of it."""
     clip_norm: float = bounded(1.0, least=0)
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Schedule = Schedule.cosine
@@ -83,7 +83,7 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
         groups.setdefault((mesh, param.ndim >= 2), []).append(param)
     optimizer = torch.optim.AdamW(
         [
-            {"params": group, "weight_decay": cfg.weight_decay if decays else 0.0}
+            {"params": group, "decay": cfg.weight_decay if decays else 0.0}
             for (_, decays), group in groups.items()
         ],
         lr=cfg.lr,
@@ -97,13 +97,19 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
             "exp_avg": torch.zeros_like(param),
             "exp_avg_sq": torch.zeros_like(param),
         }
+    set_learning_rate(optimizer, cfg.lr)
     return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in every parameter group from the next step on."""
+    """Use `lr` in every parameter group from the next step on.
+
+    A decay that takes away more than all of a matrix would make it larger with every step, up to
+    infinity, whatever its gradients.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
+        group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
 def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from diffllm.build import Training
 from diffllm.diagnostics import named_values
 from diffllm.distributed.gradients import Norms
-from diffllm.metrics.display import Display
+from diffllm.metrics.display import Display, measured
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.mfu import mfu, peak_flops
 from diffllm.metrics.table import metric_of
@@ -99,13 +99,12 @@ class Recorder:
         self.data_s = self.paused_s = 0.0
         self.since = time.perf_counter()
 
-    def timed(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches, and count the time spent waiting for them as `perf/data_ms`."""
-        while True:
-            start = time.perf_counter()
-            batch = next(batches)
-            self.data_s += time.perf_counter() - start
-            yield batch
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count time as spent waiting for data, as `perf/data_ms`."""
+        start = time.perf_counter()
+        yield
+        self.data_s += time.perf_counter() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -151,8 +150,8 @@ class Recorder:
         """Write what was noted or diagnosed at a step that is not logged otherwise."""
         self.flush(step)
         if self.line:
-            if "eval/loss" in self.line and "train/lr" not in self.line:
-                self.display.print(f"step {step}: held-out loss {self.line['eval/loss']:.3f}")
+            if (said := measured(self.line)) and "train/lr" not in self.line:
+                self.display.print(f"step {step}: {'  '.join(said)}")
             self.write(step, self.line)
             self.line = {}
 

@@ -14,6 +14,9 @@ from diffllm.config.changes import Changes, described, is_allowed
 from diffllm.errors import CheckpointError
 from diffllm.spikes import SpikeMonitor
 
+MAKE_TOKENS = ("corpus", "tokenizer")
+"""Values of an order of data that its tokens follow from."""
+
 
 @dataclass
 class LoopState:
@@ -60,6 +63,9 @@ def continued(
     try:
         state = LoopState.of(saved["loop"])
         before = {key: state.order.get(key) for key in order}
+        made_anew = any(before.get(key) != order.get(key) for key in MAKE_TOKENS)
+        if made_anew or "tokens" not in state.order:  # as in older checkpoints
+            before["tokens"] = order.get("tokens")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}

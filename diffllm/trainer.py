@@ -14,13 +14,17 @@ from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import Prepared, TrainLoader, heldout_batches, training_samples
 from diffllm.data.bits import bits_a_nat
+from diffllm.data.sequences import Batch
 from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
+from diffllm.distributed.failures import DataFailed, raise_together
 from diffllm.distributed.fsdp import local
 from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
-from diffllm.distributed.stop import Agreement, StopRequest
+from diffllm.distributed.stop import Agreed, Agreement, StopRequest
 from diffllm.distributed.watch import Watch
+from diffllm.errors import DataError
 from diffllm.evaluate import heldout_loss
+from diffllm.evaluation.while_training import TasksWhileTraining
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
@@ -142,7 +146,7 @@ def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor
 
 
 def divisors(parts: Iterable[str], counted: Tensor, tokens: int) -> Tensor:
-    """What the sums of a step's losses are divided by to be means, as `scaled` has it."""
+    """A step's sums of losses divided by this are means; `scaled` divides by it."""
     whole = torch.full_like(counted, tokens)
     return torch.stack([counted if name in OVER_TARGETS else whole for name in parts])
 
@@ -189,34 +193,59 @@ def train(
     profiler: StepProfiler,
     stop: StopRequest,
     watch: Watch,
+    tasks: TasksWhileTraining | None = None,
 ) -> signal.Signals | None:
     """Train until cfg.steps, or until a signal, which is returned.
 
-    The last step is evaluated and saved whatever the intervals; the step at which the ranks agree
-    on a signal is saved. Raises SkippedTooOften, after saving.
+    The last step is evaluated, by `tasks` too, and saved whatever the intervals; the step at which
+    the ranks agree on a signal is saved. Raises SkippedTooOften where the run has diverged, and
+    DataFailed where a rank cannot read what comes next, after saving.
     """
     cfg, began = t.cfg, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
-    batches = recorder.timed(iter(loader))
+    batches = iter(loader)
     recorder.start(state.step)
     agreement = Agreement(stop, cfg.distributed.timeout)
     stop.training = True
     stopping: signal.Signals | None = None
-    stuck = 0
-    while state.step < cfg.steps and not (stopping or stuck):
+    unmeasured: DataFailed | None = None
+    failed, stuck = False, 0
+
+    def exchange() -> Agreed:
+        """Read ahead as far as it takes all ranks to hear of what cannot be read."""
+        error = read_ahead(1 + agreement.delay)
+        return agreement.step(save=checkpointer.due(), failed=error is not None)
+
+    def read_ahead(steps: int) -> DataError | None:
+        """Read what so many steps take, unless the run ends before."""
+        with recorder.waiting(), watch.waiting("a batch of the data loader"):
+            return loader.read_ahead(min(steps, cfg.steps - state.step))
+
+    raise_together(read_ahead(1))
+    if agreement.delay:
+        exchange()
+    while state.step < cfg.steps and not (stopping or stuck or failed):
         step = state.step + 1
         watch.reached(f"step {step}")
         with profiler.step(step):
             out = train_step(t, batches, state.step, due(cfg, step))
         recorder.add(step, out)
         state.step, last = step, step == cfg.steps
-        stopping, timed = agreement.step(save=checkpointer.due())
+        stopping, timed, failed = exchange()
         if every(cfg.distributed.check_interval, step):
             check_tensors(t.tensors(), t.meshes.dense.size(1))
         if every(cfg.eval.interval, step) or last:
+            try:
+                with recorder.paused():
+                    for name, value in evaluations(t, data).items():
+                        recorder.note(name, value)
+            except DataFailed as error:
+                unmeasured, failed = error, True
+        if tasks and (every(cfg.eval.suites_interval, step) or last):
             with recorder.paused():
-                for name, value in evaluations(t, data).items():
+                for name, value in tasks.measure(t.model).items():
                     recorder.note(name, value)
+                t.weights.rest()
         if logged(cfg, step):
             read = loader.consumed()
             for name, value in read.items():
@@ -228,7 +257,7 @@ def train(
             if state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
                 stuck = state.spikes.longest_skip
                 state.spikes.forget_skips()
-        final = bool(last or stopping or stuck)
+        final = bool(last or stopping or stuck or failed)
         saving = timed or every(cfg.checkpoint.steps, step) or final
         if saving or recorder.line:
             recorder.end_line(step)
@@ -241,12 +270,13 @@ def train(
     loader.close()
     agreement.close()
     checkpointer.close()
+    if failed:
+        saved = f"; stopped after step {state.step}, saved"
+        if unmeasured:
+            raise DataFailed(f"{unmeasured}{saved}")
+        raise_together(loader.failed, saved)
     if stuck:
-        raise SkippedTooOften(
-            f"stopped after step {state.step}, saved: {stuck} updates in a row were skipped "
-            f"({recorder.last_values()}); a smaller optim.lr, other data or "
-            "train.skip_step=off would go another way"
-        )
+        raise SkippedTooOften(f"{stuck} updates in a row were skipped ({recorder.last_values()})")
     return stopping if state.step < cfg.steps else None
 
 
@@ -274,29 +304,49 @@ def evaluations(t: Training, data: Prepared) -> dict[str, float]:
     text where that is known; for a mixture also of each source, `eval/loss/<source>`, of as many
     sequences together. Every rank calls it."""
     found = {}
-    wanted = t.cfg.eval.sequences
-    share = -(-wanted // max(1, len(data.sources)))
-    parts: list[tuple[str, Prepared, int]] = [("", data, wanted)]
-    parts += [(f"/{name}", source, share) for name, source in data.sources.items()]
-    for end, part, sequences in parts:
+    for name, part, sequences in heldout_samples(t.cfg, data):
+        end = f"/{name}" if name else ""
         found[f"eval/loss{end}"] = loss = evaluate(t, part, sequences)
         if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
             found[f"eval/bits_per_byte{end}"] = bits
     return found
 
 
+def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
+    """List the samples that are evaluated during training: of all data under no name, then of each
+    source of a mixture under its own, with how many sequences they have."""
+    wanted = cfg.eval.sequences
+    share = -(-wanted // max(1, len(data.sources)))
+    return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
+
+
 def evaluate(t: Training, data: Prepared, sequences: int | None = None) -> float:
-    """Loss of a held-out sample in nats a token; every rank calls it.
+    """Loss of a held-out sample in nats a token; every rank calls it, and raises DataFailed where
+    one of them cannot read its part.
 
     Args:
         sequences: spread evenly over the split; as many as eval.sequences unless given.
     """
     cfg, rank, world_size = t.cfg, dist.get_rank(), dist.get_world_size()
-    stream = data.split("heldout")
-    sequences = min(sequences or cfg.eval.sequences, (len(stream) - 1) // cfg.seq_len)
+    tokens = data.manifest.splits["heldout"].tokens
+    sequences = min(sequences or cfg.eval.sequences, (tokens - 1) // cfg.seq_len)
     batch = cfg.micro_batches(world_size)[0]
-    batches = heldout_batches(stream, cfg.seq_len, batch, sequences, rank, world_size)
+    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
+    failed: list[DataError] = []
+
+    def batches() -> Iterator[Batch]:
+        """Yield the batches that can be read; short of some, this rank goes on with the others."""
+        try:
+            stream = data.split("heldout")
+            yield from heldout_batches(
+                stream, cfg.seq_len, batch, sequences, rank, world_size, eos_id
+            )
+        except DataError as error:
+            failed.append(error)
+
     rounds = -(-sequences // (batch * world_size))
-    loss = heldout_loss(t.model, batches, (batch, cfg.seq_len), rounds, t.device, t.documents)
+    shape = batch, cfg.seq_len
+    loss = heldout_loss(t.model, batches(), shape, rounds, t.device, t.documents)
     t.weights.rest()
+    raise_together(failed[0] if failed else None)
     return loss

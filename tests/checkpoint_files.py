@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from diffllm.checkpoint.manifest import FORMAT, describe, write_manifest
+from diffllm.spikes import SpikeMonitor
 
 
 def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
@@ -16,10 +17,16 @@ def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(b"no index")
-    state = {"format": FORMAT, "step": step, "parameters": {}, "ranks": 1, "loop": {}}
+    state = {"format": FORMAT, "step": step, "parameters": {}, "ranks": 1, "loop": loop_of(step)}
     (path / "state.json").write_text(json.dumps({**state, **parts}))
     sign(path)
     return path
+
+
+def loop_of(step: int) -> dict[str, object]:
+    """The loop state of a run that has seen no data."""
+    spikes = SpikeMonitor().state_dict()
+    return {"step": step, "data": {}, "order": {}, "spikes": spikes, "wandb_id": None}
 
 
 def sign(path: Path) -> None:

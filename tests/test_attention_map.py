@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import sign
+from checkpoint_files import loop_of, sign
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 from tiers import slow_but
@@ -151,7 +151,7 @@ def test_tokens_are_the_labels_of_both_axes():
 @pytest.mark.parametrize(
     ("length", "heads"),
     slow_but(
-        [(1, 1), (40, 4), (40, 7)],
+        [(1, 1), (40, 4)],
         [
             *itertools.product([1, 40, 256], [1, 2, 4]),
             *((40, 5), (40, 7), (40, 8), (256, 16), (40, 32)),
@@ -181,7 +181,7 @@ def test_nothing_overlaps_and_sizes_stay_sane(length, heads, kind):
 
 @pytest.mark.parametrize(
     ("length", "heads"),
-    slow_but([(7, 4), (60, 5)], [(1, 1), (7, 4), (60, 1), (60, 5), (200, 1)]),
+    slow_but([(7, 4)], [(1, 1), (7, 4), (60, 1), (60, 5), (200, 1)]),
 )
 def test_labels_as_drawn_neither_overlap_nor_leave_the_figure(length, heads):
     labels = [f"{'w' * (LONGEST - 3)}{i:03d}" for i in range(length)]
@@ -273,7 +273,7 @@ def save_weights(run, model):
     params = {name: param.detach() for name, param in model.named_parameters()}
     dcp.save({f"model.{n}": p for n, p in params.items()}, checkpoint_id=path, no_dist=True)
     shapes = {name: list(param.shape) for name, param in params.items()}
-    state = {"format": FORMAT, "step": 7, "parameters": shapes, "ranks": 1, "loop": {}}
+    state = {"format": FORMAT, "step": 7, "parameters": shapes, "ranks": 1, "loop": loop_of(7)}
     (path / "state.json").write_text(json.dumps(state))
     sign(path)
 
@@ -304,7 +304,10 @@ def png_size(path: Path):
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
-@pytest.mark.parametrize("variant", ["standard_sink", "gated", "diff_v1", "diff_v2_unshared_kv"])
+@pytest.mark.parametrize(
+    "variant",
+    slow_but(["gated", "diff_v1"], ["standard_sink", "gated", "diff_v1", "diff_v2_unshared_kv"]),
+)
 def test_figure_and_table_of_a_run(make_run, command, variant):
     run = make_run(variant)
     code, out, err = command(f"run={run}", "prompt=def f(x):\n", "layer=1")
@@ -361,6 +364,7 @@ def test_one_head_a_checkpoint_by_its_step_and_another_place(make_run, command, 
         assert place.read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 def test_every_layer_has_a_figure_and_every_prompt_its_own(make_run, command, tmp_path):
     run = make_run()
     for prompt in ("x y", "x(y", "("):

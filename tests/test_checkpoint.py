@@ -12,6 +12,7 @@ import pytest
 import torch
 from resuming import resume
 from single_process import gloo_group
+from tiers import slow_but
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -108,14 +109,14 @@ def test_spike_protection_goes_on_with_its_windows(checkpointer):
 # What is saved
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
 def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
     checkpointer, tmp_path, variant
 ):
     t, state = training(variant), LoopState()
     for number in range(2):
         step(t, number)
-    state.step, state.data, state.wandb_id = 2, {"sequence": 4}, "abc"
+    state.step, state.data, state.wandb_id = 2, {"seed": 0, "epoch": 0, "sample": 4}, "abc"
     state.spikes.update(3.5, 0.25)
     at_save, rng, loop = values(t), torch.get_rng_state(), state.state_dict()
     loop = json.loads(json.dumps(loop))
@@ -343,15 +344,18 @@ def test_intervals_and_counts_outside_their_range_are_refused():
 # What is refused
 
 
+OTHER_MODELS = [
+    ("diff_v2", "model.n_layers=2", "w_lambda.weight is absent there"),
+    ("standard", "model.ffn_dim=40", r"ffn.w1.weight is \[32, 32\] there and \[40, 32\] here"),
+    ("standard", "model.n_layers=3", "layers.2.* is absent there"),
+    ("standard", "model.n_layers=1", "layers.1.* and absent here"),
+    ("standard", "model.tie_embeddings=true", "output.weight is .* and absent here"),
+]
+
+
 @pytest.mark.parametrize(
     ("variant", "override", "named"),
-    [
-        ("diff_v2", "model.n_layers=2", "w_lambda.weight is absent there"),
-        ("standard", "model.ffn_dim=40", r"ffn.w1.weight is \[32, 32\] there and \[40, 32\] here"),
-        ("standard", "model.n_layers=3", "layers.2.* is absent there"),
-        ("standard", "model.n_layers=1", "layers.1.* and absent here"),
-        ("standard", "model.tie_embeddings=true", "output.weight is .* and absent here"),
-    ],
+    slow_but(OTHER_MODELS[:2], OTHER_MODELS),
 )
 def test_a_checkpoint_of_another_model_is_refused_by_parameter(
     checkpointer, tmp_path, variant, override, named
@@ -403,7 +407,9 @@ def test_a_state_json_of_our_format_without_parameters_is_refused(checkpointer, 
         check_parameters(path, read_state(path), {"w": torch.zeros(2, 3)})
 
 
-@pytest.mark.parametrize("missing", ["loop", "ranks", "loop.spikes", "loop.step"])
+@pytest.mark.parametrize(
+    "missing", slow_but(["ranks", "loop.step"], ["loop", "ranks", "loop.spikes", "loop.step"])
+)
 def test_a_state_json_with_a_part_missing_is_refused(checkpointer, tmp_path, missing):
     t = training("standard")
     save(t, LoopState(step=1), checkpointer)

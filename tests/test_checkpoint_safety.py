@@ -182,7 +182,7 @@ def listed_and_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
     return said.out + said.err
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("name", slow_but(["a pickle as index", "a relative path out"], FORGERIES))
 def test_a_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, capfd):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     FORGERIES[name](path, marker)
@@ -256,7 +256,7 @@ def also(run: Path, name: str, **parts: Any) -> str:
 OUT = ("../../../outside", "{parent}/outside", "./state.json", "..", ".", "", "a\0b", "\x1b[31m\n/")
 
 
-@pytest.mark.parametrize("name", OUT)
+@pytest.mark.parametrize("name", slow_but(OUT[:2], OUT))
 def test_a_manifest_that_names_what_is_no_file_of_the_checkpoint_is_refused(run, name, capfd):
     file = checkpoint_of(run) / "manifest.json"
     file.write_text(also(run, name.format(parent=run.parent)))
@@ -285,7 +285,9 @@ MANIFESTS: dict[str, Callable[[Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize(
+    "name", slow_but(["a huge size", "a true size", "no files", "depth"], MANIFESTS)
+)
 def test_a_forged_manifest_is_refused_by_every_reader(run, name, capfd):
     file = checkpoint_of(run) / "manifest.json"
     file.write_bytes(MANIFESTS[name](run).encode(errors="surrogateescape"))
@@ -318,7 +320,7 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", slow_but(["a huge step", "no spikes"], STATES))
 def test_a_forged_state_is_refused_on_resume(run, name):
     file = checkpoint_of(run) / "state.json"
     state = json.loads(file.read_text())
@@ -340,7 +342,9 @@ def test_parameters_in_a_forged_state_are_named_on_one_plain_line(run, parameter
     file.write_text(json.dumps({**json.loads(file.read_text()), "parameters": parameters}))
     sign(checkpoint_of(run))
     said = refused(run, capfd)
-    assert all("another model" in line and line.isprintable() for line in said), said
+    reasons = ("another model", "holds a number beyond 64 bits")
+    assert all(any(why in line for why in reasons) for line in said), said
+    assert all(line.isprintable() for line in said), said
     assert all(len(line) < 600 for line in said), said
 
 
@@ -368,7 +372,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["a created node", "depth"], CONFIGS))
+@pytest.mark.parametrize("name", slow_but(["a call", "a created node"], CONFIGS))
 def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
     file, marker = run / "config.yaml", tmp_path / "marker"
     rest = file.read_text()
@@ -441,7 +445,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", slow_but(["plugins alone", "a variant"], NAMED))
 def test_a_plugin_that_a_run_names_is_not_imported(run, evil, name, capfd):
     file = run / "config.yaml"
     text = file.read_text()

@@ -55,7 +55,13 @@ def amount(change):
     return float(sign + number.replace(",", "")) * UNITS[unit]
 
 
-@pytest.mark.parametrize("extra", [[], ["model.match_params_to=diff_v2"]], ids=["plain", "matched"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param([], id="plain"),
+        pytest.param(["model.match_params_to=diff_v2"], id="matched", marks=pytest.mark.slow),
+    ],
+)
 def test_every_cell_is_a_value_and_its_change_or_an_equals_sign(capsys, extra):
     overrides = ["model=dense_7b", "seq_len=4096", *extra]
     names, rows = parse(printed(capsys, f"--compare={','.join(FIVE)}", *overrides))
@@ -212,6 +218,7 @@ def test_a_terminal_gets_blocks_that_fit_and_no_number_is_cut(
         assert max(map(len, text.splitlines())) <= columns
 
 
+@pytest.mark.slow
 def test_a_real_terminal_is_measured():
     text = on_a_terminal(50, "--compare", "standard,gated,diff_v2", "model=tiny")
     tables = blocks(text)

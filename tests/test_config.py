@@ -2,13 +2,16 @@
 
 import re
 import shutil
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import NoneType
 
 import pytest
 from omegaconf import OmegaConf
+from tiers import families, slow_but
 
 import diffllm
 from diffllm import load_config
@@ -22,6 +25,7 @@ from diffllm.optim import Schedule
 
 CONF = config_directory()
 FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "study")
+NOT_VARIANTS = [path for path in FILES if path.parent.name != "attention"]
 NEEDED = {  # what a choice cannot do without
     ("data", "files"): ["data.paths=[corpus.txt]"],
     ("data", "hub"): ["data.dataset=owner/name"],
@@ -80,7 +84,9 @@ def test_there_is_a_yaml_in_every_group():
     assert groups == {"model", "attention", "data", "optim", "parallel", "experiment"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}={p.stem}")
+@pytest.mark.parametrize(
+    "path", slow_but(NOT_VARIANTS, FILES), ids=lambda p: f"{p.parent.name}={p.stem}"
+)
 def test_every_yaml_composes(path: Path):
     group, choice = path.parent.name, path.stem
     cfg = load_config([f"{group}={choice}", *NEEDED.get((group, choice), [])])
@@ -88,11 +94,16 @@ def test_every_yaml_composes(path: Path):
     assert plain_tree(cfg)
 
 
+@cache
+def of_variant(name: str) -> TrainConfig:
+    """Composed once for the tests that look at all; nobody may change it."""
+    return load_config(["model=tiny", f"attention={name}"])
+
+
 def test_every_variant_composes_to_a_class_of_its_own():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
-        cfg = load_config(["model=tiny", f"attention={path.stem}"])
-        kind = type(cfg.model.attention)
+        kind = type(of_variant(path.stem).model.attention)
         assert issubclass(kind, AttentionConfig)
         assert kind is not AttentionConfig, f"{path} has no schema line"
         classes[path.stem] = kind
@@ -121,15 +132,15 @@ def test_no_yaml_can_call_code(path: Path):
 
 
 def test_changing_the_variant_changes_nothing_else():
-    base = load_config(["model=tiny", "attention=standard"])
+    base = of_variant("standard")
     for variant in variants():
-        other = load_config(["model=tiny", f"attention={variant}"])
+        other = deepcopy(of_variant(variant))
         other.model.attention = base.model.attention
         other.run.choices, other.run.schemas = base.run.choices, base.run.schemas
         assert other == base
 
 
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name", slow_but(families(variants()), variants()))
 def test_a_variant_alone_is_the_one_of_the_whole_config(name):
     alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
     assert type(alone) is type(composed)
@@ -277,41 +288,44 @@ def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, mess
 # What cannot run anywhere
 
 
+WRONG = [
+    (["steps=0"], "steps=0"),
+    (["seq_len=0"], "seq_len=0"),
+    (["global_batch_size=-1"], "global_batch_size=-1"),
+    (["log_interval=0"], "log_interval=0"),
+    (["micro_batch_size=0"], "micro_batch_size=0"),
+    (["model.n_heads=6", "model.n_kv_heads=4"], "model.n_heads=6"),
+    (["model.head_dim=31"], "model.head_dim=31"),
+    (["model.dim=0"], "model.dim=0"),
+    (["model.rope.theta=0"], "model.rope.theta=0"),
+    (["model.norm_eps=0"], "model.norm_eps"),
+    (["data.vocab_size=4096"], "data.vocab_size=4096"),
+    (["attention=diff_v1", "model.n_kv_heads=1"], "model.n_kv_heads=1"),
+    (["parallel.shard=0"], "parallel.shard=0"),
+    (["parallel.replicate=-1"], "parallel.replicate"),
+    (["parallel.expert=2"], "parallel.expert=2"),
+    (["distributed.timeout=0"], "distributed.timeout=0"),
+    (["eval.interval=0"], "eval.interval=0"),
+    (["diagnostics.interval=-1"], "diagnostics.interval=-1"),
+    (["checkpoint.keep_last=-1"], "checkpoint.keep_last=-1"),
+    (["steps=300", "optim.warmup_steps=301"], "optim.warmup_steps=301"),
+    (["data=files"], "data.paths"),
+    (["data=hub"], "data.dataset"),
+    (["+model.foo=1"], "model.foo"),
+    (["model.foo=1"], "model.foo"),
+    (["foo=1"], "foo"),
+    (["attention=nonsense"], "diff_v2"),
+    (["precision=fp8"], "fp32"),
+    (["steps=many"], "steps=many"),
+    (["steps=many", "steps=5"], "steps=many"),
+    (["model.match_params_to=diff_v3"], "model.match_params_to=diff_v3"),
+    (["model.match_params_to=[a]"], "model.match_params_to=[a]"),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
-    [
-        (["steps=0"], "steps=0"),
-        (["seq_len=0"], "seq_len=0"),
-        (["global_batch_size=-1"], "global_batch_size=-1"),
-        (["log_interval=0"], "log_interval=0"),
-        (["micro_batch_size=0"], "micro_batch_size=0"),
-        (["model.n_heads=6", "model.n_kv_heads=4"], "model.n_heads=6"),
-        (["model.head_dim=31"], "model.head_dim=31"),
-        (["model.dim=0"], "model.dim=0"),
-        (["model.rope.theta=0"], "model.rope.theta=0"),
-        (["model.norm_eps=0"], "model.norm_eps"),
-        (["data.vocab_size=4096"], "data.vocab_size=4096"),
-        (["attention=diff_v1", "model.n_kv_heads=1"], "model.n_kv_heads=1"),
-        (["parallel.shard=0"], "parallel.shard=0"),
-        (["parallel.replicate=-1"], "parallel.replicate"),
-        (["parallel.expert=2"], "parallel.expert=2"),
-        (["distributed.timeout=0"], "distributed.timeout=0"),
-        (["eval.interval=0"], "eval.interval=0"),
-        (["diagnostics.interval=-1"], "diagnostics.interval=-1"),
-        (["checkpoint.keep_last=-1"], "checkpoint.keep_last=-1"),
-        (["steps=300", "optim.warmup_steps=301"], "optim.warmup_steps=301"),
-        (["data=files"], "data.paths"),
-        (["data=hub"], "data.dataset"),
-        (["+model.foo=1"], "model.foo"),
-        (["model.foo=1"], "model.foo"),
-        (["foo=1"], "foo"),
-        (["attention=nonsense"], "diff_v2"),
-        (["precision=fp8"], "fp32"),
-        (["steps=many"], "steps=many"),
-        (["steps=many", "steps=5"], "steps=many"),
-        (["model.match_params_to=diff_v3"], "model.match_params_to=diff_v3"),
-        (["model.match_params_to=[a]"], "model.match_params_to=[a]"),
-    ],
+    slow_but(WRONG[::3], WRONG),
 )
 def test_a_wrong_value_is_one_line_that_names_it(overrides, named):
     with pytest.raises(ConfigError) as caught:
@@ -327,23 +341,26 @@ def test_a_misspelt_key_is_answered_with_the_right_one():
         load_config(["global_batchsize=1"])
 
 
+WITHOUT_SECTION = [
+    ("lr=1e-3", "unknown key lr; did you mean optim.lr?"),
+    ("+lr=1e-3", "unknown key lr; did you mean optim.lr?"),
+    ("n_layers=3", "unknown key n_layers; did you mean model.n_layers?"),
+    ("train.log_interval=3", "unknown key train.log_interval; did you mean log_interval?"),
+    ("warmup=3", "unknown key warmup; did you mean optim.warmup_steps?"),
+    (
+        "batch_size=3",
+        "unknown key batch_size; did you mean one of global_batch_size, micro_batch_size?",
+    ),
+    (
+        "keep=3",
+        "unknown key keep; did you mean one of checkpoint.keep_last, checkpoint.keep_every?",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("word", "answer"),
-    [
-        ("lr=1e-3", "unknown key lr; did you mean optim.lr?"),
-        ("+lr=1e-3", "unknown key lr; did you mean optim.lr?"),
-        ("n_layers=3", "unknown key n_layers; did you mean model.n_layers?"),
-        ("train.log_interval=3", "unknown key train.log_interval; did you mean log_interval?"),
-        ("warmup=3", "unknown key warmup; did you mean optim.warmup_steps?"),
-        (
-            "batch_size=3",
-            "unknown key batch_size; did you mean one of global_batch_size, micro_batch_size?",
-        ),
-        (
-            "keep=3",
-            "unknown key keep; did you mean one of checkpoint.keep_last, checkpoint.keep_every?",
-        ),
-    ],
+    slow_but(WITHOUT_SECTION[::3], WITHOUT_SECTION),
 )
 def test_a_key_without_its_section_is_answered_with_the_whole_one(word, answer):
     with pytest.raises(ConfigError) as caught:
@@ -351,16 +368,19 @@ def test_a_key_without_its_section_is_answered_with_the_whole_one(word, answer):
     assert str(caught.value) == answer
 
 
+CORPORA = [
+    (["data.paths=mine/a.parquet"], "files", ["mine/a.parquet"], None),
+    (["data.paths='my data/*.parquet'"], "files", ["my data/*.parquet"], None),
+    (["data.paths=[a.txt,b.txt]"], "files", ["a.txt", "b.txt"], None),
+    (["data.dataset=me/corpus"], "hub", [], "me/corpus"),
+    (["data.dataset=me/corpus", "data.name=en"], "hub", [], "me/corpus"),
+    (["data=files", "data.paths=2024"], "files", ["2024"], None),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "source", "paths", "dataset"),
-    [
-        (["data.paths=mine/a.parquet"], "files", ["mine/a.parquet"], None),
-        (["data.paths='my data/*.parquet'"], "files", ["my data/*.parquet"], None),
-        (["data.paths=[a.txt,b.txt]"], "files", ["a.txt", "b.txt"], None),
-        (["data.dataset=me/corpus"], "hub", [], "me/corpus"),
-        (["data.dataset=me/corpus", "data.name=en"], "hub", [], "me/corpus"),
-        (["data=files", "data.paths=2024"], "files", ["2024"], None),
-    ],
+    slow_but(CORPORA[::3], CORPORA),
 )
 def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, paths, dataset):
     cfg = load_config(words)
@@ -374,6 +394,7 @@ def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, 
         (["data=stdlib", "data.paths=a.txt"], "data.paths=['a.txt'] needs data=files, not stdlib"),
         (["data.source=stdlib", "data.paths=a.txt"], "needs data=files, not stdlib"),
         (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
+        (["data.paths="], "data.source=files needs data.paths=[file, glob, ...]"),
     ],
 )
 def test_a_source_that_is_given_is_not_replaced(words, named):
@@ -401,7 +422,7 @@ BROKEN_YAML = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_YAML)
+@pytest.mark.parametrize("name", slow_but(["syntax", "an unknown key"], BROKEN_YAML))
 def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
     """It names the file's experiment and what is wrong with it."""
     conf = tmp_path / "conf"
@@ -430,7 +451,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(FAULTS)))
+@pytest.mark.parametrize("number", slow_but([0, 3], range(len(FAULTS))))
 def test_a_fault_in_an_experiment_of_ones_own_is_named_with_its_file(tmp_path, monkeypatch, number):
     text, said = list(FAULTS.items())[number]
     file = tmp_path / "experiment" / "own.yaml"

@@ -21,8 +21,8 @@ from diffllm.tools import main
 NAMES = [metric.name for metric in METRICS]
 WHERE = ["entity=a-team", "project=a-project"]
 ORDER = [
-    "Loss", "Spikes", "Gradient norm", "Context RMS", "Outliers", "Residual stream", "Attention",
-    "Lambda and gate", "Performance", "Data", "Experts",
+    "Loss", "Tasks", "Spikes", "Gradient norm", "Context RMS", "Outliers", "Residual stream",
+    "Attention", "Lambda and gate", "Performance", "Data", "Experts",
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import config_directory
@@ -134,6 +135,7 @@ def test_the_top_token_alone_is_left_by_a_small_top_p_and_a_low_temperature():
     assert generate(model, prompt, 20, temperature=1e-5, seed=5) == greedy
 
 
+@pytest.mark.slow
 def test_generation_draws_the_first_token_from_the_models_distribution():
     """One prompt again and again is a sample of the model, not one continuation many times."""
     model, (prompt,) = tiny(), prompts(1)
@@ -151,7 +153,7 @@ def alone(model, prompts, *args, **kwargs):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("variant", YAMLS)
+@pytest.mark.parametrize("variant", slow_but(families(YAMLS), YAMLS))
 def test_prompts_of_any_lengths_give_what_they_give_alone(variant, temperature):
     """Also where some have room for two tokens or for none, and some stop early."""
     model, count = shared(variant), 12

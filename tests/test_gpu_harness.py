@@ -46,6 +46,7 @@ def outcomes(folder):
 # Contestants that fail
 
 
+@pytest.mark.slow
 def test_contestants_that_die_hang_or_raise_are_recorded_and_the_others_take_turns(tmp_path):
     runner(tmp_path).run([group("slow", "raises", "dies", "hangs", "fast", at_once=2, limit=5)])
     lines = newest(read(tmp_path / "B.jsonl"))

@@ -33,8 +33,13 @@ def test_losses_are_told_apart_by_source(tmp_path: Path) -> None:
     mixed = DocumentLosses(**{**vars(SOME), "sources": np.array([1, 0, 1])})
     mixed.save(tmp_path, 9)
     read = document_losses(tmp_path)
-    assert [read.of_source(place) for place in range(3)] == [6 / 2, 24 / 6, None]
-    assert SOME.of_source(0) == SOME.loss, "one source"
+    first, second, none = (read.of_source(place) for place in range(3))
+    assert first is not None
+    assert second is not None
+    assert (first.loss, second.loss, none) == (6 / 2, 24 / 6, None)
+    assert first.bits_per_byte == pytest.approx(6 / math.log(2) / int(first.bytes.sum()))
+    assert SOME.of_source(0) is not None
+    assert SOME.of_source(0).loss == SOME.loss, "one source"
 
 
 def test_a_file_of_an_older_version_is_of_one_source(tmp_path: Path) -> None:

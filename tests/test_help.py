@@ -52,7 +52,7 @@ def test_help_has_every_key_once_with_its_default_and_no_schema():
     assert defaults["model.attention.gate"] == "elementwise"
     assert "model.attention.lambda_form" not in defaults
     assert "_schema" not in text
-    assert re.findall(r"\S+={}", text) == ["data.sources={}"]
+    assert re.findall(r"\S+={}", text) == ["data.sources={}", "eval.levels={}"]
     assert "run.choices" not in text
 
 
@@ -98,6 +98,7 @@ def test_docstrings_under_fields_are_inherited_and_may_be_replaced():
     assert meanings(Derived) == {"one": "The first.", "three": "Another third. And more."}
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough_ends_nothing_badly():
     command = f"{sys.executable} -m diffllm train --help | head -1"
     done = subprocess.run(

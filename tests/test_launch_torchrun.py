@@ -219,6 +219,7 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_torchrun(tmp_path: Path, corpus: Path) -> None:
     run = tmp_path / "run"
     words = command(corpus, run, "seq_len=32", "model.n_layers=1", "steps=100000", ranks=2)

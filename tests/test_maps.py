@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tiers import slow_but
+from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm.analysis.maps import attention_maps, layer_maps
@@ -40,7 +40,7 @@ def tokens(rows=2):
     return torch.randint(0, 64, (rows, LENGTH))
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=slow_but(families(VARIANTS), VARIANTS))
 def variant(request):
     return request.param
 

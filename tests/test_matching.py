@@ -8,7 +8,7 @@ from equations import SIZES, VARIANTS, flops_per_token, has_shape, total_params,
 from tiers import slow_but
 
 from diffllm import build_model, load_config
-from diffllm.config import compose
+from diffllm.config import loading
 from diffllm.config.compose import variant_config
 from diffllm.config.matching import MODULI, match, widened
 from diffllm.errors import ConfigError
@@ -45,7 +45,9 @@ def by_trying(model, own, target):
 
 
 @pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
-@pytest.mark.parametrize("target", ["diff_v2", "standard_1p5x_heads", "gated"])
+@pytest.mark.parametrize(
+    "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
+)
 def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
     model = shape(size)
     if not has_shape(model, target):
@@ -114,6 +116,7 @@ def test_only_one_total_can_be_matched():
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
+@pytest.mark.slow
 def test_smaller_moduli_serve_where_larger_ones_are_too_coarse():
     small = replace(shape("tiny"), dim=32, n_layers=4, vocab_size=64)
     met = {}
@@ -155,7 +158,7 @@ def test_the_loaded_config_holds_the_solved_width_and_what_was_matched():
 
 
 def test_without_a_target_nothing_is_solved(monkeypatch):
-    monkeypatch.setattr(compose, "match", None)
+    monkeypatch.setattr(loading, "match", None)
     for words in ([], ["model.match_params_to=null"]):
         cfg = load_config([*ODD, *words])
         assert (cfg.model.ffn_dim, cfg.run.matched) == (999, None)
@@ -205,7 +208,7 @@ def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
 def test_an_unknown_target_is_answered_with_the_choices_and_nothing_is_built(
     monkeypatch, value, hint
 ):
-    monkeypatch.setattr(compose, "match", None)
+    monkeypatch.setattr(loading, "match", None)
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", f"model.match_params_to={value}"])
     choices = ", ".join(VARIANTS)
@@ -233,7 +236,7 @@ FOUR = ["standard", "gated", "diff_v1", "diff_v2"]
 
 
 @pytest.mark.parametrize("target", slow_but(["diff_v2"], FOUR))
-@pytest.mark.parametrize("own", FOUR)
+@pytest.mark.parametrize("own", slow_but(["standard"], FOUR))
 def test_the_writeups_mixture_matches_any_variant_by_the_width_of_its_experts(own, target):
     words = ["model=moe_30a3", f"attention={own}", f"model.match_params_to={target}"]
     cfg = load_config(words)

@@ -5,13 +5,14 @@ import math
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import small_disk
 
+from diffllm.errors import CheckpointError
 from diffllm.metrics.file import MetricsFile
 
 
@@ -123,26 +124,20 @@ def test_a_resume_that_cannot_write_leaves_the_old_file_whole(tmp_path, monkeypa
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     before = path.read_bytes()
-    real = Path.write_bytes
 
-    def half(self: Path, data: bytes) -> int:
-        real(self, data[: len(data) // 2])
+    def full(descriptor: int) -> None:
+        os.ftruncate(descriptor, 10)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
         MetricsFile(path, last_step=3)
     assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root for a file system of its own")
 def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no tmpfs here")
-    try:
+    with small_disk(tmp_path / "disk", "64k") as disk:
         file = MetricsFile(disk / "metrics.jsonl")
         file.write({"step": 1})
         (ballast := disk / "ballast").write_bytes(b"0" * 56 * 1024)
@@ -160,8 +155,6 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
         assert said.count("warning: ") == 1
         assert "metrics.jsonl" in said
         assert "there is no room" in said or "No space left" in said
-    finally:
-        subprocess.run(["umount", str(disk)])
 
 
 def test_lines_that_no_longer_fit_are_named_at_the_end(tmp_path, monkeypatch):

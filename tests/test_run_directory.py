@@ -11,14 +11,16 @@ import pytest
 import torch
 import yaml
 from checkpoint_files import write_checkpoint
+from tiers import families, slow_but
 
 from diffllm import build_model, load_config
-from diffllm.config import TrainConfig, compose
+from diffllm.config import TrainConfig, loading
 from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.files.records import read_summary
 from diffllm.run.continuation import resume_checkpoint
-from diffllm.run.directory import RunDirectory, choose_path
+from diffllm.run.directory import RunDirectory, choose_path, claim
 
 VARIANTS = variants()
 
@@ -80,6 +82,38 @@ def test_a_run_without_a_name_gets_one_that_says_what_it_is():
     assert path.name.startswith("tiny-gated-2")
 
 
+def test_a_directory_that_is_refused_keeps_no_lock(tmp_path):
+    """Nor parents that were made for it."""
+    (tmp_path / "metrics.jsonl").write_text("another's")
+    directory = RunDirectory(tmp_path, tiny())
+    with pytest.raises(ConfigError, match="not a run of ours"):
+        directory.check()
+    assert directory.has_run
+    directory.withdraw()
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    with pytest.raises(ConfigError, match="File name too long"):
+        RunDirectory(tmp_path / "outputs" / ("x" * 300), tiny())
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_name_leaves_room_for_the_names_of_logs():
+    with pytest.raises(ConfigError, match=r"run\.name=x+\.\.\. has 231 bytes; at most 230"):
+        choose_path(tiny(f"run.name={'x' * 231}"))
+    assert choose_path(tiny(f"run.name={'x' * 230}")).name == "x" * 230
+
+
+def test_runs_without_a_name_that_start_in_one_second_are_apart(tmp_path, monkeypatch):
+    """Also where the first has ended: it is not continued."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    cfg = load_config(["model=tiny", "attention=gated"])
+    held = [claim(cfg), claim(cfg)]
+    held[0].lock.release()
+    held.append(claim(cfg))
+    names = [directory.path.name for directory in held]
+    assert names == ["tiny-gated-now", "tiny-gated-now-2", "tiny-gated-now-3"]
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "..", "a b", "/abs", "a\n", ""])
 def test_a_name_that_is_not_one_path_component_is_refused(name):
     cfg = tiny()
@@ -97,19 +131,19 @@ def test_the_same_config_may_go_on(begun):
     assert snapshot(begun) == before
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("seed=7", "seed: 0 there, 7 here"),
-        ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 there, 0.5 here"),
-        ("steps=301", "steps"),
-        ("global_batch_size=32", "global_batch_size"),
-        ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
-        ("precision=fp32", "precision: auto there, fp32 here"),
-        ("data.heldout_fraction=0.1", "data.heldout_fraction"),
-        ("data.mask_documents=true", "data.mask_documents: False there, True here"),
-    ],
-)
+OTHERS = [
+    ("seed=7", "seed: 0 there, 7 here"),
+    ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 there, 0.5 here"),
+    ("steps=301", "steps"),
+    ("global_batch_size=32", "global_batch_size"),
+    ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
+    ("precision=fp32", "precision: auto there, fp32 here"),
+    ("data.heldout_fraction=0.1", "data.heldout_fraction"),
+    ("data.mask_documents=true", "data.mask_documents: False there, True here"),
+]
+
+
+@pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
 def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override, key):
     before = snapshot(begun)
     with pytest.raises(ConfigError, match="is a run with another config") as caught:
@@ -142,26 +176,28 @@ def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_pa
         RunDirectory(first.path, tiny("attention=diff_v2")).check()
 
 
+FREE = [
+    "log_interval=3",
+    "wandb.mode=disabled",
+    "checkpoint.interval=7",
+    "checkpoint.keep_last=0",
+    "eval.interval=7",
+    "diagnostics.interval=0",
+    "parallel.replicate=2",
+    "parallel=hsdp",
+    "micro_batch_size=2",
+    "compile=false",
+    "activation_checkpointing=true",
+    "model.loss_chunk=64",
+    "data.cache_dir=/elsewhere",
+    "data.num_workers=0",
+    "distributed.timeout=5",
+    "run.name=another-name",
+]
+
+
 @pytest.mark.parametrize(
-    "override",
-    [
-        "log_interval=3",
-        "wandb.mode=disabled",
-        "checkpoint.interval=7",
-        "checkpoint.keep_last=0",
-        "eval.interval=7",
-        "diagnostics.interval=0",
-        "parallel.replicate=2",
-        "parallel=hsdp",
-        "micro_batch_size=2",
-        "compile=false",
-        "activation_checkpointing=true",
-        "model.loss_chunk=64",
-        "data.cache_dir=/elsewhere",
-        "data.num_workers=0",
-        "distributed.timeout=5",
-        "run.name=another-name",
-    ],
+    "override", slow_but(["log_interval=3", "parallel=hsdp", "micro_batch_size=2"], FREE)
 )
 def test_what_does_not_change_the_result_may_change(begun, override):
     RunDirectory(begun, tiny(override)).check()
@@ -194,7 +230,7 @@ def matched(tmp_path: Path, tokenizer: Path) -> Path:
 def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch):
     again = tiny(*MATCHED)
     RunDirectory(matched, again).check()
-    monkeypatch.setattr(compose, "match", None)  # a saved width is not solved again
+    monkeypatch.setattr(loading, "match", None)  # a saved width is not solved again
     saved = load_run_config(matched)
     assert saved == again
     assert (saved.run.matched.target_ffn_dim, saved.run.matched.target) == (384, "diff_v2")
@@ -203,17 +239,20 @@ def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch
     assert saved.model.ffn_dim == saved.run.matched.ffn_dim > 384
 
 
+OTHER_MATCHES = [
+    (["attention=standard"], "model.ffn_dim: 432 there, 384 here"),
+    (["attention=standard"], "model.match_params_to: diff_v2 there, None here"),
+    (
+        ["attention=standard", "model.match_params_to=gated_headwise"],
+        "model.ffn_dim: 432 there",
+    ),
+    ([*MATCHED, "model.ffn_dim=512"], "model.ffn_dim: 432 there"),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    [
-        (["attention=standard"], "model.ffn_dim: 432 there, 384 here"),
-        (["attention=standard"], "model.match_params_to: diff_v2 there, None here"),
-        (
-            ["attention=standard", "model.match_params_to=gated_headwise"],
-            "model.ffn_dim: 432 there",
-        ),
-        ([*MATCHED, "model.ffn_dim=512"], "model.ffn_dim: 432 there"),
-    ],
+    slow_but(OTHER_MATCHES[:2], OTHER_MATCHES),
 )
 def test_a_matched_run_with_another_width_or_target_is_refused(matched, overrides, key):
     with pytest.raises(ConfigError, match="is a run with another config") as caught:
@@ -252,11 +291,31 @@ def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(b
 
 def test_a_finished_run_says_so(begun):
     directory = RunDirectory(begun, tiny())
-    assert not directory.finished()
+    assert directory.ending() is None
     directory.finish({"steps": tiny().steps})
-    assert directory.finished()
+    assert directory.ending() == {"steps": tiny().steps}
     directory.finish({"steps": tiny().steps - 1})
-    assert not directory.finished(), "it was shorter"
+    assert directory.ending() is None, "it was shorter"
+
+
+def test_a_run_that_diverged_and_stopped_has_ended_until_its_settings_are_others(begun):
+    directory = RunDirectory(begun, tiny())
+    (begun / "diverged.json").write_text('{"step": 3, "reason": "skipped"}\n')
+    assert directory.ending() is None, "a start of an older version: the next one goes on"
+    directory.finish({"steps": 3, "stopped": "skipped"})
+    assert directory.ending()["steps"] == 3
+    assert read_summary(begun) is None
+    directory.cfg = tiny("log_interval=1", "checkpoint.interval=2")
+    assert directory.ending(), "nothing that helps"
+    others = (
+        "train.max_consecutive_skips=21",
+        "optim.lr=1",
+        "data.paths=[a]",
+        "run.allow_changes=[corpus]",
+    )
+    for other in others:
+        directory.cfg = tiny(other)
+        assert directory.ending() is None, other
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])
@@ -283,6 +342,7 @@ def test_a_run_beside_those_of_a_sweep_needs_a_name(tmp_path, monkeypatch):
 # Whether it may be used
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
     held = RunDirectory(tmp_path / "run", tiny())
     script = (
@@ -294,7 +354,7 @@ def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
     assert "is in use by another process" in refused.stderr
-    assert "ConfigError" in refused.stderr
+    assert "InUseError" in refused.stderr
     held.lock.release()
     RunDirectory(tmp_path / "run", tiny()).lock.release()
 
@@ -322,7 +382,7 @@ def test_a_directory_whose_lock_cannot_be_made_is_refused(tmp_path):
 # config.yaml
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_config_yaml_gives_back_the_config_and_an_identical_model(tmp_path, tokenizer, variant):
     cfg = tiny(
         f"attention={variant}",
@@ -333,7 +393,7 @@ def test_config_yaml_gives_back_the_config_and_an_identical_model(tmp_path, toke
         "model.qk_norm=true",
         "model.tie_embeddings=true",
         "precision=fp32",
-        "data.text_column='a: b # c'",
+        "data.sample_prompt='a: b # c'",
         "run.swept=[seed,optim.lr]",
     )
     RunDirectory(tmp_path / "run", cfg).begin(tokenizer)

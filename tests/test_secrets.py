@@ -88,6 +88,7 @@ def test_what_looks_for_leaks_finds_one(tmp_path: Path) -> None:
     assert leaks(tmp_path) == [str(tmp_path / "a" / "b.wandb")]
 
 
+@pytest.mark.slow
 def test_a_run_offline(tmp_path: Path, environment: dict[str, str], words: list[str]) -> None:
     command = train_command([*words, "wandb.mode=offline", "run.name=a"])
     output = output_of(command, tmp_path, environment, 0)
@@ -108,6 +109,7 @@ def test_a_run_that_cannot_go_online(
     assert_no_secrets(output, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_that_cannot_be_reached(
     tmp_path: Path, environment: dict[str, str], words: list[str]
 ) -> None:
@@ -173,3 +175,14 @@ def test_keys_that_only_sound_secret_are_keys() -> None:
     cfg = load_config(["data.sample_prompt='the secret: key=3, token: 4'"])
     assert json.dumps(cfg.data.sample_prompt) == '"the secret: key=3, token: 4"'
     assert os.environ.get("WANDB_API_KEY") != SECRET
+
+
+@pytest.mark.parametrize("key", ["wandb.project", "run.name", "data.sample_prompt", "seed"])
+def test_a_variable_of_any_name_fills_in_paths_alone(key: str, monkeypatch, tmp_path) -> None:
+    """Its value, which nothing tells from a secret, would be in config.yaml, or in an error."""
+    monkeypatch.setenv("SOME_NAME", SECRET)
+    with pytest.raises(ConfigError, match="fills in paths alone") as caught:
+        load_config(["model=tiny", f"{key}=${{oc.env:SOME_NAME}}"])
+    assert SECRET not in str(caught.value)
+    monkeypatch.setenv("SOME_PLACE", str(tmp_path))
+    assert load_config(["data.cache_dir=${oc.env:SOME_PLACE}/c"]).data.cache_dir == f"{tmp_path}/c"

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from tiers import slow_but
 
 from diffllm.spikes import SpikeMonitor
 
@@ -263,7 +264,7 @@ def test_what_could_be_judged_is_told_beside_a_score_that_divides_by_all_steps()
     assert metrics["spikes/loss_score"] == 2 / len(series)
 
 
-@pytest.mark.parametrize("cut", [0, 64, 128, 600, 601, 701, 1000, 1499])
+@pytest.mark.parametrize("cut", slow_but([0, 128, 701], [0, 64, 128, 600, 601, 701, 1000, 1499]))
 def test_state_survives_json_in_the_middle_of_a_series(cut):
     series = training_like()
     whole, first = SpikeMonitor(), SpikeMonitor()

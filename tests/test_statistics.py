@@ -12,6 +12,7 @@ from diffllm.statistics.families import holm
 from diffllm.statistics.gaps import paired, pairing_pays_above, seed_correlation, welch
 from diffllm.statistics.outcomes import Share, diverged_more, fisher, outcome
 from diffllm.statistics.spread import Spread, pairs, pooled, trend
+from diffllm.statistics.survival import Times, sooner
 
 
 def by_seed(values):
@@ -237,3 +238,34 @@ def test_a_long_document_counts_by_its_tokens():
     gaps = np.array([1.0] * 30 + [0.0])
     base = np.zeros((LEAST_SEEDS, 31))
     assert bootstrap(base + gaps * tokens, base, tokens).mean == pytest.approx(0.03)
+
+
+def test_a_log_rank_test_is_scipys():
+    rng = np.random.default_rng(0)
+    for size in (2, 5, 12):
+        for _ in range(20):
+            sides = []
+            for scale in (1.0, 2.0):
+                tokens = rng.integers(1, 8, size) * scale  # with ties
+                reached = rng.random(size) < 0.7
+                sides.append(Times(tokens.tolist(), reached.tolist()))
+            own, base = sides
+            censored = [
+                stats.CensoredData.right_censored(s.tokens, ~np.array(s.reached)) for s in sides
+            ]
+            p = sooner(own, base)
+            if not own.count + base.count:
+                assert p is None
+                continue
+            with np.errstate(invalid="ignore"):  # of no variance
+                expected = stats.logrank(*censored, alternative="greater").pvalue
+            assert (p is None and math.isnan(expected)) or p == pytest.approx(expected, abs=1e-12)
+
+
+def test_half_of_the_runs_by_kaplan_and_meier():
+    assert Times([3, 1, 2], [True, True, True]).median == 2
+    assert Times([1, 2, 3, 4], [True, False, True, True]).median == 3
+    assert Times([1, 9, 9], [True, False, False]).median is None
+    assert sooner(Times([5, 5], [False, False]), Times([5], [False])) is None
+    assert sooner(Times([1, 2, 3], [True] * 3), Times([9, 9, 9], [False] * 3)) < 0.05
+    assert sooner(Times([9, 9, 9], [False] * 3), Times([1, 2, 3], [True] * 3)) > 0.95

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from single_process import gloo_group
+from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm.bounds import check_bounds
@@ -268,7 +269,7 @@ def test_named_values_put_the_quantity_first_and_the_layer_in_two_digits():
     assert all(type(value) is float for value in values.values())
 
 
-@pytest.mark.parametrize("variant", EXPECTED)
+@pytest.mark.parametrize("variant", slow_but(families(EXPECTED), EXPECTED))
 def test_a_diagnosed_forward_pass_returns_exactly_its_names(variant):
     inputs, targets = batch()
     stats = tiny(variant)(inputs, targets, diagnose=True).stats
@@ -278,7 +279,7 @@ def test_a_diagnosed_forward_pass_returns_exactly_its_names(variant):
     assert set(named_values(reduce_stats(stats, 1))) == expected
 
 
-@pytest.mark.parametrize("variant", EXPECTED)
+@pytest.mark.parametrize("variant", slow_but(families(EXPECTED), EXPECTED))
 def test_diagnosing_changes_neither_objective_nor_gradients(variant):
     model, (inputs, targets) = tiny(variant), batch()
     plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
@@ -291,7 +292,7 @@ def test_diagnosing_changes_neither_objective_nor_gradients(variant):
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("variant", EXPECTED)
+@pytest.mark.parametrize("variant", slow_but(families(EXPECTED), EXPECTED))
 def test_a_models_micro_batches_combine_to_the_whole_batch(variant):
     model, (inputs, targets) = tiny(variant), batch(6)
     whole = model(inputs, targets, diagnose=True).stats

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.config.compose import config_directory
@@ -46,7 +47,7 @@ def test_an_experiment_that_is_asked_for_is_taken():
     assert load_config(["experiment=none"]).seq_len == 512
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["tiny", "base_350m"], MODELS))
 def test_every_model_brings_what_suits_it(name: str):
     own = load_config([f"model={name}", "steps=100000"])
     text = (config_directory() / "model" / f"{name}.yaml").read_text()
@@ -60,7 +61,7 @@ def test_every_model_brings_what_suits_it(name: str):
     assert (given.optim.lr, given.optim.warmup_steps) == (1e-5, 3)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 15, 100, 5000])
+@pytest.mark.parametrize("steps", slow_but([1, 100], [1, 2, 15, 100, 5000]))
 @pytest.mark.parametrize("model", ["tiny", "dense_7b"])
 def test_warm_up_and_intervals_follow_the_steps(model: str, steps: int):
     cfg = load_config([f"model={model}", f"steps={steps}"])

@@ -30,8 +30,10 @@ def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
     text = summary_text(cfg, counts | in_bits | numbers, Path("run"), "a sample", "off")
     assert f"train loss    4.250 nats a token, mean of {mean_of}; 1.50 bits a byte\n" in text
     own = {"heldout_loss/code": 4.125, "heldout_loss/prose": 4.75}
+    own |= {"heldout_bits_per_byte/code": 1.5, "heldout_bits_per_byte/prose": 2.25}
     mixed = summary_text(cfg, counts | losses | own | numbers, Path("run"), "a sample", "off")
-    assert "29 documents\n  of sources  code 4.125, prose 4.750\n" in mixed
+    of_sources = "code 4.125 (1.50 bits a byte), prose 4.750 (2.25 bits a byte)"
+    assert f"29 documents\n  of sources  {of_sources}\n" in mixed
     diverged = summary_text(
         cfg, counts | losses | numbers | {"heldout_loss": math.nan}, Path("run"), "a sample", "off"
     )

@@ -14,6 +14,7 @@ from diffllm.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.sweep.job import Ending, Job, last_error
 from diffllm.sweep.names import parse
 from diffllm.sweep.plan import SweepDirectory, plan_sweep
+from diffllm.tools.train import main
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,7 @@ def test_more_values_run_only_what_is_new() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_one_value_of_a_swept_key_is_one_of_the_runs() -> None:
     pretend(planned("attention=gated,standard", "optim.lr=6e-4,1e-3"))
     assert states(planned("optim.lr=0.00060", "attention=gated")) == {"gated-lr0.0006": True}
@@ -66,6 +68,7 @@ def test_two_spellings_are_one_run() -> None:
     assert list(states(planned("optim.lr=6e-4,0.0006"))) == ["lr0.0006"]
 
 
+@pytest.mark.slow
 def test_another_fixed_value_is_refused_by_name() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
@@ -211,6 +214,28 @@ def test_a_job_has_the_ranks_of_its_tasks() -> None:
     assert cluster.world_size == 8
     assert cluster.settings["name"] == "mine"
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
+
+
+@pytest.mark.parametrize(
+    ("folder", "named"),
+    [
+        ("file/logs", "cannot be reached: a part of it is a file"),
+        ("n" * 300, "a name of 300 bytes; there may be 255"),
+        ("/proc/none/logs", "cannot be made: No such file or directory"),
+        ("/dev/null", "cannot be made: File exists"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str], folder: str, named: str
+) -> None:
+    (workplace / "file").touch()
+    words = ["-m", "hydra/launcher=submitit_local", f"hydra.launcher.submitit_folder={folder}"]
+    assert main([*words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: hydra.launcher.submitit_folder=")
+    assert named in error
+    assert error.count("\n") == 1
+    assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
 def test_the_rank_that_failed_first_is_the_reason() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import wandb
+from tiers import slow_but
 from wandb_file import OfflineRun
 
 from diffllm.errors import ConfigError
@@ -343,7 +344,10 @@ print("finished")
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
+    slow_but(
+        [("SIGKILL", "Connection (lost|reset)")],
+        [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
+    ),
 )
 def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
     """A stopped one takes values until the socket is full, then blocks whoever sends more."""

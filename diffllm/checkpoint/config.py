@@ -7,6 +7,9 @@ from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
+SAVED = "saved.json"
+"""The file of a run that says which step was saved last; beside `checkpoints/`, which may lie on a
+disk of its own."""
 DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 

@@ -4,14 +4,20 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
+from typing import TypeVar
 
 from diffllm.checkpoint.config import CheckpointConfig
-from diffllm.checkpoint.manifest import read_manifest, verify
-from diffllm.errors import CheckpointError
+from diffllm.checkpoint.manifest import read_manifest
+from diffllm.checkpoint.state_file import faults
+from diffllm.errors import CheckpointError, UserError
 from diffllm.files import sync
+
+T = TypeVar("T")
+ATTEMPTS = 20
+"""Checkpoints that a reader tries while their run deletes them."""
 
 
 def step_of(path: Path) -> int:
@@ -45,11 +51,13 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the last of `paths` that is as it was written; None if there are none.
 
     Those behind it are damaged: each is named on stderr and left alone. If all are, the
-    CheckpointError names them.
+    CheckpointError names them. One that its run has deleted meanwhile is passed over.
     """
     damaged: list[str] = []
     for path in reversed(paths):
-        problems = verify(path)
+        problems = faults(path)
+        if problems and not path.exists():
+            continue
         if not problems:
             for name in damaged:
                 warn(f"damaged checkpoint {name}: left alone; continuing from {path.name} instead")
@@ -63,7 +71,7 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
 def check_whole(path: Path) -> None:
     """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
     read_manifest(path)
-    if problems := verify(path):
+    if problems := faults(path):
         raise CheckpointError(f"checkpoint {path} is damaged: {summary(problems)}")
 
 
@@ -79,11 +87,28 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
         raise CheckpointError(f"{run} has no complete checkpoint yet")
     if step not in (0, *found):
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
-    path = found[step] if step else newest_good(list(found.values()))
-    assert path
     if step:
-        check_whole(path)
-    return path
+        check_whole(found[step])
+        return found[step]
+    return newest_good(list(found.values())) or find_checkpoint(run)  # all are deleted by now
+
+
+def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
+    """Call `use` with the checkpoint that `find_checkpoint` finds, and return what it does.
+
+    A run that is under way deletes old checkpoints: where it has deleted this one meanwhile, `use`
+    is called with the newest again. Raises CheckpointError if it was that of a given step.
+    """
+    for _ in range(ATTEMPTS):
+        path = find_checkpoint(run, step)
+        try:
+            return use(path)
+        except (UserError, OSError):
+            if path.exists():
+                raise
+    raise CheckpointError(
+        f"{path} was deleted while it was read: its run keeps the newest checkpoint.keep_last"
+    )
 
 
 def summary(problems: Sequence[str]) -> str:
@@ -98,8 +123,8 @@ def warn(text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, or a link to one but not what it points to."""
-    if path.is_symlink():
+    """Delete a directory, or whatever else has its name, but not what a link points to."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
         shutil.rmtree(path)

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.errors import CheckpointError
-from diffllm.files import sync
+from diffllm.files import read_json, sync
 
 FORMAT = 2
 NAME = "manifest.json"
 REQUIRED = (".metadata", "state.json")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-LARGEST_JSON = 64 * 2**20
-"""Limit in bytes; a run with 100,000 parameters and 10,000 ranks has a tenth of it."""
+NAMED = re.compile(r"\.?step-(\d{1,18})(\.incomplete)?")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,16 @@ def read_manifest(path: Path) -> Manifest:
     if not os.path.lexists(path / NAME):
         raise CheckpointError(f"{path} is not a checkpoint: {why_missing(path)}")
     with reading(path, NAME) as content:
-        return checked(content)
+        manifest = checked(content)
+        if content["step"] != (step := named_step(path, content["step"])):
+            raise ValueError(f"is of step {content['step']}, not of the {step} in its name")
+        return manifest
+
+
+def named_step(path: Path, otherwise: int) -> int:
+    """Return the step in the name of a checkpoint directory, or another number if it has none."""
+    found = NAMED.fullmatch(path.name)
+    return int(found[1]) if found else otherwise
 
 
 @contextmanager
@@ -81,24 +89,6 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
     except OSError as error:
         why = f"{name} cannot be read ({error.strerror})"
         raise CheckpointError(f"{path} is not a checkpoint: {why}") from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file that may come from anywhere; raises ValueError or OSError."""
-    about = file.lstat()
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError("is not a regular file")
-    if about.st_size > LARGEST_JSON:
-        raise ValueError(f"has {about.st_size:,} bytes, more than {LARGEST_JSON:,}")
-    try:
-        content = json.loads(file.read_bytes())
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError("is not a JSON object")
-    return content
 
 
 def checked(content: dict[str, Any]) -> Manifest:

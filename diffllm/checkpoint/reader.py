@@ -8,9 +8,7 @@ writes, and entries must be tensors, which DCP reads with `weights_only`.
 import hashlib
 import io
 import pickle
-import re
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from diffllm.checkpoint.manifest import FORMAT, Manifest, read_manifest, reading, shown, verify
+from diffllm.checkpoint.manifest import Manifest, read_manifest, shown, verify
 from diffllm.errors import CheckpointError
+from diffllm.files import read_bytes
+
+LARGEST_INDEX = 2**32
+"""Limit in bytes."""
 
 RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -77,7 +79,7 @@ def read_index(path: Path) -> Metadata:
     if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
-    data = (path / ".metadata").read_bytes()
+    data = read_bytes(path / ".metadata", LARGEST_INDEX)
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
         raise CheckpointError(".metadata has another checksum")
     metadata = RecordUnpickler(io.BytesIO(data)).load()
@@ -124,57 +126,3 @@ def reason(error: BaseException) -> str:
         return error.strerror
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read the JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
-    parts = {"step": int, "ranks": int, "parameters": dict, "loop": dict}
-    with reading(path, "state.json") as state:
-        if state.get("format") != FORMAT:
-            raise ValueError(f"is not of format {FORMAT}, the one this version reads")
-        for name, kind in parts.items():
-            if type(state.get(name)) is not kind:
-                raise ValueError(f"has no {name}")
-        return state
-
-
-def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a run can go on from the loop state in `state`."""
-    loop = state["loop"]
-    data, run_id = loop.get("data"), loop.get("wandb_id")
-    wrong = {
-        "numbers": not plain(loop),
-        "step": loop.get("step") != state["step"],
-        "data": not (isinstance(data, dict) and all(map(is_place, data.values()))),
-        "wandb_id": run_id is not None and not re.fullmatch(r"[\w-]{1,64}", str(run_id)),
-    }
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        raise CheckpointError(f"{path} is not a checkpoint: state.json has no usable loop.{name}")
-
-
-def is_place(value: Any) -> bool:
-    """Whether a value can say where the loader stands: a number of samples, those of each source of
-    a mixture, or a list of its weights."""
-    if isinstance(value, dict):
-        return all(type(count) is int for count in value.values())
-    return type(value) is int or isinstance(value, list)
-
-
-def plain(value: Any, depth: int = 8) -> bool:
-    """Whether a JSON value is of moderate depth and its numbers fit into 64 bits."""
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(plain(v, depth - 1) for v in inner)
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
-
-
-def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless a checkpoint's state names just these parameters and shapes."""
-    saved = state["parameters"]
-    here = {name: list(param.shape) for name, param in params.items()}
-    for name in sorted(saved.keys() | here.keys()):
-        if saved.get(name) != here.get(name):
-            raise CheckpointError(
-                f"{path} is a checkpoint of another model: {shown(name)} is "
-                f"{shown(saved.get(name, 'absent'))} there and {here.get(name, 'absent')} here"
-            )

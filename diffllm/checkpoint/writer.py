@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.checkpoint.config import SAVED, CheckpointConfig
 from diffllm.checkpoint.directory import (
     delete,
     hidden_path,
@@ -33,11 +34,13 @@ from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durabl
 from diffllm.checkpoint.reader import reason
 from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
+from diffllm.files import replace_file
 from diffllm.torch_versions import Stager
 
 Part = Manifest | str
 """The files that a rank wrote, or the reason why it could not write them."""
 
+GONE = "the run's directory has been removed"
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
 
@@ -75,6 +78,7 @@ class Checkpointer:
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
         self.directory, self.cfg = directory, cfg
+        self.run = identity(directory.parent)
         self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
         self.since = monotonic()
         # Collectives in the background must not meet the training's on one group.
@@ -100,7 +104,7 @@ class Checkpointer:
         """Start writing; returns once the tensors are copied. Waits for an earlier save.
 
         A save that fails costs a warning on rank 0, and the hidden directory goes. Raises
-        CheckpointError for a final save without enough space.
+        CheckpointError for a final save without enough space, and where the run is no longer there.
 
         Args:
             state: everything that is no tensor; goes to state.json.
@@ -110,9 +114,11 @@ class Checkpointer:
         self.since = monotonic()
         text = json.dumps({"format": FORMAT, "step": step, **state})
         hidden = hidden_path(self.directory, step)
-        refused = self._decided_by_rank_0(lambda: make_room(hidden, tensors, len(text)))
+        refused = self._decided_by_rank_0(
+            lambda: self._gone() or make_room(hidden, tensors, len(text))
+        )
         if refused:
-            self._failed(step, refused, final)
+            self._failed(step, refused, final or refused == GONE)
             return
         staged = self.stager.stage(tensors)
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
@@ -186,17 +192,31 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
             return reason(error)
+        self._note(step)
         self.skipped.discard(final)
         mine = [p for p in list_checkpoints(self.directory) if p not in self.skipped]
         for old in outdated(mine, self.cfg):
             delete(old)
         return None
 
+    def _note(self, step: int) -> None:
+        """Leave word of the checkpoint beside `checkpoints/`: without it, one whose disk is not
+        mounted would be taken for a run that has not saved anything yet."""
+        file = self.directory.parent / SAVED
+        try:
+            replace_file(file, json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            warn(f"{file} cannot be written: {error.strerror or error}")
+
     def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
         """Return on every rank what `choose` returns on rank 0."""
         decision = [choose() if self.rank == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self.group)
         return decision[0]
+
+    def _gone(self) -> str | None:
+        """Say so if the run's directory is no longer the one in which this began."""
+        return GONE if identity(self.directory.parent) != self.run else None
 
     def _failed(self, step: int, why: str, final: bool) -> None:
         """Warn once for all ranks; raise CheckpointError if the save was final."""
@@ -211,13 +231,22 @@ class Checkpointer:
             raise LastSaveFailedToo(said)
         else:
             again = "the same command continues from it" if left else "start again"
-            raise LastSaveFailed(f"{said}; make room, then {again}")
+            raise LastSaveFailed(said if why == GONE else f"{said}; make room, then {again}")
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one of its name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
     """Make an empty hidden directory, with room for tensors and `extra` bytes, or say why not."""
     try:
-        if hidden.exists():
+        if os.path.lexists(hidden):
             remove(hidden)
         hidden.mkdir(parents=True)
         disk = shutil.disk_usage(hidden)

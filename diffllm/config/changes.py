@@ -19,6 +19,11 @@ OF_NO_EFFECT = (
 # Keys that may differ between two starts of one run: what follows from the last four, the steps and
 # the corpus, is compared itself.
 FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer")
+# Keys that may differ between two starts of a run that stopped because it had diverged, without a
+# chance that the second one gets further.
+NO_WAY_ON = tuple(
+    key for key in OF_NO_EFFECT if key not in ("run.allow_changes", "train.max_consecutive_skips")
+)
 
 Changes = dict[str, tuple[Any, Any]]
 """The values of changed keys by dotted key: (before, now)."""

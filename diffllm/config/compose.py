@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.bounds import sections
 from diffllm.config.changes import OF_NO_EFFECT, is_allowed
-from diffllm.config.matching import match, widened
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
@@ -35,9 +34,9 @@ from diffllm.config.overrides import (
 )
 from diffllm.config.plugins import add_named_directory, directories, load, named
 from diffllm.config.recipes import with_recipes
-from diffllm.config.schema import MOST_STEPS, TrainConfig
-from diffllm.config.steps import choose_length, steps_of_epochs, steps_of_tokens
-from diffllm.config.values import check_values, leaves
+from diffllm.config.schema import TrainConfig
+from diffllm.config.steps import choose_length
+from diffllm.config.values import check_paths, check_values, leaves
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.registry import SCHEMAS, schema_name
@@ -56,48 +55,6 @@ def hydra() -> Iterator[ConfigLoader]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
-
-
-def load_config(
-    overrides: list[str] | None = None, config_dir: str | Path | None = None
-) -> TrainConfig:
-    """Compose, type and validate a configuration; solve its width if it is to match.
-
-    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]; the plugins
-    among them, "plugins=[my_variant]", are imported. A wrong key, choice or value raises
-    ConfigError: one line that says what is allowed.
-
-    Args:
-        config_dir: a directory with YAMLs beside ours, as `--config-dir`; it and the plugins stay
-            known in this process.
-    """
-    words = overrides or []
-    if isinstance(words, str):
-        raise ConfigError(f"load_config takes a list of overrides: [{words!r}]")
-    bring(words, [Path(config_dir).expanduser().resolve()] if config_dir is not None else [])
-    return without_imports(words)
-
-
-def without_imports(words: list[str]) -> TrainConfig:
-    """Load a configuration as `load_config` does, with the plugins that are imported already."""
-    composed = compose_config(words)
-    if composed.max_tokens is not None or composed.epochs is not None:
-        composed.steps = MOST_STEPS
-        cfg = typed(composed)  # what is wrong is said before a corpus is prepared
-        composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
-    cfg = typed(composed)
-    if cfg.plugins != named(words):
-        raise ConfigError(
-            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
-            "are imported, so name them there"
-        )
-    for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
-        if target is not None:
-            check_variant(f"model.match_{by}_to=", target)
-            own = cfg.run.choices["attention"]
-            cfg.run.matched = match(cfg.model, own, target, variant_config(target), by)
-            cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
-    return cfg
 
 
 def bring(words: list[str], named_directories: Iterable[Path] = ()) -> None:
@@ -207,6 +164,7 @@ def checked(cfg: TrainConfig) -> TrainConfig:
         key = named[0] if len(named) == 1 else error.full_key
         raise ConfigError(f"{key}: {one_line(error)}") from error
     again = typed(composed)
+    check_paths(again)
     again.run.schemas = dict(cfg.run.schemas)
     return again
 
@@ -225,7 +183,7 @@ def schemas_of(cfg: TrainConfig) -> dict[str, str]:
 
 def check_allowed(cfg: TrainConfig) -> None:
     """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has."""
-    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer"]
+    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens"]
     for name in cfg.run.allow_changes:
         if not any(is_allowed(key, [name]) for key in keys):
             raise ConfigError(f"run.allow_changes: unknown key {name}{suggest(name, keys)}")

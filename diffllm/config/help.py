@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -72,18 +72,33 @@ class Section(NamedTuple):
 def help_text(overrides: list[str]) -> str:
     """Return the text of --help: usage, choices, then a line for every key; raises ConfigError."""
     cfg = compose_config(overrides or ["experiment=none"])
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    width = width_of_output()
     parts = [USAGE + "\n" + rows(FLAGS.items(), width)]
     parts.append("Choices, as in attention=standard; each is a YAML file in conf/")
     for group, options in choices().items():
         lines = rows(options.items(), width)
         parts.append(f"{group}={cfg.run.choices[group]}\n{lines}")
     parts.append("Keys, as in optim.lr=1e-3, with their defaults")
-    for section in sections_of(cfg):
-        title = f"{section.name}: {section.title}"
-        lines = rows(((f"{key.name}={key.default}", key.line) for key in section.keys), width)
-        parts.append(f"{title}\n{lines}" if section.name else lines)
+    parts += [section_text(section, width) for section in sections_of(cfg)]
     return "\n\n".join(parts)
+
+
+def sections_text(names: Sequence[str]) -> str:
+    """Return a line for every key of these sections, with its default."""
+    sections = sections_of(compose_config(["experiment=none"]))
+    chosen = [section for section in sections if section.name in names]
+    return "\n\n".join(section_text(section, width_of_output()) for section in chosen)
+
+
+def section_text(section: Section, width: int) -> str:
+    """Return a section's title, and a line for each of its keys."""
+    lines = rows(((f"{key.name}={key.default}", key.line) for key in section.keys), width)
+    return f"{section.name}: {section.title}\n{lines}" if section.name else lines
+
+
+def width_of_output() -> int:
+    """Return the columns of a terminal; beyond one, lines are not broken."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
 
 
 def rows(pairs: Any, width: int, column: int = 34) -> str:

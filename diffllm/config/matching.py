@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import torch
 from omegaconf import MISSING
 
 from diffllm.errors import ConfigError
-from diffllm.model import ModelConfig, Transformer, build_model
+from diffllm.model import ModelConfig, Transformer, without_storage
 from diffllm.model.attention.base import AttentionConfig
 
 MODULI = (64, 32, 16, 8)
@@ -150,6 +149,5 @@ def widened(model: ModelConfig, width: int) -> ModelConfig:
 
 def totals(model: ModelConfig) -> dict[str, float]:
     """Measure every total of MATCHABLE on the decoder, built without storage."""
-    with torch.device("meta"):
-        built = build_model(model)
+    built = without_storage(model)
     return {name: quantity.of(built) for name, quantity in MATCHABLE.items()}

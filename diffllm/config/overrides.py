@@ -23,8 +23,8 @@ GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
 INNER = {cls.__name__: cls for cls in (SourceConfig, Point)}
 """Types of mappings inside of values."""
-OPEN = ("data.sources",)
-"""Keys that hold a mapping of names of the user's."""
+OPEN = ("data.sources", "data.level", "eval.levels")
+"""Keys that hold a mapping of names that the config does not know."""
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
 """The keys that hold lists of text, for which a command line may give a single one."""
 COMPOSING = (
@@ -43,6 +43,9 @@ SECRET_IN_VALUE = re.compile(
     rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*|.*\boc\.env:\s*['\"]?{SECRET}\b.*", re.I | re.S
 )
 
+OF_PATHS = re.compile(r"run\.dir|resume|data\.(?!sample_prompt)[\w.]+")
+"""Keys that may name a variable of the environment, which is resolved in config.yaml."""
+
 
 def check_secrets(words: list[str]) -> None:
     """Raise ConfigError, which does not repeat it, for a key that would put a secret on disk."""
@@ -52,6 +55,11 @@ def check_secrets(words: list[str]) -> None:
             raise ConfigError(
                 f"{key.strip().lstrip('+~')}: secrets come from the environment (WANDB_API_KEY, "
                 "HF_TOKEN), never from the configuration, which is written to disk"
+            )
+        if "oc.env:" in value and not OF_PATHS.fullmatch(key.strip().lstrip("+~")):
+            raise ConfigError(
+                f"{word}: a variable of the environment, whose value is written to disk, fills in "
+                "paths alone (data.*, run.dir, resume); elsewhere the shell does, as in seed=$SEED"
             )
 
 
@@ -156,7 +164,11 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
-    given = {name: source for name, source in READ_BY.items() if keys.get(f"data.{name}")}
+    given = {
+        name: source
+        for name, source in READ_BY.items()
+        if keys.get(f"data.{name}") not in (None, [], {})
+    }
     if len(set(given.values())) > 1:
         raise ConfigError(
             f"{' and '.join(f'data.{name} (data={source})' for name, source in given.items())}: "

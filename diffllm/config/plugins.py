@@ -21,6 +21,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from diffllm.config.overrides import GROUPS
 from diffllm.errors import ConfigError
+from diffllm.files import user_path
 
 ENTRY_POINTS = "diffllm.plugins"
 """The group of entry points under which a package offers its plugins."""
@@ -178,7 +179,7 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
         value = value if equals else next(rest, "")
         if not value:
             raise ConfigError(f"{flag} needs a directory: {FLAGS[0]} DIR")
-        found.append(Path(value).expanduser().resolve())
+        found.append(user_path(value, FLAGS[0]).resolve())
     return found, others
 
 

@@ -1,11 +1,11 @@
 """A corpus from a YAML of one's own: data=FILE.yaml, as overrides."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
+from diffllm.files import user_path
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -20,7 +20,7 @@ def overrides_of(word: str) -> list[str]:
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
         return [word]
-    content, _ = read_yaml(Path(value).expanduser(), called=word)
+    content, _ = read_yaml(user_path(value, key), called=word)
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{word} has to be a mapping of keys of data, such as sources")
     source = content.pop("source", "mixture" if "sources" in content else None)

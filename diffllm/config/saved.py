@@ -4,6 +4,7 @@ import difflib
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from diffllm.config.changes import FREE, Changes, is_allowed
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
+from diffllm.config.yaml_file import LARGEST_YAML, check_size
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
 from diffllm.errors import CheckpointError, ConfigError, PluginError
+from diffllm.files import read_text, readable
 from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
@@ -29,8 +32,12 @@ def differences(path: Path, cfg: TrainConfig) -> Changes:
     return changes_to(load_run_config(path), cfg) if (path / "config.yaml").is_file() else {}
 
 
-def changes_to(begun: TrainConfig, cfg: TrainConfig) -> Changes:
-    """Return the changes that `cfg` would make to a run that was begun with another config."""
+def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
+    """Return the changes that `cfg` would make to a run that was begun with another config.
+
+    Args:
+        free: keys and groups whose changes do not count.
+    """
     saved = flatten(yaml_dict(begun))
     new = flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
@@ -38,7 +45,7 @@ def changes_to(begun: TrainConfig, cfg: TrainConfig) -> Changes:
     return {
         key: (saved.get(key), new.get(key))
         for key in sorted(keys)
-        if not is_allowed(key, list(FREE))
+        if not is_allowed(key, list(free))
     }
 
 
@@ -47,12 +54,17 @@ def load_run_config(path: Path) -> TrainConfig:
     there is none, or it is not a config of ours, PluginError if it needs a plugin."""
     file = path / "config.yaml"
     try:
-        saved = OmegaConf.load(file)
+        with readable(file):
+            text = read_text(file, LARGEST_YAML)
+        check_size(text, aliases=False)
+        saved = OmegaConf.load(StringIO(text))
         check_plain(saved)
         check_registered(path, saved)
         return typed(OmegaConf.merge(base_of(saved), saved))  # type: ignore[arg-type]
-    except FileNotFoundError:
-        raise CheckpointError(no_run(path)) from None
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise CheckpointError(no_run(path)) from None
+        raise
     except (ConfigError, OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} is not a config of this version: {reason}") from error
@@ -122,8 +134,10 @@ def defaults_of(
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
         base.data = OmegaConf.structured(data)
-    for names_of_the_users in (base.run.schemas, base.data.sources):
-        OmegaConf.set_struct(names_of_the_users, False)
+    open_ones = (base.run.schemas, base.data.sources, base.data.get("level"), base.eval.levels)
+    for names_of_the_users in open_ones:
+        if names_of_the_users is not None:
+            OmegaConf.set_struct(names_of_the_users, False)
     return base
 
 

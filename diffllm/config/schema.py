@@ -42,8 +42,8 @@ class RunConfig:
     dir: str | None = None
     """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys, or sections, that may differ from those of the run that is continued. Also `corpus` and
-    `tokenizer`, which are compared by content."""
+    """Keys, or sections, that may differ from those of the run that is continued. Also `corpus`,
+    `tokenizer` and `tokens`, which are compared by content."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
     sweep: str | None = None
@@ -105,8 +105,10 @@ class TrainConfig:
     log_interval: int = bounded(10, least=1)
     """Steps between lines of metrics; the first and the last step always have one."""
     resume: str = "auto"
-    """Where to start: auto, never or the path of a checkpoint. With auto at the newest complete
-    checkpoint of the run directory; with never anew, in a directory that holds no run."""
+    """Where to start: auto, never, the path of a checkpoint, or weights:PATH. With auto at the
+    newest complete checkpoint of the run directory; with never anew, in a directory that holds no
+    run. weights:PATH takes the parameters of a run, an export or an import, and with them the model
+    and the tokenizer, unless the command line says otherwise; all else begins anew."""
 
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""

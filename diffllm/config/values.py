@@ -1,18 +1,28 @@
 """Rules that a config value keeps to by its type; the bounds of a key are at its field."""
 
 import math
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from diffllm.bounds import sections
 from diffllm.errors import ConfigError
+from diffllm.files import user_path
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Limits of float32, in which a run computes: smaller values are 0 there, larger infinite."""
 LONGEST_TEXT = 4096
 FREE_TEXT = ("data.sample_prompt", "model.match_params_to", "model.match_flops_to")
 """Keys of text that is taken as it is, with line breaks; a variant's name is checked on its own."""
+
+PATHS = re.compile(
+    r"run\.dir|resume|data\.(sources\.[^.]+\.)?(paths|dataset)|data\.(cache_dir|tokenizer)"
+)
+"""Keys of text that is, or may be, a path."""
+OF_WEIGHTS = "weights:"
+"""The beginning of a value of `resume` that asks for weights alone."""
 
 
 def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -33,6 +43,25 @@ def check_values(cfg: Any) -> None:
             check_text(key, value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             check_number(key, value)
+
+
+def check_paths(cfg: Any) -> None:
+    """Raise ConfigError for a path that can lead nowhere on this machine.
+
+    Of a config that a user gives; a saved one may have been made on another machine.
+    """
+    for key, _, value in leaves(cfg):
+        if PATHS.fullmatch(key):
+            for text in value if isinstance(value, list) else [value]:
+                if text is not None:
+                    user_path(text.removeprefix(OF_WEIGHTS), named_by(key, text))
+
+
+def named_by(key: str, text: str) -> str:
+    """Return the name under which a user gave a value: that of the environment's variable, where
+    the key follows it."""
+    from_environment = key == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
+    return "DIFFLLM_CACHE" if from_environment else key
 
 
 def check_number(key: str, value: float) -> None:

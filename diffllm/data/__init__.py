@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import diffllm.data.text.files
 import diffllm.data.text.hub
-import diffllm.data.text.stdlib  # noqa: F401  register our sources
+import diffllm.data.text.stdlib
+import diffllm.data.text.synthetic  # noqa: F401  register our sources
 
 if TYPE_CHECKING:
     from diffllm.data.heldout import HeldoutDocuments, heldout_documents, heldout_tokens
-    from diffllm.data.loader import TrainLoader, heldout_batches, training_samples
+    from diffllm.data.loader import (
+        TrainLoader,
+        heldout_batches,
+        predicts_something,
+        training_samples,
+    )
     from diffllm.data.mixture.prepared import MixtureData, Prepared
     from diffllm.data.preparation.prepare import prepare
     from diffllm.data.sequences import sequences_in
@@ -35,6 +41,7 @@ __all__ = [
     "heldout_tokens",
     "ignores_targets",
     "packing_counts",
+    "predicts_something",
     "prepare",
     "sequences_in",
     "sequences_of_epoch",
@@ -54,6 +61,7 @@ _HOMES = {
     "heldout_tokens": "heldout",
     "ignores_targets": "training_sequences",
     "packing_counts": "training_sequences",
+    "predicts_something": "loader",
     "prepare": "preparation.prepare",
     "sequences_in": "sequences",
     "sequences_of_epoch": "training_sequences",

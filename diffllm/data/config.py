@@ -1,7 +1,7 @@
 """The config of the ``data`` group."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
 
@@ -44,6 +44,18 @@ READ_BY = {
     "sources": "mixture",
 }  # fmt: skip
 """The fields that not every source of ours reads, each with the source that it implies."""
+COLUMNS = ("text_column", "prompt_column")
+READ = {
+    "stdlib": (),
+    "synthetic": (),
+    "files": ("paths", *COLUMNS, "sample_by"),
+    "hub": ("dataset", "name", "data_dir", "split", "revision", *COLUMNS),
+    "tokens": ("paths", "text_column"),
+    "mixture": ("sources",),
+}
+"""The fields of a source of text that each source of ours reads."""
+TABLES = (".parquet", ".jsonl", ".json", ".bin", ".ds")
+"""Ends of names of files that are no plain text, as far as they are not packed."""
 MIXTURE, TOKENS = "mixture", "tokens"
 PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
 """Sources that are no text of documents: their preparation is another one."""
@@ -102,6 +114,30 @@ class TextConfig:
         if self.source == "hub" and not self.dataset:
             raise ConfigError(f"{where}source=hub needs {where}dataset=<owner/name>")
 
+    def check_read(self, where: str) -> None:
+        """Raise ConfigError for a key that has been set and that the source does not read.
+
+        It is of what somebody asks for: the saved config of an older run may have such keys.
+        """
+        for each in fields(TextConfig):
+            value = getattr(self, each.name)
+            default = each.default if each.default is not MISSING else []
+            if each.name == "source" or self.source not in READ or value == default:
+                continue
+            said = f"{where}{each.name}={getattr(value, 'value', value)}"
+            if each.name not in READ[self.source]:
+                instead = f"it reads {', '.join(READ[self.source]) or 'none of these keys'}"
+                if self.source == MIXTURE:
+                    instead = f"each source has its own, {where}sources.NAME.{each.name}"
+                raise ConfigError(f"{said} is not read with source={self.source}; {instead}")
+            if each.name == "sample_by" and all(is_table(path) for path in self.paths):
+                raise ConfigError(f"{said} is of .txt files, and {where}paths names none")
+
+
+def is_table(path: str) -> bool:
+    """Whether the files of this name, or glob, are surely no plain text."""
+    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(TABLES)
+
 
 @dataclass
 class SourceConfig(TextConfig):
@@ -157,6 +193,11 @@ class DataConfig(TextConfig):
     sample_prompt: str | None = None
     """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 
+    @property
+    def whole_documents(self) -> bool:
+        """Whether a document that fits into a sequence is kept in one."""
+        return self.packing is Packing.best_fit
+
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""
         check_bounds("data.", self)
@@ -165,6 +206,15 @@ class DataConfig(TextConfig):
             self.check_mixture()
         elif self.curriculum:
             raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
+
+    def check_asked_for(self) -> None:
+        """Raise ConfigError for keys that have been set and that nothing reads."""
+        self.check_read("data.")
+        for name, source in self.sources.items():
+            source.check_read(f"data.sources.{name}.")
+        kinds = {source.source for source in self.sources.values()} or {self.source}
+        if self.deduplicate and kinds == {TOKENS}:
+            raise ConfigError("data.deduplicate=true compares texts, and source=tokens has none")
 
     def check_mixture(self) -> None:
         """Raise ConfigError for sources or a curriculum that no mixture can have."""

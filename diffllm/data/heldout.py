@@ -1,6 +1,6 @@
 """The held-out documents that a run ends with the loss of, and the sequences that hold them.
 
-Shapes: n documents, N tokens of them all, b sequences of T tokens in a batch, W ranks.
+Shapes: n documents, N tokens of them all, r sequences of T tokens, b of them in a batch, W ranks.
 """
 
 import hashlib
@@ -12,10 +12,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from diffllm.data.counts import check_counts, check_rank
 from diffllm.data.joined import Readable
 from diffllm.data.shards import Stream
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.errors import DataError
+from diffllm.errors import ConfigError, DataError
 
 BLOCK = 2**22
 """Tokens that are searched for ends of documents at once, where all of them are."""
@@ -38,6 +39,9 @@ class HeldoutDocuments:
     """Place of each document's first token in the split, (n,) int64, ascending."""
     lengths: np.ndarray
     """Tokens of each document, its EOS among them, (n,) int64."""
+    whole: bool = False
+    """Keep a document that fits into a sequence in one, as training with data.packing=best_fit
+    does."""
 
     @cached_property
     def predicted(self) -> np.ndarray:
@@ -64,14 +68,47 @@ class HeldoutDocuments:
         The first token's input is an EOS. Targets behind the last token, and those that are only
         context, are -1, to be ignored.
         """
-        share = seq_len * batch_size
+        check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
-        for first in range(rank, rounds * world_size, world_size):
-            yield self._batch(first * share, share, seq_len)
+        borders = self.borders(seq_len)
+        for number in range(rank, rounds * world_size, world_size):
+            yield self.read(borders, np.arange(batch_size) + number * batch_size, seq_len)
 
     def rounds(self, seq_len: int, batch_size: int, world_size: int = 1) -> int:
-        """Return the number of batches that each of the ranks gets."""
-        return -(-int(self.ends[-1]) // (seq_len * batch_size * world_size))
+        """Return the number of batches that each of the ranks gets; raises ConfigError for counts
+        that cannot be."""
+        check_counts(least=1, seq_len=seq_len, batch_size=batch_size, world_size=world_size)
+        return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
+
+    def borders(self, seq_len: int) -> np.ndarray:
+        """Find where sequences begin among the tokens of all these documents, and where the last
+        one ends, (r + 1,) int64."""
+        total = int(self.ends[-1])
+        if not self.whole:
+            return np.append(np.arange(0, total, seq_len), total)
+        found = [0]
+        for begin, end in zip((self.ends - self.lengths).tolist(), self.ends.tolist(), strict=True):
+            if end - found[-1] > seq_len and begin > found[-1]:
+                found.append(begin)
+            found += range(found[-1] + seq_len, end, seq_len)
+        return np.array([*found, total])
+
+    def read(self, borders: np.ndarray, rows: np.ndarray, seq_len: int) -> OwnedBatch:
+        """Read the sequences `rows` (b,), which begin at `borders`; those behind the last one have
+        no targets."""
+        inputs, targets, owners = np.full((3, len(rows), seq_len), [[[0]], [[-1]], [[0]]], np.int64)
+        for i, row in enumerate(rows.tolist()):
+            if row >= len(borders) - 1:
+                break
+            start, stop = int(borders[row]), int(borders[row + 1])
+            tokens = self.tokens(max(start - 1, 0), stop)
+            inputs[i, : stop - start] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
+            targets[i, : stop - start] = tokens[start - stop :]
+            if self.stream.masked:
+                targets[i, : stop - start][~self.loss_mask(start, stop)] = -1
+            own = np.searchsorted(self.ends, np.arange(start, stop), side="right")
+            owners[i, : stop - start] = own
+        return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read the tokens [start, stop) of all these documents, (stop - start,) int64."""
@@ -98,6 +135,7 @@ class HeldoutDocuments:
 
         Where some tokens are only context, the bytes are those that the others decode to.
         """
+        check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):
             span = int(self.starts[i]), int(self.starts[i] + self.lengths[i])
@@ -110,32 +148,31 @@ class HeldoutDocuments:
                 sizes[i] = len(tokenizer.decode(predicted.tolist()).encode())
         return sizes, hashes
 
-    def _batch(self, start: int, size: int, seq_len: int) -> OwnedBatch:
-        """Read the batch whose first target is token `start`."""
-        stop = min(start + size, int(self.ends[-1]))
-        inputs, targets, owners = np.full((3, size), [[0], [-1], [0]], dtype=np.int64)
-        if count := max(stop - start, 0):
-            tokens = self.tokens(max(start - 1, 0), stop)
-            inputs[:count] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
-            targets[:count] = tokens[-count:]
-            if self.stream.masked:
-                targets[:count][~self.loss_mask(start, stop)] = -1
-            owners[:count] = np.searchsorted(self.ends, np.arange(start, stop), side="right")
-        parts = torch.from_numpy(np.stack((inputs, targets, owners))).view(3, -1, seq_len)
-        return parts[0], parts[1], parts[2]
 
-
-def heldout_documents(stream: Stream, eos_id: int, tokens: float | None = None) -> HeldoutDocuments:
+def heldout_documents(
+    stream: Stream,
+    eos_id: int,
+    tokens: float | None = None,
+    most: int | None = None,
+    whole: bool = False,
+) -> HeldoutDocuments:
     """Choose the documents of a split that its loss is measured on: all, or enough to have that
-    many tokens.
+    many tokens, or so many documents at most.
 
     These begin behind places that are spread evenly over the split, so that a document's length
     has no part in its being chosen; they are the same every time, and among those of any larger
-    number.
+    number. Raises ConfigError for a number that is not above 0.
+
+    Args:
+        whole: as in `HeldoutDocuments`.
     """
-    if tokens is None or tokens >= len(stream):
+    check_wanted(tokens)
+    check_counts(least=1, most=1 if most is None else most)
+    tokens = len(stream) if tokens is None else min(tokens, len(stream))
+    if most is None and tokens == len(stream):
         ends = all_ends(stream, eos_id)
-        return HeldoutDocuments(stream, eos_id, np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+        starts = np.append(0, ends[:-1])
+        return HeldoutDocuments(stream, eos_id, starts, np.diff(ends, prepend=0), whole)
     found: dict[int, int] = {}
     for number in itertools.count():
         place = int(len(stream) * (number * GOLDEN % 1))
@@ -144,17 +181,23 @@ def heldout_documents(stream: Stream, eos_id: int, tokens: float | None = None) 
             start = found[start] % len(stream)
         found[start] = end_behind(stream, eos_id, start)
         tokens -= found[start] - start
-        if tokens <= 0:
+        if tokens <= 0 or len(found) == most:
             break
     starts = np.array(sorted(found))
-    return HeldoutDocuments(
-        stream, eos_id, starts, np.array([found[i] for i in starts.tolist()]) - starts
-    )
+    lengths = np.array([found[i] for i in starts.tolist()]) - starts
+    return HeldoutDocuments(stream, eos_id, starts, lengths, whole)
+
+
+def check_wanted(tokens: float | None) -> None:
+    """Raise ConfigError for a number of tokens that is not above 0; None is all there are."""
+    if tokens is not None and not tokens > 0:
+        raise ConfigError(f"tokens={tokens} has to be above 0")
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
     """Count the tokens of `heldout_documents` that are predicted, without reading those of a whole
     split; raises DataError where there are none."""
+    check_wanted(tokens)
     if tokens is not None and tokens < len(stream):
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     elif stream.masked:

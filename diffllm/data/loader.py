@@ -8,14 +8,19 @@ import itertools
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from diffllm.data.config import DataConfig
+from diffllm.data.counts import check_counts, check_rank
+from diffllm.data.heldout import heldout_documents
 from diffllm.data.mixture.prepared import MixtureData, Prepared
 from diffllm.data.mixture.samples import MixedSequences
 from diffllm.data.samples import Samples, ShuffledSequences
@@ -35,6 +40,7 @@ def training_samples(
     Args:
         total: samples of the whole run, which a mixture's curriculum goes by.
     """
+    check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):
         return MixedSequences(data, cfg, seq_len, seed, total)
     return ShuffledSequences(training_sequences(data, cfg, seq_len), seed)
@@ -47,17 +53,43 @@ def heldout_batches(
     sequences: int,
     rank: int = 0,
     world_size: int = 1,
+    eos_id: int | None = None,
 ) -> Iterator[Batch]:
     """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
 
     Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
-    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`.
+    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`, and
+    ConfigError for counts and ranks that cannot be.
+
+    Args:
+        eos_id: the token that ends documents, where those that fit into a sequence are kept in one.
     """
+    check_counts(least=1, batch_size=batch_size, sequences=sequences)
+    check_rank(rank, world_size)
     n = sequences_in(stream, seq_len)
-    count = min(sequences, n)
-    mine = (np.arange(count, dtype=np.int64) * n // max(count, 1))[rank::world_size]
+    sequences = min(sequences, n)
+    if eos_id is not None:
+        chosen = heldout_documents(stream, eos_id, sequences * seq_len, whole=True)
+        borders = chosen.borders(seq_len)
+        n = len(borders) - 1
+    mine = (np.arange(sequences, dtype=np.int64) * n // sequences)[rank::world_size]
     for start in range(0, len(mine), batch_size):
-        yield read_sequences(stream, seq_len, mine[start : start + batch_size])
+        places = mine[start : start + batch_size]
+        if eos_id is None:
+            yield read_sequences(stream, seq_len, places)
+        else:
+            yield chosen.read(borders, places, seq_len)[:2]
+
+
+def predicts_something(
+    stream: Stream, seq_len: int, sequences: int, eos_id: int | None = None
+) -> bool:
+    """Whether any target of the sequences that `heldout_batches` reads is to be predicted; raises
+    as it does."""
+    if not stream.masked:
+        return True
+    batches = heldout_batches(stream, seq_len, 1, sequences, eos_id=eos_id)
+    return any(bool((targets >= 0).any()) for _, targets in batches)
 
 
 class TrainLoader:
@@ -80,7 +112,16 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         """Start at the first sample; raises ConfigError for a global batch that does not divide
-        into micro batches of all ranks."""
+        into micro batches of all ranks, and for counts and ranks that cannot be."""
+        check_counts(
+            least=1,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            world_size=world_size,
+        )
+        check_counts(least=0, num_workers=num_workers, rank=rank)
+        check_counts(least=int(num_workers > 0), prefetch_factor=prefetch_factor)
+        check_rank(rank, world_size)
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
@@ -96,6 +137,10 @@ class TrainLoader:
         }
         self._batches: Any = None
         self._consumed = 0
+        self._micro_steps = global_batch_size // (micro_batch_size * world_size)
+        self._ahead: deque[Batch] = deque()
+        self.failed: DataError | None = None
+        """The error that keeps what comes next from being read."""
         # Workers ignore SIGTERM, so at exit they have to be told to leave.
         atexit.register(self.close)
 
@@ -104,6 +149,24 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         """Return the next micro batch; raises DataError if it cannot be read or a worker died."""
+        if not self._ahead:
+            if self.failed:
+                raise self.failed
+            self._ahead.append(self._read())
+        self._consumed += 1
+        return self._ahead.popleft()
+
+    def read_ahead(self, steps: int) -> DataError | None:
+        """Read what the next steps take, so far as it has not been read; return the error that
+        keeps it from being read."""
+        while not self.failed and len(self._ahead) < steps * self._micro_steps:
+            try:
+                self._ahead.append(self._read())
+            except DataError as error:
+                self.failed = error
+        return self.failed
+
+    def _read(self) -> Batch:
         if self._batches is None:
             self._batches = self._started()
         try:
@@ -114,14 +177,13 @@ class TrainLoader:
             raise DataError(f"a data loader process died: {error}") from error
         if isinstance(batch, DataError):
             raise batch
-        self._consumed += 1
-        return batch
+        inputs, targets = batch
+        return inputs, targets
 
     @property
     def sample(self) -> int:
         """The first sample of the first step that is not wholly consumed."""
-        micro_steps = self._global_batch_size // (self._micro_batch_size * self._world_size)
-        return self._start + self._consumed // micro_steps * self._global_batch_size
+        return self._start + self._consumed // self._micro_steps * self._global_batch_size
 
     def consumed(self) -> dict[str, float]:
         """Say what has been read by now, as metrics."""
@@ -137,6 +199,8 @@ class TrainLoader:
         self._stop_workers()
         self._start = self._samples.sample_of(state)
         self._consumed = 0
+        self._ahead.clear()
+        self.failed = None
 
     def close(self) -> None:
         """End the worker processes."""
@@ -154,7 +218,7 @@ class TrainLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
             loader = StatefulDataLoader(
-                self._samples,
+                _Stacked(self._samples),
                 batch_size=None,
                 sampler=(range(start, start + m) for start in first),
                 worker_init_fn=_leave_signals_to_the_trainer,
@@ -177,6 +241,18 @@ class TrainLoader:
             for worker in batches._workers:
                 if worker.is_alive():
                     worker.kill()
+
+
+class _Stacked(Dataset[Tensor | DataError]):
+    """Samples as one tensor (2, m, T), for each tensor is a message of its own between processes,
+    which the training process waits for."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, samples: range) -> Tensor | DataError:
+        batch = self._samples[samples]
+        return batch if isinstance(batch, DataError) else torch.stack(batch)
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffllm.errors import printable
+
 MOST = 3
 """Names that are said."""
 
 
 def names_of(paths: Sequence[str | Path]) -> str:
     """Return files' names without their directories, the fourth and all behind it as '...'."""
-    names = [Path(path).name for path in paths[:MOST]]
+    names = [printable(Path(path).name) for path in paths[:MOST]]
     return ", ".join([*names, *["..."] * (len(paths) > MOST)])

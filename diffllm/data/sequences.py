@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from diffllm.data.counts import check_counts
 from diffllm.data.shards import Stream
 from diffllm.errors import DataError
 
@@ -43,7 +44,8 @@ class StreamSequences:
 
 def sequences_in(stream: Stream, seq_len: int) -> int:
     """Count the sequences of seq_len inputs, and a target each, that `stream` holds; raises
-    DataError if there is not even one."""
+    DataError if there is not even one, ConfigError for a length that cannot be."""
+    check_counts(least=1, seq_len=seq_len)
     n = (len(stream) - 1) // seq_len
     if n < 1:
         raise DataError(

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diffllm.data.verified import matches
-from diffllm.errors import DataError
+from diffllm.data.file_array import FileArray
+from diffllm.data.verified import is_at, matches
+from diffllm.errors import ConfigError, DataError
 from diffllm.files import replace_file, sync
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
-MOST_MAPS = 256
+MOST_OPEN = 256
 """Files that a stream has open at a time: each takes a file descriptor."""
 MANIFEST = "manifest.json"
 
@@ -107,6 +108,12 @@ class Manifest:
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"{path}: unusable ({reason}); {again(directory)}") from error
 
+    def split(self, name: str) -> Split:
+        """Return the split of this name; raises ConfigError where there is none."""
+        if name not in self.splits:
+            raise ConfigError(f"split={name!r} is not one of {', '.join(self.splits)}")
+        return self.splits[name]
+
     def check(self) -> None:
         """Raise ValueError for a manifest that contradicts itself or names files elsewhere."""
         if self.dtype != token_dtype(self.vocab_size).name:
@@ -149,6 +156,9 @@ def entropy(counts: np.ndarray) -> float:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the smallest type that holds every token, little-endian on every machine."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+Numbers = np.ndarray | FileArray
 
 
 class Stream(Protocol):
@@ -265,7 +275,7 @@ class HashedFile:
 
 
 class TokenStream:
-    """The tokens of one split, memory-mapped; cheap to pickle into loader processes.
+    """The tokens of one split, read where they lie; cheap to pickle into loader processes.
 
     Sizes are compared with the manifest at once, checksums when a shard is first read.
     """
@@ -274,10 +284,10 @@ class TokenStream:
         """Open the shards; raises DataError if one is missing or its size is not the manifest's."""
         self.split = split
         self._directory = directory
-        self._shards = manifest.splits[split].shards
+        self._shards = manifest.split(split).shards
         self._dtype = token_dtype(manifest.vocab_size)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._open: OrderedDict[str, FileArray] = OrderedDict()
         self.masked = manifest.splits[split].masked
         for shard in self._shards:
             self._check(shard.file, shard.tokens * self._dtype.itemsize)
@@ -296,7 +306,7 @@ class TokenStream:
         return self._read(start, stop, np.dtype(np.bool_), self._mask)
 
     def _read(
-        self, start: int, stop: int, dtype: np.dtype[Any], content: Callable[[Shard], np.ndarray]
+        self, start: int, stop: int, dtype: np.dtype[Any], content: Callable[[Shard], Numbers]
     ) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
@@ -310,25 +320,27 @@ class TokenStream:
             filled, number = filled + len(part), number + 1
         return out
 
-    def _tokens(self, shard: Shard) -> np.ndarray:
-        return self._map(shard.file, shard.tokens, self._dtype, shard.sha256)
+    def _tokens(self, shard: Shard) -> Numbers:
+        return self._array(shard.file, shard.tokens, self._dtype, shard.sha256)
 
-    def _mask(self, shard: Shard) -> np.ndarray:
+    def _mask(self, shard: Shard) -> Numbers:
         if shard.mask is None or shard.mask_sha256 is None:
             return np.broadcast_to(np.True_, shard.tokens)
-        return self._map(shard.mask, shard.tokens, np.dtype(np.uint8), shard.mask_sha256)
+        return self._array(shard.mask, shard.tokens, np.dtype(np.uint8), shard.mask_sha256)
 
-    def _map(self, file: str, tokens: int, dtype: np.dtype[Any], sha256: str) -> np.ndarray:
-        if file not in self._maps:
+    def _array(self, file: str, tokens: int, dtype: np.dtype[Any], sha256: str) -> FileArray:
+        if file not in self._open:
+            self._check(file, tokens * dtype.itemsize)
+            path, advice = self._directory / file, f"; {again(self._directory)}"
+            array = FileArray(path, dtype, count=tokens, advice=advice)
             self._check(file, tokens * dtype.itemsize, sha256)
-            try:
-                self._maps[file] = np.memmap(self._directory / file, dtype, mode="r")
-            except OSError as error:
-                raise DataError(f"{self._directory / file}: {error.strerror}") from error
-            if len(self._maps) > MOST_MAPS:
-                self._maps.popitem(last=False)
-        self._maps.move_to_end(file)
-        return self._maps[file]
+            if not is_at(path, array.identity):
+                raise DataError(f"{path}: replaced while it was compared{advice}")
+            self._open[file] = array
+            if len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(file)
+        return self._open[file]
 
     def _check(self, file: str, expected: int, sha256: str | None = None) -> None:
         path = self._directory / file
@@ -349,7 +361,7 @@ class TokenStream:
             raise DataError(f"{path}: {problem}; {again(self._directory)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": OrderedDict()}
+        return {**self.__dict__, "_open": OrderedDict()}
 
 
 def again(directory: Path) -> str:

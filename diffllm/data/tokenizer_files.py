@@ -2,15 +2,20 @@
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 
-from diffllm.errors import DataError
+from diffllm.errors import CheckpointError, DataError
 from diffllm.files import replace_file
+from diffllm.files.paths import why_no_file
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-"""Of sentencepiece; of Hugging Face's library, and what says which token ends a document there."""
+"""The file of a sentencepiece model; that of a Hugging Face tokenizer, and the one beside it that
+names the token which ends a document."""
 TOKENIZER_FILES = (MODEL, FAST, FAST_CONFIG)
+LARGEST_TOKENIZER = 2**30
+"""Limit in bytes; of 256,000 pieces the largest have a thirtieth of it."""
 
 
 def located(name: str | Path) -> Path:
@@ -21,9 +26,11 @@ def located(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if (file := tokenizer_in(path)).is_file():
-            return file
+            return located(file)
         raise DataError(f"{path} has neither {MODEL} nor {FAST}")
     if path.is_file():
+        if (size := path.stat().st_size) > LARGEST_TOKENIZER:
+            raise DataError(f"{path} has {size:,} bytes, more than {LARGEST_TOKENIZER:,}")
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.suffix in (".model", ".json"):
         raise DataError(f"{path}: no such tokenizer file")
@@ -43,6 +50,20 @@ def tokenizer_in(directory: Path) -> Path:
     """Return the file of the tokenizer in a directory of tokens, a run or a model."""
     fast = directory / FAST
     return fast if fast.is_file() else directory / MODEL
+
+
+def tokenizer_of(run: Path) -> Path:
+    """Return the tokenizer's file in a run; raises CheckpointError where there is none, or what is
+    there is no file of the run's own."""
+    for name in (FAST, MODEL):
+        if os.path.lexists(run / name):
+            wrong = why_no_file(run / name)
+            if not wrong and (size := (run / name).stat().st_size) > LARGEST_TOKENIZER:
+                wrong = f"has {size:,} bytes, more than {LARGEST_TOKENIZER:,}"
+            if wrong:
+                raise CheckpointError(f"{run / name} {wrong}")
+            return run / name
+    raise CheckpointError(f"{run} has no {MODEL}")
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:

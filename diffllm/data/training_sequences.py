@@ -71,4 +71,4 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:
     """Whether targets of training may be ignored: padding, or tokens that are only context."""
-    return cfg.packing is Packing.best_fit or data.manifest.splits["train"].masked
+    return cfg.whole_documents or data.manifest.splits["train"].masked

@@ -9,6 +9,7 @@ leaves size and times alone is found by the first run that starts after the mark
 
 import contextlib
 import hashlib
+import os
 import time
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from diffllm.files import replace_file
 
 VALID_SECONDS = 24 * 3600
 """Seconds for which a mark counts."""
+TICK = 0.05
+"""Seconds in which a file system may give two changes of a file one time."""
 
 
 def matches(path: Path, sha256: str) -> bool:
@@ -30,7 +33,7 @@ def matches(path: Path, sha256: str) -> bool:
             stack.enter_context(FileLock(mark.with_suffix(".lock")))
         if is_marked(mark, path, sha256):
             return True
-        identity = identity_of(path)  # before reading: a change meanwhile then shows
+        identity = settled_identity(path)  # before reading: a change meanwhile then shows
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
@@ -64,5 +67,28 @@ def is_marked(mark: Path, path: Path, sha256: str) -> bool:
 
 def identity_of(path: Path) -> str:
     """Return what changes when a file is written to or replaced: its inode, size and times."""
-    stat = path.stat()
+    return identity_in(path.stat())
+
+
+def is_at(path: Path, identity: str) -> bool:
+    """Whether the file of this identity lies there."""
+    try:
+        return identity_of(path) == identity
+    except OSError:
+        return False
+
+
+def identity_in(stat: os.stat_result) -> str:
+    """Return the same of a file whose facts are there already."""
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
+def settled_identity(path: Path) -> str:
+    """Return the identity of a file that whatever is written from now on changes.
+
+    A file that has just been written could be written to again at the same time of its clock: that
+    time is let pass.
+    """
+    while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
+        time.sleep(TICK - age)
+    return identity_of(path)

@@ -1,28 +1,38 @@
 """Waiting for others, which is said when it takes long."""
 
+import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
 
 from diffllm.data.progress import print_line
+from diffllm.errors import printable
+from diffllm.files import replace_file
+from diffllm.files.locks import content_of
 
 PATIENCE = 15.0
 """Seconds after which it is said what is waited for."""
 
 
 @contextmanager
-def said_if_long(what: str) -> Iterator[None]:
-    """Print what is waited for, if that takes longer than PATIENCE, and again as often."""
+def said_if_long(what: str | Callable[[], str]) -> Iterator[None]:
+    """Print what is waited for, if that takes longer than PATIENCE, and again as often.
+
+    Args:
+        what: in words, or what is asked for them each time.
+    """
     over = threading.Event()
 
     def say() -> None:
         started = time.monotonic()
         while not over.wait(PATIENCE):
-            print_line(f"waiting for {what}, for {time.monotonic() - started:.0f} s now")
+            words = what if isinstance(what, str) else what()
+            print_line(f"waiting for {words}, for {time.monotonic() - started:.0f} s now")
 
     speaker = threading.Thread(target=say, daemon=True)
     speaker.start()
@@ -35,11 +45,26 @@ def said_if_long(what: str) -> Iterator[None]:
 
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock; where another process has it for long, say what that does."""
+    """Hold a lock; where another process has it for long, say which one, and what that does."""
     lock = FileLock(path)
-    with said_if_long(f"another process that {what}"):
+    with said_if_long(lambda: f"{holder(path)} that {what}"):
         lock.acquire()
+    note = note_of(path)
+    with suppress(OSError):  # it is only for the eyes of those who wait
+        replace_file(note, f"process {os.getpid()} on {socket.gethostname()}")
     try:
         yield
     finally:
+        with suppress(OSError):
+            note.unlink()
         lock.release()
+
+
+def note_of(path: Path) -> Path:
+    """Return the file beside a lock that says who has it."""
+    return path.with_name(f"{path.name}.holder")
+
+
+def holder(path: Path) -> str:
+    """Say who has a lock: 'process 17 on node3', or 'another process' where that is not known."""
+    return printable(content_of(note_of(path))) or "another process"

@@ -6,7 +6,7 @@ import signal
 import threading
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,19 @@ class StopRequest:
             signal.signal(number, handler)
 
 
+class Agreed(NamedTuple):
+    """The answer of all ranks together."""
+
+    stopping: signal.Signals | None
+    """A signal that some rank had received."""
+    save: bool
+    """Whether a checkpoint is due by some rank's clock."""
+    failed: bool
+    """Whether some rank cannot read what comes next."""
+
+
 class Agreement:
-    """The exchange of stop and save requests: one small collective a step, behind the next step.
+    """The exchange of what ranks ask for: one small collective a step, behind the next step.
 
     Nobody waits for it, and all ranks see the same answer one step later. Without other ranks the
     answer is that of the step itself.
@@ -76,26 +87,29 @@ class Agreement:
         self.request, self.group = request, None
         if dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self.flags = torch.zeros(2, dtype=torch.int32)
+        self.flags = torch.zeros(3, dtype=torch.int32)
         self.work: Any = None
 
-    def step(self, save: bool) -> tuple[signal.Signals | None, bool]:
-        """Exchange whether a checkpoint is due by a rank's clock; call once a step on every rank.
+    @property
+    def delay(self) -> int:
+        """Steps after which ranks know what one of them has said."""
+        return int(self.group is not None)
 
-        Returns a signal that some rank had received, if any, and whether to save.
-        """
+    def step(self, save: bool = False, failed: bool = False) -> Agreed:
+        """Exchange whether a checkpoint is due by a rank's clock, and whether it cannot read what
+        comes next; call once a step on every rank."""
         number = self.request.received
         if self.group is not None:
-            mine = torch.tensor([number, save], dtype=torch.int32)
-            number, save = 0, False
+            mine = torch.tensor([number, save, failed], dtype=torch.int32)
+            number, save, failed = 0, False, False
             if self.work is not None:
                 self.work.wait()
-                number, save = int(self.flags[0]), bool(self.flags[1])
+                number, save, failed = int(self.flags[0]), bool(self.flags[1]), bool(self.flags[2])
             self.flags.copy_(mine)
             self.work = dist.all_reduce(
                 self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
-        return signal.Signals(number) if number else None, save
+        return Agreed(signal.Signals(number) if number else None, save, failed)
 
     def close(self) -> None:
         """Finish the pending collective."""

@@ -1,5 +1,7 @@
 """Detection of missing ranks: a heartbeat of every rank, and an end for those that wait in vain.
 
+A process without others watches itself: a wait for its data loader that does not end is named.
+
 A thread of every rank writes every second where the rank is and which collectives it has called.
 Rank 0 reads all of that, the others read rank 0's; so a rank costs a write and a read or two a
 second, however many there are. Another thread judges, and never asks the store, which may hang too.
@@ -8,6 +10,8 @@ second, however many there are. Another thread judges, and never asks the store,
 import contextlib
 import faulthandler
 import json
+import math
+import multiprocessing
 import os
 import re
 import signal
@@ -15,11 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -28,6 +32,9 @@ from diffllm.distributed.collectives import Calls, RecordedCall, recorded
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
+from diffllm.files import open_to_write
+
+T = TypeVar("T")
 
 BEAT_S = 1.0
 SILENT_S = 4.0
@@ -62,6 +69,13 @@ class Beat(NamedTuple):
     """The error that made it fail, or ""."""
 
 
+class Wait(NamedTuple):
+    """A wait for something on this machine."""
+
+    what: str
+    since: float
+
+
 class Watch:
     """A rank's watch on the others: ends this process when one is missing, and says which.
 
@@ -83,6 +97,7 @@ class Watch:
         self.beating = threading.Lock()
         self.watched: Iterable[int] = range(self.size) if self.rank == 0 else [0]
         if self.size == 1:
+            threading.Thread(target=self._judge_itself, name="watch", daemon=True).start()
             return
         own = world.store.clone()  # type: ignore[attr-defined]
         self.world = replace(world, store=own)
@@ -98,6 +113,20 @@ class Watch:
     def reached(self, place: str) -> None:
         """Tell where this rank is."""
         self.place, self.since = place, time.monotonic()
+        self.waits: Wait | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Tell that this rank waits, as long as this context is not left."""
+        self.waits = Wait(what, time.monotonic())
+        try:
+            yield
+        finally:
+            self.waits = None
+
+    def where(self) -> str:
+        """Describe the place of this rank, and what it waits for there."""
+        return f"{self.place}, waiting for {self.waits.what}" if self.waits else self.place
 
     def close(self) -> None:
         """Leave: from here on no rank waits for this one. Returns once that is written.
@@ -105,9 +134,11 @@ class Watch:
         Rank 0 leaves last, but for ranks that take longer than LEAVE_S, or than STOPPING_S where
         training had not begun when it was asked to stop.
         """
-        if self.size == 1 or self.closed.is_set():
+        if self.closed.is_set():
             return
         self.closed.set()
+        if self.size == 1:
+            return
         deadline = time.monotonic() + self.patience * (self.rank == 0 and not self.words)
         with contextlib.suppress(DistError):
             self._beat(-1)
@@ -194,15 +225,35 @@ class Watch:
             if message and not (self.store_gone and self.closed.wait(SILENT_S)):
                 self._end(message)
 
+    def _judge_itself(self) -> None:
+        """End this process if it waits in vain; runs on a thread of its own, without other ranks.
+
+        A wait is said once it takes long. Where somebody has asked to stop, and it goes on all the
+        same, the limit is shorter, and holds wherever the process is.
+        """
+        asked, said = math.inf, None
+        while not self.closed.wait(BEAT_S):
+            now, waits = time.monotonic(), self.waits
+            asked = min(asked, now if self.request.has_come() else math.inf)
+            waited = now - waits.since if waits else 0.0
+            message = f"this process hangs at {self.where()}{stopped_children()}"
+            if waited > (min(self.limit, STOPPING_S) if asked < now else self.limit):
+                self._end(message)
+            if now - max(asked, self.since) > self.limit:
+                self._end(message)
+            if waited > STOPPING_S and waits is not said:
+                said = waits
+                print(f"warning: {message}, for {waited:.0f} s now", file=sys.stderr, flush=True)
+
     def _diagnosis(self, silent: list[int], calls: Calls) -> str:
-        here = Beat(0, self.place, 0.0, calls, stopping=False, left=False, words="")
+        here = Beat(0, self.where(), 0.0, calls, stopping=False, left=False, words="")
         return diagnosis({**self.beats, self.rank: here}, silent)
 
     def _beat(self, number: int) -> None:
         with self.beating:  # or a thread could take back what `close` has written
             left, stopping = self.closed.is_set(), self.request.has_come()
             here = time.monotonic() - self.since
-            beat = Beat(number, self.place, here, recorded(), stopping, left, self.words)
+            beat = Beat(number, self.where(), here, recorded(), stopping, left, self.words)
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
@@ -243,8 +294,12 @@ class Watch:
             if not told.done() or told.result():
                 where = written.result() if written.done() else ""
                 print(f"error: {message}{where}", file=sys.stderr, flush=True)
-            time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with this process
+            if self.size > 1:
+                time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with us
         finally:
+            with contextlib.suppress(Exception):
+                for child in multiprocessing.active_children():
+                    child.kill()  # one that is stopped would stay for ever
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
@@ -260,7 +315,8 @@ class Watch:
             return ""
         try:
             self.traces.mkdir(exist_ok=True)
-            with open(self.traces / f"rank-{self.rank:05d}.txt", "w") as file:
+            file_of_rank = self.traces / f"rank-{self.rank:05d}.txt"
+            with os.fdopen(open_to_write(file_of_rank), "w") as file:
                 print(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
                 if self.error:
                     traceback.print_exception(self.error, file=file)
@@ -269,6 +325,16 @@ class Watch:
         except Exception as problem:
             return f"; no stack traces: {problem}"
         return f"; stack traces in {self.traces}"
+
+
+def stopped_children() -> str:
+    """Name the child processes that are stopped, as by SIGSTOP; nothing if none is."""
+    found = []
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, IndexError):
+            state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            found += [str(child.pid)] * (state in "Tt")
+    return f" (stopped: process {', '.join(found)})" if found else ""
 
 
 def read_beat(text: bytes) -> Beat:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -61,8 +62,7 @@ class Display:
             f"loss {loss:.3f}{bits(values, 'train')}  "
             f"grad {values['train/grad_norm']:.2f}  lr {values['train/lr']:.1e}  {speed:,.0f} tok/s"
         )
-        if "eval/loss" in values:
-            line += f"  held-out {values['eval/loss']:.3f}{bits(values, 'eval')}"
+        line += "".join(f"  {part}" for part in measured(values))
         if self.live:
             newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
             self.live.update(self.task, completed=step, status=newest)
@@ -88,7 +88,6 @@ class Display:
         """Print a line above the bar."""
         if self.enabled:
             self.console.print(text, markup=False)
-            sys.stdout.flush()
             self.log.write(f"{text}\n")
 
     def stop(self) -> None:
@@ -98,7 +97,19 @@ class Display:
             self.live = None
 
 
-def bits(values: dict[str, Any], of: str) -> str:
+def measured(values: Mapping[str, Any]) -> list[str]:
+    """Say the held-out loss and the shares of right answers that a line has."""
+    said = []
+    if "eval/loss" in values:
+        said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
+    for name, value in values.items():
+        first, _, task = name.partition("/")
+        if first == "tasks" and "/" not in task:
+            said.append(f"{task} {value:.2f}")
+    return said
+
+
+def bits(values: Mapping[str, Any], of: str) -> str:
     """Return a loss of "train" or "eval" in bits a byte, to stand behind it; nothing if unknown."""
     value = values.get(f"{of}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"

@@ -3,17 +3,20 @@
 import contextlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
-from diffllm.files import replace_file
+from diffllm.errors import CheckpointError
+from diffllm.files import open_to_append, read_lines, readable, write_atomic
 from diffllm.metrics.display import to_stderr
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, complete after every write.
 
-    Lines that a full disk does not take are kept, and written once it does.
+    Lines that a full disk does not take are kept, and written once it does. Raises CheckpointError
+    where the file cannot be made.
 
     Args:
         path: the file; lines past `last_step`, and a line cut short, are dropped.
@@ -22,15 +25,19 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int = 0):
         kept = []
-        if path.exists() and last_step:
-            for line in path.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    if json.loads(line)["step"] <= last_step:
-                        kept.append(line + "\n")
-        replace_file(path, "".join(kept))
+        if last_step:
+            with readable(path), contextlib.suppress(FileNotFoundError):
+                for line in read_lines(path):
+                    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                        if json.loads(line)["step"] <= last_step:
+                            kept.append(line.rstrip("\n") + "\n")
+        write_atomic(path, "".join(kept))
         self.path = path
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self.size = path.stat().st_size
+        try:
+            self.file = os.fdopen(open_to_append(path), "ab", buffering=0)
+            self.size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
         self.waiting: list[bytes] = []
 
     def write(self, values: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diffllm.files import open_to_append
+
 
 class RunLog:
     """Lines that go to a file once one is opened, and wait in memory until then.
@@ -27,7 +29,7 @@ class RunLog:
     def open(self, file: Path) -> None:
         """Append to this file what was written so far, and what comes."""
         with contextlib.suppress(OSError):
-            self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self.descriptor = open_to_append(file)
         text, self.waiting = self.waiting, ""
         self.write(text)
 

@@ -83,6 +83,8 @@ class StepProfiler:
     def _write(self, traced: profile) -> None:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
+            if self.file.is_symlink():
+                self.file.unlink()  # what it leads to is another's
             traced.export_chrome_trace(str(self.file))
         except (OSError, RuntimeError) as error:
             to_stderr(f"warning: {self.file} was not written: {error}")

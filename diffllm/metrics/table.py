@@ -20,6 +20,12 @@ CONTEXT = Section(
     "The context is the vector per token and head that enters attention's output projection; its "
     "RMS is taken over channels (for DIFF V1 before the head norm).",
 )
+TASKS = Section(
+    "Tasks",
+    "Tasks",
+    "Generated tasks that the model is asked while it is trained (eval.suites): the share of "
+    "right answers among candidates, by likelihood.",
+)
 OUTLIERS = Section(
     "Outliers",
     "Outliers",
@@ -56,8 +62,8 @@ EXPERTS = Section(
     "balanced.",
 )
 SECTIONS = [
-    LOSS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE, DATA,
-    EXPERTS,
+    LOSS, TASKS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE,
+    DATA, EXPERTS,
 ]  # fmt: skip
 """In the order of the dashboard, the report and docs/metrics.md."""
 
@@ -132,6 +138,13 @@ METRICS: list[Metric] = [
            "over, where padding or a loss mask leaves some out", "share"),
     Metric("train/lr", LOSS, "Learning rate of the logged step",
            plots=(Curve("Learning rate"),)),
+
+    Metric("tasks/*", TASKS, "Share of right answers among the candidates of a task's examples, or "
+           "of one level of it alone", "share", summary="max",
+           plots=(Curve("Right answers, {group}", "Share of right answers by likelihood."),)),
+    Metric("tasks_generated/*", TASKS, "Share of a task's answers that the model would generate, "
+           "always taking the likeliest token", "share", summary="max",
+           plots=(Curve("Generated answers, {group}", folded=True),)),
 
     *(spikes(definition, series, what)
       for what in ("score", "total", "judged", "rolling_score", "rolling_total")

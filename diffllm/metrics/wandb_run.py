@@ -183,8 +183,8 @@ class WandbRun:
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
         except Exception as error:
+            tear_down()  # before it is said: `finish` then waits for no more, and a process exits
             self._give_up(repr(error))
-            tear_down()
         finally:
             self.started.set()
 

@@ -2,8 +2,8 @@
 
 from diffllm.model.attention import discover
 from diffllm.model.config import ModelConfig
-from diffllm.model.transformer import Transformer, build_model
+from diffllm.model.transformer import Transformer, build_model, without_storage
 
 discover()
 
-__all__ = ["ModelConfig", "Transformer", "build_model"]
+__all__ = ["ModelConfig", "Transformer", "build_model", "without_storage"]

@@ -3,6 +3,7 @@
 Shapes: B sequences, T prompt tokens, V vocabulary.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ def generate(
 ) -> list[list[int]]:
     """Return prompts with continuations, made all at once; each gets what it would get alone.
 
-    ValueError is raised for a prompt that is empty or longer than the model reads.
+    ValueError is raised for a prompt that is empty or longer than the model reads, and for a number
+    that means nothing.
 
     Args:
         prompts: B of them, of any lengths >= 1. Once more the same prompt is another sample of
@@ -41,6 +43,11 @@ def generate(
         stop_token: ends a continuation, as its last token.
         dtype: the caches' dtype; the parameters' by default.
     """
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 0:
+        raise ValueError(
+            f"temperature={temperature}, top_p={top_p}, max_new_tokens={max_new_tokens}: "
+            "temperature is finite and not negative, top_p in (0, 1], max_new_tokens not negative"
+        )
     texts = [list(prompt) for prompt in prompts]
     for text in texts:
         if not 1 <= len(text) <= model.cfg.seq_len:
@@ -101,12 +108,17 @@ def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]
 def draw_tokens(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw one token a row from logits (B, V): (B,) int64. Drawn on the CPU, so devices agree."""
+    """Draw one token a row from logits (B, V): (B,) int64. Drawn on the CPU, so devices agree.
+
+    Of a model that has diverged, NaN counts as 0 and infinity as the largest number.
+    """
     if temperature < 1e-6:
-        return logits.argmax(-1)
-    probs = torch.softmax(logits / temperature, dim=-1).cpu()
+        return logits.nan_to_num().argmax(-1)
+    probs = torch.softmax((logits / temperature).nan_to_num(), dim=-1).cpu()
     if top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        beyond = ordered.cumsum(-1) - ordered >= top_p
+        beyond[:, 0] = False  # also where top_p is 0 in float32
+        ordered[beyond] = 0
         probs = torch.zeros_like(probs).scatter(1, index, ordered)
     return torch.multinomial(probs, 1, generator=generator).squeeze(1).to(logits.device)

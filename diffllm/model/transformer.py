@@ -121,7 +121,8 @@ class Transformer(nn.Module):
             diagnose: also return each layer's statistics (with targets).
             documents: the tokens' documents; attention stays inside them, positions start at 0.
             probe: (N,) int64, query positions whose maps are looked at when diagnosing.
-            last: (B,) int64, the one position of each row whose logits are wanted: (B, V).
+            last: (B,) or (B, K) int64, the positions of each row whose logits alone are wanted:
+                (B, V) or (B, K, V).
             by_token: return the loss of each target instead, (B, T) float32; 0 for negative ones.
         """
         x = self.tok_embeddings(tokens)
@@ -140,7 +141,8 @@ class Transformer(nn.Module):
                 stats.append(layer_stats)
                 routed += [left] if left else []
         if last is not None:
-            x = x[torch.arange(len(x), device=x.device), last]
+            rows = torch.arange(len(x), device=x.device)
+            x = x[rows if last.dim() == 1 else rows[:, None], last]
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
@@ -276,6 +278,12 @@ def initialise(part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard
     init.check_all_filled()
 
 
+def without_storage(cfg: ModelConfig) -> Transformer:
+    """Build a decoder whose parameters have names and shapes, and no values."""
+    with torch.device("meta"):
+        return Transformer(cfg)
+
+
 class HasModel(Protocol):
     """The config of a whole run, which is not this room's."""
 
@@ -295,8 +303,7 @@ def build_model(cfg: ModelConfig | HasModel) -> Transformer:
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)
-    with torch.device("meta"):  # else the layers draw values that nobody uses
-        model = Transformer(cfg)
+    model = without_storage(cfg)  # else the layers draw values that nobody uses
     if device.type != "meta":
         model.to_empty(device=device)
         model.reset_parameters()

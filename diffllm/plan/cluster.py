@@ -15,7 +15,7 @@ POSITIVE = {"above": 0, "below": float("inf")}
 class Cluster:
     """The cluster's description, by the keys of `diffllm plan` that no training run has."""
 
-    gpus: int = bounded(8, help="ranks, one a GPU", least=1)
+    gpus: int = bounded(8, help="ranks, one a GPU", least=1, most=2**17)
     gpu: str = bounded("h200", help="its name, for peak and memory")
     tokens: float | None = bounded(None, help="to train on, for days and GPU-hours", **POSITIVE)
     mfu: float = bounded(0.4, help="model FLOPs utilisation that a step reaches", above=0, most=1)
@@ -23,12 +23,16 @@ class Cluster:
         450.0, help="GB/s that a GPU sends inside its node; NVLink of H100, H200", **POSITIVE
     )
     network_gbs: float = bounded(50.0, help="GB/s of each GPU's network card", **POSITIVE)
-    gpus_per_node: int = bounded(8, help="GPUs that share a node", least=1)
-    reserve_gib: float = bounded(6.0, help="GiB for CUDA's context, NCCL, fragments", least=0)
+    gpus_per_node: int = bounded(8, help="GPUs that share a node", least=1, most=2**17)
+    reserve_gib: float = bounded(
+        6.0, help="GiB for CUDA's context, NCCL, fragments", least=0, most=1e6
+    )
     peak_flops: float | None = bounded(
         None, help="dense bf16 FLOP/s of the GPU, if not the table's", **POSITIVE
     )
-    memory_gib: float | None = bounded(None, help="GiB of the GPU, if not the table's", **POSITIVE)
+    memory_gib: float | None = bounded(
+        None, help="GiB of the GPU, if not the table's", above=0, most=1e6
+    )
     rank: int = bounded(0, help="the rank whose memory is planned; rank 0 holds most", least=0)
 
     def __post_init__(self) -> None:

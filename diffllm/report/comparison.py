@@ -6,6 +6,7 @@ from pathlib import Path
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.budgets import equal_gaps
 from diffllm.report.documents import over_documents
+from diffllm.report.evaluations import Evaluated, columns, evaluations
 from diffllm.report.find import find_runs, sweep_notes
 from diffllm.report.groups import Group, differences, make_groups
 from diffllm.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
@@ -31,6 +32,8 @@ class Comparison:
     """The rows that can be compared with each other, in the order of `rows`."""
     notes: list[str] = field(default_factory=list)
     """Unfinished runs, runs that could not be read, missing seeds: a sentence each."""
+    evaluated: list[Evaluated] = field(default_factory=list)
+    """The results that checkpoints of these runs have of tasks and measurements."""
 
 
 def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Path | None]:
@@ -78,11 +81,12 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     adjust(rows)
     notes += one_variant_notes(rows) + fact_notes(kept)
     notes += parameter_notes(pairs) + speed_notes(kept)
-    for row in rows:
+    evaluated = evaluations(rows, notes)
+    for i, row in enumerate(rows):
         row.equal = equal_gaps(row)
-        row.values = row_values(row, keys.incomparable)
+        row.values = row_values(row, keys.incomparable) | columns(evaluated, i)
     apart = differences(groups, keys.incomparable)
-    return Comparison(title, rows, chosen, apart, groups, notes)
+    return Comparison(title, rows, chosen, apart, groups, notes, evaluated)
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:

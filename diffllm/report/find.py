@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.report.runs import read_object
+from diffllm.files import user_path
+from diffllm.files.records import read_record
 
 DEPTH = 4
 """How far below a named directory runs are looked for."""
@@ -37,7 +38,7 @@ def find_runs(named: list[Path]) -> Found:
         raise ConfigError("no run is named: give run directories, sweep directories or globs")
     directories: list[Path] = []
     searched: list[Path] = []
-    for path in map(Path.expanduser, named):
+    for path in (user_path(path, "DIR") for path in named):
         below = expand(path)
         found = [place for directory in below for place in search(directory)]
         if not any(map(is_run, found)):
@@ -137,7 +138,7 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
 def sweep_notes(sweep: Path) -> list[str]:
     """The planned runs of sweep.json that have left nothing yet."""
     try:
-        record = read_object(sweep / "sweep.json") or {}
+        record = read_record(sweep / "sweep.json") or {}
     except CheckpointError as error:
         return [f"{error}: which runs have not started is unknown."]
     planned = record.get("runs")

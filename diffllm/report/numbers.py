@@ -27,6 +27,12 @@ def fixed(value: Any, digits: int = 4, signed: bool = False) -> str:
     return MISSING if x is None else with_minus(f"{x:{'+' if signed else ''}.{digits}f}")
 
 
+def in_digits(value: Any) -> str:
+    """With three decimals, or two digits where it is small."""
+    x = finite(value)
+    return short(x, 2) if x and abs(x) < 0.01 else fixed(x, 3)
+
+
 def short(value: Any, digits: int = 3) -> str:
     """That many significant digits; powers of ten where there would be many zeros."""
     x = finite(value)
@@ -65,3 +71,8 @@ def in_words(estimate: Estimate, signed: bool = False) -> str:
         return ""
     low, high = (fixed(x, signed=signed) for x in (estimate.low, estimate.high))
     return f"{low} to {high}"
+
+
+def ascii_minus(text: str) -> str:
+    """Signs and dashes that any terminal has, and that can be searched for."""
+    return text.replace("\u2212", "-").replace(MISSING, "-")

@@ -13,6 +13,7 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
+from diffllm.report.evaluations import LEVEL, reaching
 from diffllm.report.gap_statistics import (
     documents_text,
     family,
@@ -22,13 +23,13 @@ from diffllm.report.gap_statistics import (
 )
 from diffllm.report.groups import in_short
 from diffllm.report.notes import settings, summary
-from diffllm.report.numbers import clock, compact, fixed
+from diffllm.report.numbers import clock, compact, fixed, in_digits, percent
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.report.sections import sections
 from diffllm.report.style import RC, RowStyle, row_styles
 from diffllm.report.table import cost_columns, csv_text, folded, table_columns
-from diffllm.report.text import apart_text, finding
+from diffllm.report.text import apart_text, finding, with_interval
 
 FEW, MOST = 8, 12
 """Sentences that always stand on the first screen, and at most."""
@@ -85,6 +86,11 @@ def page(comparison: Comparison) -> str:
         first=first,
         costs=cost_columns(comparison),
         sections=others,
+        evaluated=comparison.evaluated,
+        in_digits=in_digits,
+        reaching=reaching(rows),
+        level=LEVEL,
+        with_interval=with_interval,
         texts=texts(rows, styles),
         names=[[row.label, run_name(row)] for row in rows],
         several=len(runs) > len(rows),
@@ -93,6 +99,7 @@ def page(comparison: Comparison) -> str:
         compact=compact,
         clock=clock,
         fixed=fixed,
+        percent=percent,
         points=POINTS,
     )
 

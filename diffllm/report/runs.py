@@ -1,20 +1,26 @@
 """Runs on disk, as the report reads them."""
 
-import json
 import math
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from diffllm.config import TrainConfig
-from diffllm.config.saved import MALFORMED, flatten, load_run_config, yaml_dict
-from diffllm.errors import CheckpointError
+from diffllm.config.saved import flatten, load_run_config, yaml_dict
+from diffllm.files import read_lines, readable
+from diffllm.files.records import (
+    gave_up,
+    read_changes,
+    read_metrics_line,
+    read_record,
+    read_summary,
+)
 from diffllm.report.numbers import finite
 
 
@@ -126,6 +132,15 @@ class Run:
         places, values = self.metrics.columns[name]
         return Series(self.metrics.tokens[places], values)
 
+    def reached(self, name: str, level: float) -> tuple[int, bool] | None:
+        """The tokens after which a metric first was at a level or above it, and whether it ever
+        was; without, those of its last value. None if it was never logged."""
+        tokens, values = self.series(name)
+        if not len(tokens):
+            return None
+        hit = np.flatnonzero(values >= level)
+        return (int(tokens[hit[0]]), True) if len(hit) else (int(tokens[-1]), False)
+
     def by_layer(self, quantity: str) -> Series:
         """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
         columns = [
@@ -148,60 +163,26 @@ def load_run(path: Path) -> Run:
     """Read a run directory, finished or not; unreadable lines of metrics.jsonl are counted. Raises
     CheckpointError for what is not a run directory of this version."""
     cfg = load_run_config(path)
-    try:
-        text = (path / "metrics.jsonl").read_text(errors="replace")
-    except FileNotFoundError:
-        text = ""
-    except OSError as error:
-        raise CheckpointError(f"{path}/metrics.jsonl: {error.strerror}") from error
-    facts, summary = (read_object(path / name) for name in ("run.json", "summary.json"))
-    gave_up = summary is None and (path / "diverged.json").is_file()
-    return Run(path, cfg, facts or {}, summary, read_metrics(text), read_changes(path), gave_up)
+    facts, summary = read_record(path / "run.json"), read_summary(path)
+    changes = changes_of(path)
+    return Run(path, cfg, facts or {}, summary, read_metrics(path), changes, gave_up(path))
 
 
-def read_changes(path: Path) -> list[str]:
-    """The changes in changes.jsonl that came after a step was made; raises CheckpointError."""
-    file = path / "changes.jsonl"
-    found: list[str] = []
-    try:
-        for line in map(json.loads, file.read_text().splitlines() if file.exists() else []):
-            for key, (before, now) in line["changes"].items() if line["step"] else ():
-                found.append(f"{key} {before} to {now} after step {line['step']}")
-    except MALFORMED as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return found
+def changes_of(path: Path) -> list[str]:
+    """The changes of a run that came after a step was made; raises CheckpointError."""
+    return [
+        f"{key} {before} to {now} after step {line['step']}"
+        for line in read_changes(path)
+        if line["step"]
+        for key, (before, now) in line["changes"].items()
+    ]
 
 
-def read_metrics(text: str) -> Metrics:
-    """The metrics of a file's text; a last line that is still being written is no damage."""
-    complete, _, last = text.rpartition("\n")
-    lines = map(metrics_line, complete.splitlines())
-    return Metrics(chain(lines, filter(None, [metrics_line(last)])))
-
-
-def metrics_line(text: str) -> dict[str, Any] | None:
-    """Step, tokens and the numbers and nulls of a line; None if it is no line of ours."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or not all(type(line.get(k)) is int for k in ("step", "tokens")):
-        return None
-    if any(type(v) is int and abs(v) >= 2**63 for v in line.values()):
-        return None
-    return {k: v for k, v in line.items() if v is None or type(v) in (int, float)}
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object, None where there is no file; raises CheckpointError."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+def read_metrics(path: Path) -> Metrics:
+    """The metrics of a run; a last line that is still being written is no damage. Raises
+    CheckpointError."""
+    file = path / "metrics.jsonl"
+    with readable(file), suppress(FileNotFoundError):
+        read = ((text, read_metrics_line(text)) for text in read_lines(file))
+        return Metrics(line for text, line in read if line is not None or text.endswith("\n"))
+    return Metrics([])

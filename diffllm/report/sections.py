@@ -25,6 +25,7 @@ from diffllm.metrics.table import (
     RESIDUAL,
     SECTIONS,
     SPIKES,
+    TASKS,
     metric_of,
 )
 from diffllm.report import bands
@@ -43,7 +44,7 @@ from diffllm.report.text import gap_sentence
 from diffllm.statistics.families import ALPHA
 
 ORDER = (
-    CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
+    TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
 )  # fmt: skip
 """Sections as the report has them: first what attention variants differ in; those of plugins
 follow."""

@@ -3,12 +3,13 @@
 import os
 from textwrap import wrap
 
+from diffllm.evaluation.results import SHARE
 from diffllm.report.comparison import Comparison
 from diffllm.report.counts import share_words
 from diffllm.report.find import listed
 from diffllm.report.gap_statistics import NAMED, holm_sentence
 from diffllm.report.groups import in_short, keys_apart
-from diffllm.report.numbers import MISSING, compact, finite, fixed
+from diffllm.report.numbers import MISSING, ascii_minus, compact, finite, fixed
 from diffllm.report.rows import Row
 from diffllm.statistics.intervals import Estimate
 
@@ -113,7 +114,30 @@ def whole_text(comparison: Comparison) -> str:
     notes = [f"note: {note}" for note in comparison.notes[:NOTES]]
     if more := len(comparison.notes[NOTES:]):
         notes.append(f"note: the page has {more} more notes")
-    return "\n".join([table_text(comparison), *([""] if notes else []), *notes])
+    parts = [
+        table_text(comparison),
+        *evaluations_text(comparison),
+        *([""] if notes else []),
+        *notes,
+    ]
+    return "\n".join(parts)
+
+
+def evaluations_text(comparison: Comparison) -> list[str]:
+    """Shares of right answers of all levels of a task together, a line a row and task."""
+    lines = []
+    for each in comparison.evaluated:
+        if each.unit != SHARE:
+            continue
+        for row, cell in zip(comparison.rows, each.lines[0].cells, strict=True):
+            if cell:
+                gap = with_interval(cell.gap, signed=True) if cell.gap else ""
+                lines.append([each.name, row.label, fixed(cell.mean.mean, 3), gap])
+    if not lines:
+        return []
+    head = ["task", "", "right", "gap"]
+    text = [ascii_minus(line.rstrip()) for line in aligned([head, *lines])]
+    return ["", *text, "Shares of right answers, means over levels and seeds; the page has each."]
 
 
 def aligned(lines: list[list[str]]) -> list[str]:
@@ -179,8 +203,3 @@ def row_cells(row: Row) -> list[str]:
     many = f"{seeds}" if seeds == runs else f"{seeds} of {runs}"
     many += f", {row.diverged} diverged" if row.diverged else ""
     return [row.label, loss, gap, many, compact(row.values.get("parameters"))]
-
-
-def ascii_minus(text: str) -> str:
-    """Signs and dashes that any terminal has, and that can be searched for."""
-    return text.replace("\u2212", "-").replace(MISSING, "-")

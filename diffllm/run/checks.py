@@ -8,12 +8,13 @@ from typing import Any
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
 from diffllm.config.saved import flatten, yaml_dict
-from diffllm.data import Prepared, Tokenizer
+from diffllm.data import Prepared, Tokenizer, predicts_something
 from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash
 from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
 from diffllm.registry import SCHEMAS
+from diffllm.trainer import heldout_samples
 
 # Keys that may differ between machines.
 OF_THE_MACHINE = (
@@ -38,6 +39,7 @@ def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
         "seed": cfg.seed,
         "corpus": data.manifest.corpus,
         "tokenizer": data.manifest.pieces_hash,
+        "tokens": corpus_facts(data)["tokens"],
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
         "data.packing": cfg.data.packing.name,
@@ -69,8 +71,8 @@ def check_tokenizer(cfg: TrainConfig) -> None:
 
 
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
-    """Raise DataError if the corpus is too short for one sequence, or has more pieces than the
-    model."""
+    """Raise DataError if the corpus is too short for one sequence, has more pieces than the model,
+    or has nothing to predict in a sample that is evaluated."""
     if (pieces := data.manifest.vocab_size) > cfg.model.vocab_size:
         raise DataError(
             f"the corpus has tokens of {pieces:,} pieces, more than "
@@ -79,6 +81,21 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     check_length(cfg, data.manifest)
     for name, source in data.sources.items():
         check_length(cfg, source.manifest, f" of {name}")
+    for name, part, sequences in heldout_samples(cfg, data):
+        check_sample(cfg, part, sequences, f" of {name}" if name else "")
+
+
+def check_sample(cfg: TrainConfig, data: Prepared, sequences: int, whose: str) -> None:
+    """Raise DataError if a held-out sample of so many sequences has no loss, for all of its targets
+    are only context; `whose` names its source."""
+    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
+    if not predicts_something(data.split("heldout"), cfg.seq_len, sequences, eos_id):
+        size = f"{sequences} sequence{'s' * (sequences != 1)} of {cfg.seq_len} tokens"
+        raise DataError(
+            f"the held-out sample{whose}, {size}, has only context and nothing to predict, so "
+            "there is no eval/loss; use a larger eval.sequences, or hold out more text with "
+            "data.heldout_fraction"
+        )
 
 
 def check_length(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
@@ -116,7 +133,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
     steps, _ = changes.get("steps", (cfg.steps, None))
     was = learning_rate(replace(cfg.optim, **former), min(step, steps - 1), steps)
     now = learning_rate(cfg.optim, step, cfg.steps)
-    if step == 0 or abs(now - was) <= 0.05 * was:
+    if step in (0, cfg.steps) or abs(now - was) <= 0.05 * was:
         return None
     return (
         f"the learning rate goes from {was:.2g} to {now:.2g} at step {step + 1}: its schedule is "

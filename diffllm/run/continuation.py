@@ -3,17 +3,22 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.checkpoint import check_loop, list_checkpoints, newest_good, read_state
-from diffllm.checkpoint.directory import check_whole
+from diffllm.checkpoint import list_checkpoints, newest_good, read_state
+from diffllm.checkpoint.config import SAVED
+from diffllm.checkpoint.directory import check_whole, step_of
 from diffllm.config import TrainConfig
+from diffllm.config.values import OF_WEIGHTS
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.files import user_path
+from diffllm.files.records import read_record, read_summary
 from diffllm.run.directory import RunDirectory
 
 
 class Continuation(NamedTuple):
     """The point from which a run goes on: a start from nothing unless given."""
 
-    finished: bool = False
-    """The run has made all its steps."""
+    ended: dict[str, Any] | None = None
+    """The summary of a run that has ended: nothing is left to do."""
     checkpoint: Path | None = None
     """A checkpoint of which every file is as it was written."""
     saved: dict[str, Any] | None = None
@@ -28,14 +33,39 @@ def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
     is one; CheckpointError if no checkpoint can be used, or the one that `resume` names cannot.
     """
     directory.check()
-    if directory.finished():
-        return Continuation(finished=True)
+    if ended := directory.ending():
+        return Continuation(ended=ended)
     checkpoint = resume_checkpoint(cfg, directory.checkpoints)
     if checkpoint is None:
+        check_nothing_lost(directory.path)
         return Continuation()
     saved = read_state(checkpoint)
-    check_loop(checkpoint, saved)
+    if saved["loop"] is None:
+        raise CheckpointError(
+            f"{checkpoint} holds parameters alone, so that no run can go on from it; "
+            f"resume={OF_WEIGHTS}{checkpoint} starts one from them"
+        )
+    if (made := step_of(checkpoint)) > cfg.steps:
+        raise ConfigError(
+            f"{checkpoint} has made {made} steps already, more than steps={cfg.steps}: choose "
+            f"another run.name, or steps={made} or more"
+        )
     return Continuation(checkpoint=checkpoint, saved=saved)
+
+
+def check_nothing_lost(run: Path) -> None:
+    """Raise CheckpointError for a run without checkpoints that had some.
+
+    One that was killed before its first checkpoint was complete begins anew by itself.
+    """
+    lost = read_record(run / SAVED) or read_summary(run)
+    if lost is None:
+        return
+    raise CheckpointError(
+        f"{run} has saved step {lost.get('step', lost.get('steps'))}, but {run / 'checkpoints'} "
+        "has no checkpoint: is its disk mounted? To go on without it: another run.name, "
+        f"resume=CHECKPOINT, or delete {run} to begin anew"
+    )
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
@@ -46,9 +76,9 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     """
     if cfg.resume == "never":
         return None
-    if own or cfg.resume == "auto":
+    if own or cfg.resume == "auto" or cfg.resume.startswith(OF_WEIGHTS):
         return newest_good(own)
-    path = Path(cfg.resume).expanduser()
+    path = user_path(cfg.resume, "resume")
     inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if inside:
         return newest_good(inside)

@@ -1,33 +1,33 @@
 """A run's directory: its name, its identity, whether it may be used."""
 
-import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import time
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.checkpoint.directory import (
-    list_checkpoints,
-    list_incomplete,
-    remove,
-)
+from diffllm.checkpoint.config import SAVED
+from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes, described, is_allowed
-from diffllm.config.saved import differences, load_run_config
+from diffllm.config.changes import NO_WAY_ON, Changes, described, is_allowed
+from diffllm.config.saved import changes_to, differences, load_run_config
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
-from diffllm.errors import ConfigError
-from diffllm.files import hold, write_atomic
+from diffllm.errors import CheckpointError, ConfigError, InUseError
+from diffllm.files import hold, missing, take_back, user_path, write_atomic
+from diffllm.files.paths import check_length
+from diffllm.files.records import read_changes, read_ending, read_record, read_summary
+from diffllm.run.own_files import REQUEUE_FILE, check_own_files
 
-REQUEUE_FILE = "requeue"
-FOR_GOOD = ("init_match",)
+FOR_GOOD = ("init_match", "weights")
 """Facts in run.json that the first start of a run decides."""
 
+LONGEST_NAME = 230
+"""Bytes of a name: of the 255 that a file system takes, the ends of logs' names are left."""
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
@@ -38,11 +38,12 @@ class RunDirectory:
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
         self.changes: Changes = {}
-        self.made = [p for p in (path, *path.parents) if not os.path.lexists(p)]
+        self.made = missing(path)
         self.lock = hold(path, "run directory", "run.dir=...")
 
     def check(self) -> None:
         """Compare with the run that is here, if any; nothing is changed."""
+        check_own_files(self.path)
         if self.cfg.resume == "never" and self.has_run:
             raise ConfigError(
                 f"{self.path} holds a run and resume=never; choose another run.name or resume=auto"
@@ -63,7 +64,7 @@ class RunDirectory:
                 f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
-        done = (summary_of(self.path) or {"steps": 0})["steps"]
+        done = steps_made(self.path) or 0
         if done > self.cfg.steps or (done == self.cfg.steps and changes):
             raise ConfigError(
                 f"{self.path} has made {done} steps, and nothing of it can be made otherwise "
@@ -82,9 +83,9 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
-    def finished(self) -> bool:
-        """Whether the run has reached its last step."""
-        return is_finished(self.path, self.cfg.steps)
+    def ending(self) -> dict[str, Any] | None:
+        """Return the summary of the run if it has ended; None if there is something left to do."""
+        return ending(self.path, self.cfg)
 
     def begin(self, tokenizer: Path, step: int = 0) -> None:
         """Begin the run, or go on after `step`: note changes, write config.yaml and the tokenizer,
@@ -92,7 +93,9 @@ class RunDirectory:
         if self.changes:  # first: once config.yaml is new, nothing would tell of them
             self._note_changes(step)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
-        (self.path / "diverged.json").unlink(missing_ok=True)  # of a start that gave up
+        (self.path / "diverged.json").unlink(missing_ok=True)  # of an older version's
+        if not self.checkpoints:
+            (self.path / SAVED).unlink(missing_ok=True)  # it says that there are some
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
             files = tokenizer_files(tokenizer)
@@ -106,17 +109,17 @@ class RunDirectory:
 
     def _note_changes(self, step: int) -> None:
         """Add a line to changes.jsonl: from this step on, what differs from the run before it."""
-        file = self.path / "changes.jsonl"
-        line = json.dumps({"step": step, "changes": self.changes}) + "\n"
-        write_atomic(file, (file.read_text() if file.exists() else "") + line)
+        lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        write_atomic(self.path / "changes.jsonl", text)
 
     def withdraw(self) -> None:
-        """Remove the directory if this process made it and no training came of it."""
-        if self.path in self.made and not self.has_run:
-            shutil.rmtree(self.path)
-            for parent in self.made[1:]:
-                with contextlib.suppress(OSError):  # others use it by now
-                    parent.rmdir()
+        """Remove what this process made of the directory, if no training came of it."""
+        if self.has_run:
+            self.lock.release(remove=not self.config_file.is_file())  # or it is no run of ours
+        else:
+            self.lock.release(remove=True)
+            take_back(self.path, self.made)
 
     def forget_requeue(self) -> None:
         """Remove the marker that an earlier start left for the launch script."""
@@ -127,35 +130,42 @@ class RunDirectory:
         that continues, what its first start decided stays."""
         file, kept = self.path / "run.json", {}
         if continues:
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                before = json.loads(file.read_text())
-                kept = {key: before[key] for key in FOR_GOOD if key in before}
+            before = read_record(file) or {}
+            kept = {key: before[key] for key in FOR_GOOD if key in before}
         write_atomic(file, json.dumps({**kept, **facts}, indent=2) + "\n")
 
-    def give_up(self, step: int, reason: str) -> None:
-        """Mark the run as diverged, until it goes on."""
-        text = json.dumps({"step": step, "reason": reason}) + "\n"
-        write_atomic(self.path / "diverged.json", text)
-
     def finish(self, summary: dict[str, Any]) -> None:
-        """Mark the run as finished."""
+        """Mark the run as one that has ended."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def summary_of(path: Path) -> dict[str, Any] | None:
-    """Read the summary.json of the run at `path`; None until it has reached a last step."""
-    file = path / "summary.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
+    """Return the summary of the run at `path` if it has ended, and `cfg` does not take it further.
+
+    A run that stopped because it had diverged goes on with other settings, or where more updates in
+    a row may be skipped. Raises CheckpointError where a file is damaged.
+    """
+    found = read_ending(path)
+    if found and found.get("stopped"):
+        return None if changes_to(load_run_config(path), cfg, NO_WAY_ON) else found
+    return found if steps_made(path) == cfg.steps else None
 
 
-def is_finished(path: Path, steps: int) -> bool:
-    """Whether the run at `path` ended after that many steps."""
-    summary = summary_of(path)
-    return summary is not None and summary["steps"] == steps
+def steps_made(path: Path) -> int | None:
+    """Return the steps after which the run at `path` was finished; None until it is. Raises
+    CheckpointError where its summary.json does not say."""
+    summary = read_summary(path)
+    if summary is None:
+        return None
+    steps = summary.get("steps")
+    if steps is None:
+        raise CheckpointError(f"{path / 'summary.json'} has no steps")
+    return int(steps)
 
 
 def choose_path(cfg: TrainConfig) -> Path:
-    """Return run.dir, or outputs/[<sweep>/]<name>, with a fresh name if none is set."""
+    """Return run.dir, or outputs/[<sweep>/]<name>, where none is set with a name of variant and
+    time."""
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
         raise ConfigError(
@@ -167,18 +177,52 @@ def choose_path(cfg: TrainConfig) -> Path:
         experiment, model = cfg.run.choices["experiment"], cfg.run.choices["model"]
         kind = model if experiment == "none" else experiment
         name = f"{kind}-{cfg.run.choices['attention']}-{stamp}"
+    check_name("run.name", name)
+    if cfg.run.sweep:
+        check_name("run.sweep", cfg.run.sweep)
+    if cfg.run.dir:
+        return user_path(cfg.run.dir, "run.dir")
+    place = Path("outputs", cfg.run.sweep or ".")
+    check_length(place, f"run.sweep={cfg.run.sweep}")
+    check_length(place / name, f"run.name={name}")
+    return place / name
+
+
+def check_name(key: str, name: str) -> None:
+    """Raise ConfigError for what cannot be the name of a directory with files named after it."""
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"run.name={name!r} must be letters, digits and _ . , + - and not begin with a dot"
+            f"{key}={name!r} must be letters, digits and _ . , + - and not begin with a dot"
         )
-    if cfg.run.sweep and not NAME.fullmatch(cfg.run.sweep):
+    if (size := len(name.encode())) > LONGEST_NAME:
         raise ConfigError(
-            f"run.sweep={cfg.run.sweep!r} must be letters, digits and _ . , + - and not begin "
-            "with a dot"
+            f"{key}={name[:20]}... has {size} bytes; at most {LONGEST_NAME} make a name"
         )
-    if cfg.run.dir:
-        return Path(cfg.run.dir).expanduser()
-    return Path("outputs", *([cfg.run.sweep] if cfg.run.sweep else []), name)
+
+
+def fresh(path: Path) -> Path:
+    """Return a path at which nothing lies: this one, or it with the first number behind it."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    return next(p for name in names if not os.path.lexists(p := path.with_name(name)))
+
+
+def claim(cfg: TrainConfig) -> RunDirectory:
+    """Hold the directory of a run; raises ConfigError as RunDirectory does.
+
+    A run without a name takes a fresh one, also where another starts in the same second.
+    """
+    path = choose_path(cfg)
+    if cfg.run.dir or cfg.run.name:
+        return RunDirectory(path, cfg)
+    while True:
+        free = fresh(path)
+        try:
+            directory = RunDirectory(free, cfg)
+        except InUseError:
+            continue
+        if free in directory.made and not directory.has_run:
+            return directory
+        directory.lock.release()
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:

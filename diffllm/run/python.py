@@ -28,8 +28,8 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
 
     Returns:
         The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",
-        "sample" and others;
-        of a run that was finished already, too.
+        "diverged", "sample" and others; of a run that has ended already, too. A run that diverged
+        has None in place of a loss that is not finite.
 
     Raises:
         UserError: something outside the code is wrong, such as a config that cannot run.

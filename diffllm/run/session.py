@@ -1,5 +1,6 @@
 """One process of a run, from its claim on the run directory to the meeting of the ranks."""
 
+import math
 import os
 import socket
 import sys
@@ -23,13 +24,15 @@ from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, ConfigError, UserError
+from diffllm.files.records import stopped_text
 from diffllm.metrics.display import Display
 from diffllm.metrics.log import RunLog
-from diffllm.model import Transformer
+from diffllm.model import without_storage
 from diffllm.run.checks import check_fit, check_tokenizer, corpus_facts, data_order, shared_config
 from diffllm.run.continuation import Continuation, continuation
-from diffllm.run.directory import RunDirectory, choose_path, summary_of
+from diffllm.run.directory import RunDirectory, claim
 from diffllm.run.provenance import command
+from diffllm.run.weights import check_same_tokens, weights_of
 from diffllm.state import LoopState, continued
 
 
@@ -44,8 +47,10 @@ class Session:
     """The run directory; from `claim` on."""
     checkpoint: Path | None
     """The checkpoint that the run goes on from; from `claim` on."""
+    weights: Path | None
+    """The source of the parameters of a run that goes on from no checkpoint; from `claim` on."""
     summary: dict[str, Any] | None
-    """The summary of a run that is finished already; from `claim` on."""
+    """The summary of a run that has ended already; from `claim` on."""
     saved_ranks: int
     """The number of ranks that wrote it."""
     device: torch.device
@@ -70,22 +75,25 @@ class Session:
         return self
 
     def claim(self) -> bool:
-        """Have rank 0 claim the run directory; False if the run is finished already."""
+        """Have rank 0 claim the run directory; False if the run has ended already."""
         cfg, world = self.cfg, self.world
         self.past = Continuation()
 
         def on_rank_0() -> dict[str, Any]:
-            path = choose_path(cfg)
-            self.directory = RunDirectory(path, cfg)
+            self.directory = claim(cfg)
+            path = self.directory.path
             self.past = continuation(cfg, self.directory)
-            if not self.past.finished:
+            if not self.past.ended:
                 check_tokenizer(cfg)
+            starts = not self.past.ended and self.past.checkpoint is None
+            weights = weights_of(cfg) if starts else None
             self.directory.forget_requeue()
             return {
                 "path": str(path),
-                "summary": summary_of(path) if self.past.finished else None,
+                "summary": self.past.ended,
                 "checkpoint": self.past.checkpoint and str(self.past.checkpoint),
                 "ranks": self.past.saved["ranks"] if self.past.saved else 0,
+                "weights": weights and str(weights),
             }
 
         check_same(world, "code", {**code_version(), **plugin_versions(cfg.plugins)})
@@ -93,12 +101,10 @@ class Session:
         claimed = world.decide("run", on_rank_0)
         self.path, self.saved_ranks = Path(claimed["path"]), claimed["ranks"]
         self.checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
+        self.weights = Path(claimed["weights"]) if claimed["weights"] else None
         self.summary = claimed["summary"]
         if self.summary:
-            self.display.print(
-                f"{self.path} is finished: {cfg.steps} steps, held-out loss "
-                f"{self.summary['heldout_loss']:.3f}; more steps= go on with run.allow_changes"
-            )
+            self.display.print(f"{self.path} {ended_text(self.summary)}")
         return not self.summary
 
     def prepare(self) -> None:
@@ -117,6 +123,8 @@ class Session:
 
         def on_rank_0() -> dict[str, Any]:
             assert self.directory
+            if self.weights:
+                check_same_tokens(cfg, self.data, self.weights)
             state = self._continued(self.directory)
             self.directory.begin(tokenizer_in(self.data.directory), state.step)
             self.log.open(log_file(self.path))
@@ -133,8 +141,7 @@ class Session:
             return LoopState(order=order)
         state, changes = continued(path, saved, order, self.cfg.run.allow_changes)
         directory.changes |= changes
-        with torch.device("meta"):
-            check_parameters(path, saved, dict(Transformer(self.cfg.model).named_parameters()))
+        check_parameters(path, saved, dict(without_storage(self.cfg.model).named_parameters()))
         if directory.path not in path.parents:
             state.wandb_id = None  # another run's
         return state
@@ -168,6 +175,20 @@ class Session:
             if self.directory and isinstance(error, UserError):
                 self.directory.withdraw()
             self.watch.close()
+
+
+def ended_text(summary: dict[str, Any]) -> str:
+    """Say how a run ended that is started again, and what takes it further."""
+    if summary.get("stopped"):
+        return (
+            f"diverged and {stopped_text(summary)}; a larger train.max_consecutive_skips or other "
+            "settings, with run.allow_changes, go on"
+        )
+    loss = summary.get("heldout_loss") or math.nan  # of older versions, not None
+    ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "it diverged"
+    return (
+        f"is finished: {summary['steps']} steps, {ended}; more steps= go on with run.allow_changes"
+    )
 
 
 def in_sweep() -> bool:

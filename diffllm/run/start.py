@@ -18,8 +18,10 @@ from diffllm.distributed.launcher import environment
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.errors import AgreedByAll, UserError
+from diffllm.evaluation.while_training import TasksWhileTraining, wanted
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.profiling import StepProfiler
+from diffllm.metrics.streams import unfailing
 from diffllm.metrics.tensorboard import EventFiles, check_installed
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
@@ -32,6 +34,7 @@ from diffllm.run.initial import match_initial_values
 from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
+from diffllm.run.weights import start_from
 from diffllm.spikes import SkippedTooOften
 from diffllm.state import restore
 from diffllm.trainer import train
@@ -44,7 +47,8 @@ class Outcome(NamedTuple):
     """The end of a start: one of both."""
 
     summary: dict[str, Any] | None = None
-    """The content of summary.json, the same on all ranks, if the run is finished."""
+    """The content of summary.json, the same on all ranks, if the run is finished, or has stopped
+    because it had diverged."""
     stopped: signal.Signals | None = None
     """The signal that stopped it."""
 
@@ -56,10 +60,11 @@ def run(cfg: TrainConfig) -> Outcome:
     cfg.check_world(world_size)
     check_named(cfg)
     check_installed(cfg.metrics)
+    wanted(cfg)
     world = join(cfg.distributed)  # no handler of ours could run while this waits
     stop = StopRequest()
     try:
-        with Session(cfg, world, stop) as session:
+        with unfailing(), Session(cfg, world, stop) as session:
             if not session.claim():
                 return Outcome(session.summary)
             session.prepare()
@@ -83,37 +88,50 @@ def train_and_report(session: Session) -> Outcome:
     watch.reached("the building of the model")
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
     t = build(cfg, session.device, document_end, ignores_targets(data, cfg.data))
-    factors = None
+    factors = weights = None
     if session.checkpoint:
         watch.reached(f"the reading of {session.checkpoint.name}")
         restore(t, state, session.checkpoint, session.saved_ranks)
+    elif session.weights:
+        watch.reached(f"the reading of {session.weights}")
+        weights = start_from(t, session.weights)
     else:
         factors = match_initial_values(t, data, session.world)
     check_tensors(t.tensors(), t.meshes.dense.size(1))
+    tasks = TasksWhileTraining(cfg, data.tokenizer()) if cfg.eval.suites else None
     facts = describe(cfg, t, data)
     if factors:
         facts["init_match"] = factors
+    if weights:
+        facts["weights"] = weights
     session.display.print(headline(cfg, facts, data, session.path, state.step))
-    outputs = open_outputs(session, facts)
+    opened: list[Outputs] = []
+    session.world.decide("outputs", lambda: opened.extend(open_outputs(session, facts)))
+    outputs = opened[0] if opened else None
     recorder = Recorder(t, state.spikes, session.display, outputs)
     checkpointer = Checkpointer(session.path / "checkpoints", cfg.checkpoint, state.step)
+    stopped = losses = diverged = None
     try:
         profiler = StepProfiler(
             cfg.profile, session.path / "profile", dist.get_rank(), session.display.print
         )
-        stopped = train(t, state, data, recorder, checkpointer, profiler, session.stop, watch)
+        stopped = train(
+            t, state, data, recorder, checkpointer, profiler, session.stop, watch, tasks
+        )
         losses = None if stopped else measure_documents(session, t)
     except StoppedLate as late:
         (stopped,) = late.args
+    except SkippedTooOften as skipped:
+        (diverged,) = skipped.args
+        session.display.print(
+            f"diverged: stopped after step {state.step}, saved: {diverged}; a smaller optim.lr, "
+            "other data or train.skip_step=off would go another way"
+        )
     except UserError as error:
         checkpointer.settle(SETTLE_S)
         if outputs:
             outputs.close()
             outputs.wandb.finish(exit_code=1)
-            if session.directory and isinstance(error, SkippedTooOften):
-                session.directory.give_up(state.step, str(error))
-            if cfg.run.report and isinstance(error, SkippedTooOften):
-                session.display.print(f"report: {report_on(session.path)}")
         if isinstance(error, AgreedByAll):
             dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
         raise
@@ -122,13 +140,15 @@ def train_and_report(session: Session) -> Outcome:
     if stopped:
         say_stopped(session, stopped, outputs)
         return Outcome(stopped=stopped)
-    assert losses is not None
     text = sample(t, data)
-    summary = session.world.decide("summary", lambda: summarise(cfg, state, data, recorder, losses))
+    summary = session.world.decide(
+        "summary", lambda: summarise(cfg, state, data, recorder, losses, diverged)
+    )
     finished = {**summary, "sample": text}
     if session.directory and outputs:
         outputs.close()
-        losses.save(session.path, state.step)
+        if losses:
+            losses.save(session.path, state.step)
         session.directory.finish(finished)
         report = report_on(session.path) if cfg.run.report else "off (run.report)"
         session.display.print(summary_text(cfg, summary, session.path, text, report))
@@ -136,11 +156,13 @@ def train_and_report(session: Session) -> Outcome:
     return Outcome(finished)
 
 
-def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
-    """Describe the run on disk and in wandb, and open what its metrics go to; on rank 0."""
+def open_outputs(session: Session, facts: dict[str, Any]) -> list[Outputs]:
+    """Describe the run on disk and in wandb, and open what its metrics go to; on rank 0 alone.
+
+    Raises CheckpointError where a file cannot be written.
+    """
     cfg, directory, state = session.cfg, session.directory, session.state
-    if directory is None:
-        return None
+    assert directory
     if directory.changes:
         session.display.print(f"changed: {described(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
@@ -148,6 +170,7 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
     facts = {**facts, **provenance()}
     directory.describe(facts, continues=session.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
+    file = MetricsFile(session.path / "metrics.jsonl", state.step)
     wandb = WandbRun(
         cfg.wandb, session.path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id
     )
@@ -155,7 +178,7 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs | None:
     events = None
     if cfg.metrics.tensorboard:
         events = EventFiles(session.path / "tensorboard", state.step)
-    return Outputs(MetricsFile(session.path / "metrics.jsonl", state.step), wandb, events)
+    return [Outputs(file, wandb, events)]
 
 
 def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | None) -> None:

@@ -3,6 +3,7 @@
 import math
 import statistics
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from diffllm.data import (
     training_samples,
 )
 from diffllm.data.bits import bits_a_nat
+from diffllm.data.shards import Split
 from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
@@ -41,8 +43,8 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
         *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
-        f"{choices['data']}: {splits['train'].tokens:,} training tokens, "
-        f"{heldout_text(data)}; "
+        *([weights_text(facts["weights"])] if "weights" in facts else []),
+        f"{choices['data']}: {training_text(splits['train'])}, {heldout_text(data)}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
         *sources_text(cfg, data),
@@ -55,6 +57,19 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         ),
     ]
     return "\n".join(lines)
+
+
+def weights_text(weights: dict[str, Any]) -> str:
+    """Say where the weights come from that a run starts with, and how their model differs."""
+    step = f", step {weights['step']:,}" if weights["step"] is not None else ""
+    differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
+    return f"weights of {weights['path']}{step}{differs}; optimizer and data begin anew"
+
+
+def training_text(split: Split) -> str:
+    """Say how many tokens there are to train on, and how many of them are no prompts."""
+    predicted = f", {split.share_predicted:.0%} of them to be predicted" * split.masked
+    return f"{split.tokens:,} training tokens{predicted}"
 
 
 def heldout_text(data: Prepared) -> str:
@@ -147,26 +162,28 @@ def summarise(
     state: LoopState,
     data: Prepared,
     recorder: Recorder,
-    losses: DocumentLosses,
+    losses: DocumentLosses | None,
+    stopped: str | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a finished run; `losses` are those of its held-out documents."""
+    """The numbers of a run that has ended, None for what is not finite.
+
+    Args:
+        losses: those of its held-out documents; None where the run has diverged and stopped.
+        stopped: why it did.
+    """
     entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
     bits = bits_a_nat(data, consumed(cfg, data, state.step))
-    return {
+    found = {
         "variant": cfg.run.choices["attention"],
+        "diverged": losses is None or not math.isfinite(losses.loss),
+        "stopped": stopped,
         "steps": state.step,
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
         "train_loss": train_loss,
         "train_bits_per_byte": None if bits is None else bits * train_loss,
-        "heldout_loss": losses.loss,
-        **{
-            f"heldout_loss/{name}": loss
-            for i, name in enumerate(data.sources)
-            if (loss := losses.of_source(i)) is not None
-        },
-        "heldout_bits_per_byte": losses.bits_per_byte,
-        "heldout_tokens": int(losses.tokens.sum()),
-        "heldout_documents": len(losses.tokens),
+        **heldout_numbers(losses, list(data.sources)),
+        "heldout_tokens": int(losses.tokens.sum()) if losses else 0,
+        "heldout_documents": len(losses.tokens) if losses else 0,
         "heldout_unigram_entropy": entropy,
         "packing": packing_facts(cfg, data),
         "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
@@ -174,32 +191,44 @@ def summarise(
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
         **state.spikes.metrics(),
     }
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in found.items()
+    }
+
+
+def heldout_numbers(losses: DocumentLosses | None, sources: Sequence[str]) -> dict[str, float]:
+    """The loss of all documents, and of those of each source of a mixture, in nats a token and in
+    bits a byte of text; NaN where none was measured."""
+    if losses is None:
+        ends = ["", *(f"/{name}" for name in sources)]
+        names = [f"heldout_{unit}{end}" for unit in ("loss", "bits_per_byte") for end in ends]
+        return dict.fromkeys(names, math.nan)
+    each = {"": losses}
+    each |= {f"/{name}": own for i, name in enumerate(sources) if (own := losses.of_source(i))}
+    nats = {f"heldout_loss{end}": of.loss for end, of in each.items()}
+    return nats | {f"heldout_bits_per_byte{end}": of.bits_per_byte for end, of in each.items()}
 
 
 def summary_text(
     cfg: TrainConfig, summary: dict[str, Any], path: Path, text: str, report: str
 ) -> str:
     """The end of a run, a sample of its text and the path of its report included."""
-    entropy, loss = summary["heldout_unigram_entropy"], summary["heldout_loss"]
-    documents = summary["heldout_documents"]
     spikes, events = (below(summary, name) for name in ("spikes", "spikes_detrended"))
     speed = summary["tokens_per_s"]
-    side = "under" if loss <= entropy else "over"
-    heldout = (
-        f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; "
-        f"{summary['heldout_bits_per_byte']:.2f} bits a byte; "
-        f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
-    )
-    own = below(summary, "heldout_loss")
-    of_sources = ", ".join(f"{name} {value:.3f}" for name, value in own.items())
     skipped = summary["spikes/skipped_total"]
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
-    known = summary.get("train_bits_per_byte")
+    train, known = summary["train_loss"], summary.get("train_bits_per_byte")
     bits = "" if known is None else f"; {known:.2f} bits a byte"
     rows = [
-        ("train loss", f"{summary['train_loss']:.3f} nats a token, mean of {steps}{bits}"),
-        ("held-out loss", heldout if math.isfinite(loss) else "not finite: the run diverged"),
-        *([("  of sources", of_sources)] if of_sources and math.isfinite(loss) else []),
+        (
+            "train loss",
+            "not finite at any step"
+            if train is None
+            else f"{train:.3f} nats a token, mean of {steps}{bits}",
+        ),
+        ("held-out loss", heldout_words(summary)),
+        *sources_rows(summary),
         ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
         (
             "speed",
@@ -223,6 +252,34 @@ def summary_text(
         rows.append((name, f"{again} plugins=[{','.join(cfg.plugins)}]"))
     table = "\n".join(f"{name:<14}{what}" for name, what in rows)
     return f"\n{visible(text)}\n\n{table}"
+
+
+def heldout_words(summary: dict[str, Any]) -> str:
+    """Say what the held-out loss is, beside that of a model that knows no context."""
+    if summary.get("stopped"):
+        return "not measured: the run diverged"
+    loss, entropy = summary["heldout_loss"], summary["heldout_unigram_entropy"]
+    if loss is None or not math.isfinite(loss):
+        return "not finite: the run diverged"
+    documents, side = summary["heldout_documents"], "under" if loss <= entropy else "over"
+    bits = summary["heldout_bits_per_byte"]
+    in_bits = "" if bits is None else f"{bits:.2f} bits a byte; "  # None: there is no text
+    return (
+        f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; {in_bits}"
+        f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
+    )
+
+
+def sources_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say what the held-out loss of each source of a mixture is, in a row; none without sources,
+    and where the run diverged."""
+    own, bits = below(summary, "heldout_loss"), below(summary, "heldout_bits_per_byte")
+    words = [
+        f"{name} {loss:.3f}" + ("" if bits[name] is None else f" ({bits[name]:.2f} bits a byte)")
+        for name, loss in own.items()
+        if loss is not None
+    ]
+    return [("  of sources", ", ".join(words))] if words else []
 
 
 def below(summary: dict[str, Any], section: str) -> dict[str, float]:

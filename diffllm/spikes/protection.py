@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from diffllm.bounds import bounded
-from diffllm.errors import AgreedByAll, AgreedError
 from diffllm.spikes.monitor import SpikeMonitor
 from diffllm.spikes.published import WINDOW128_SIGMAS, window128
 
@@ -31,11 +30,12 @@ class ProtectionConfig:
     skip_step: SkipStep = SkipStep.nonfinite
     """Updates that are left out: none, those with nan or infinity, or spikes as well."""
     max_consecutive_skips: int = bounded(20, least=1)
-    """Skipped updates in a row after which a run saves and stops, at the next logged step."""
+    """Skipped updates in a row after which a run has diverged: it saves and ends."""
 
 
-class SkippedTooOften(AgreedError, AgreedByAll):
-    """Too many updates in a row were skipped; the run has been saved."""
+class SkippedTooOften(Exception):
+    """So many updates in a row were skipped that the run has diverged; it is saved, and the
+    argument says how many. Every rank raises it at the same step."""
 
 
 class Guard:

@@ -11,7 +11,8 @@ from pathlib import Path
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.data import heldout_tokens, prepare
-from diffllm.run.directory import summary_of
+from diffllm.files.records import read_summary
+from diffllm.report.numbers import finite
 from diffllm.study.command import first_runs
 from diffllm.study.file import Study
 from diffllm.study.runs import (
@@ -115,9 +116,10 @@ def seconds_a_token(runs: list[Planned], out: Path) -> float | None:
     """Median time of a token over the runs that have ended; None where none says so."""
     found = []
     for run in runs:
-        summary = summary_of(out / run.name) or {}
-        if summary.get("seconds") and summary.get("tokens"):
-            found.append(summary["seconds"] / summary["tokens"])
+        summary = read_summary(out / run.name) or {}
+        seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
+        if seconds and tokens:
+            found.append(seconds / tokens)
     return statistics.median(found) if found else None
 
 
@@ -141,6 +143,6 @@ def probed(planned: Planned) -> Pace | None:
         except (subprocess.SubprocessError, OSError):
             return None
         took = time.perf_counter() - began
-        summary = summary_of(path) or {}
+        summary = read_summary(path) or {}
         speed = summary.get("tokens_per_s")
         return Pace(speed, took - summary["seconds"]) if speed else None

@@ -11,14 +11,14 @@ from typing import Any, TypeVar, get_args, get_origin
 from diffllm.config.overrides import nearest, suggest
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
-from diffllm.study.metric import check_metric
+from diffllm.study.metric import OF_THE_SUMMARY, check_metric
 from diffllm.study.sensitivity import LR_SENSITIVITY
 
 T = TypeVar("T")
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
 """Names of arms, of which directories are made."""
-KINDS = ("difference", "equivalence")
+KINDS = ("difference", "equivalence", "log_rank")
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
 TYPES = {str: "text", float: "a number", int: "a whole number"}
@@ -29,7 +29,8 @@ class Rule:
     """The question that decides: how far one arm's metric has to be from another's."""
 
     kind: str
-    """difference: the gap is below, or above, a bound. equivalence: it is within a margin."""
+    """difference: the gap is below, or above, a bound. equivalence: it is within a margin.
+    log_rank: the arm's metric reaches a level in fewer tokens."""
     arm: str
     against: str
     below: float | None = None
@@ -38,11 +39,19 @@ class Rule:
     """Bound that it has to be above, in place of `below`."""
     margin: float | None = None
     """Half the width of the band around zero in which arms count as equivalent."""
+    reaches: float | None = None
+    """The level of log_rank, of a logged metric that rises; a run that does not reach it counts as
+    one that takes longer than it lasted."""
     alpha: float = 0.05
     """Probability of a verdict "shown", or "equivalent", without any such difference."""
 
     def words(self, metric: str) -> str:
         """The rule in a sentence."""
+        if self.kind == "log_rank":
+            return (
+                f"{metric} of {self.arm} reaches {self.reaches:g} in fewer tokens than that of "
+                f"{self.against} (log-rank test, one-sided, alpha {self.alpha:g})"
+            )
         gap = f"{metric} of {self.arm} minus that of {self.against}"
         if self.kind == "equivalence":
             return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
@@ -209,6 +218,10 @@ def check(study: Study) -> None:
         if arm not in study.arms:
             raise ConfigError(f"{where}={arm} is no arm{suggest(arm, list(study.arms))}")
     check_seeds("seeds", study.seeds, least=2)
+    if any(rule.kind == "log_rank" for rule in study.rules) and (
+        study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
+    ):
+        raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
     if study.lr_sweep is not None:
         check_sweep(study)
     else:
@@ -233,6 +246,10 @@ def check_rule(where: str, rule: Rule) -> None:
     bounds = [name for name in ("below", "above") if getattr(rule, name) is not None]
     if rule.kind == "difference" and len(bounds) != 1:
         raise ConfigError(f"{where}: a difference is either below or above a bound: below: 0.0")
+    if (rule.kind == "log_rank") != (rule.reaches is not None):
+        raise ConfigError(f"{where}: log_rank, and no other kind, has a level: reaches: 0.9")
+    if rule.kind == "log_rank" and (bounds or rule.margin is not None):
+        raise ConfigError(f"{where}: log_rank has neither a bound nor a margin")
     if rule.kind == "equivalence" and (bounds or rule.margin is None):
         raise ConfigError(f"{where}: an equivalence has a margin and no bound: margin: 0.02")
 

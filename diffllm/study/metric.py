@@ -30,8 +30,8 @@ def number_of(run: Run, name: str) -> float | None:
     """The number that a finished run ended with: of its summary, or as report.csv has it, else the
     last that was logged. None where it is not finite; raises ConfigError where it was not logged.
     """
-    if (said := (run.summary or {}).get(name)) is not None:
-        return finite(said)
+    if run.summary and name in run.summary:
+        return finite(run.summary[name])
     metric = None if name in OF_THE_SUMMARY else metric_of(name)
     if metric and metric.column:
         value = of_run(run, metric)

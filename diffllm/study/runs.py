@@ -9,7 +9,7 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.config.steps import LENGTHS
 from diffllm.errors import ConfigError
-from diffllm.run.directory import summary_of
+from diffllm.files.records import gave_up, read_summary
 from diffllm.study.file import Study
 
 DECIDING, RATES = "deciding", "rates"
@@ -106,18 +106,13 @@ def words_of(study: Study, planned: Planned, out: Path) -> list[str]:
 
 def is_ended(path: Path) -> bool:
     """Whether the run at `path` has made its steps, or has diverged and given up."""
-    return summary_of(path) is not None or gave_up(path)
-
-
-def gave_up(path: Path) -> bool:
-    """Whether the run stopped itself, because too many updates in a row were skipped."""
-    return summary_of(path) is None and (path / "diverged.json").is_file()
+    return read_summary(path) is not None or gave_up(path)
 
 
 def heldout_loss(path: Path) -> float | None:
     """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
     it has not ended."""
-    if (summary := summary_of(path)) is None:
+    if (summary := read_summary(path)) is None:
         return math.inf if gave_up(path) else None
     loss = summary.get("heldout_loss")
     return float(loss) if loss is not None and math.isfinite(loss) else math.inf

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.errors import ConfigError
+from diffllm.report.numbers import compact
 from diffllm.report.runs import Run, load_run
 from diffllm.statistics.equivalence import equivalence
 from diffllm.statistics.families import holm
 from diffllm.statistics.gaps import Gap
 from diffllm.statistics.intervals import Estimate, estimate
 from diffllm.statistics.outcomes import Outcome, diverged_more, outcome
+from diffllm.statistics.survival import Times, sooner
 from diffllm.study.file import Rule, Study
 from diffllm.study.metric import number_of
 from diffllm.study.rates import Choice, choose
@@ -169,15 +171,58 @@ def value_of(runs: list[Run], study: Study) -> float | None:
 def apply_rules(study: Study, arms: dict[str, Arm]) -> list[Tested]:
     """Test every rule of a study, and adjust their p for their number."""
     outcomes = [outcome(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules]
-    gaps = [each.paired if study.test == "paired" else each.welch for each in outcomes]
-    ps = [p_of(*each) for each in zip(study.rules, outcomes, gaps, strict=True)]
+    paired = study.test == "paired"
+    gaps = [
+        None if rule.kind == "log_rank" else each.paired if paired else each.welch
+        for rule, each in zip(study.rules, outcomes, strict=True)
+    ]
+    sides = [
+        (times(study, arms[rule.arm], rule), times(study, arms[rule.against], rule))
+        for rule in study.rules
+    ]
+    ps = [
+        sooner(*two) if rule.kind == "log_rank" else p_of(rule, each, gap)
+        for rule, each, gap, two in zip(study.rules, outcomes, gaps, sides, strict=True)
+    ]
     adjusted = iter(holm([p for p in ps if p is not None]))
     tested = []
-    for rule, each, gap, p in zip(study.rules, outcomes, gaps, ps, strict=True):
+    for rule, each, gap, two, p in zip(study.rules, outcomes, gaps, sides, ps, strict=True):
         p_adjusted = None if p is None else next(adjusted)
-        verdict, reason = decide(rule, each, gap, p_adjusted)
+        if rule.kind == "log_rank":
+            verdict, reason = decide_times(rule, *two, p_adjusted)
+        else:
+            verdict, reason = decide(rule, each, gap, p_adjusted)
         tested.append(Tested(rule, each, gap, p, p_adjusted, verdict, reason))
     return tested
+
+
+def times(study: Study, arm: Arm, rule: Rule) -> Times:
+    """Read when the runs of an arm reached the level of a rule; empty where it has none."""
+    level = rule.reaches
+    if level is None:
+        return Times([], [])
+    found = [(run, run.reached(study.metric, level)) for run in arm.runs]
+    for run, when in found:
+        if when is None:
+            raise ConfigError(f"{run.path} has no {study.metric}")
+    return Times.of(when for _, when in found if when)
+
+
+def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) -> tuple[str, str]:
+    """Return the verdict by a log-rank test and a sentence that says why."""
+    said = "; ".join(
+        f"{side.count} of {len(side.tokens)} runs of {name} reach it"
+        + (f", half of them by {compact(side.median)} tokens" if side.median else "")
+        for name, side in ((rule.arm, own), (rule.against, base))
+    )
+    if p_adjusted is None or min(len(own.tokens), len(base.tokens)) < 2:
+        return UNDERPOWERED, f"{said}: no test"
+    if p_adjusted < rule.alpha:
+        return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
+    other = sooner(base, own)
+    if other is not None and other < rule.alpha / 2:
+        return REFUTED, f"{said}: {rule.against} is sooner, p {other:.2g}"
+    return UNDERPOWERED, f"{said}: neither shown nor refuted"
 
 
 def p_of(rule: Rule, outcome: Outcome, gap: Gap | None) -> float | None:

@@ -20,10 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
+from diffllm.files import user_path
 from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.task import ClusterTask
 
+FOLDER = "hydra.launcher.submitit_folder"
 LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 
@@ -71,6 +73,7 @@ class ClusterLauncher:
             except (HydraException, OmegaConfBaseException) as error:
                 raise ConfigError(f"{' '.join(words)}: {one_line(error)}") from error
         del settings["_target_"]
+        user_path(settings["submitit_folder"], FOLDER)
         return cls(LAUNCHERS[name], words, settings)
 
     @property
@@ -132,9 +135,11 @@ class ClusterLauncher:
         return handles
 
     def executor(self, folder: str) -> Any:
-        """Build submitit's executor; raises ConfigError if there is no such cluster or key."""
+        """Build submitit's executor, and make the folder of its files; raises ConfigError if there
+        is no such cluster or key, or the folder cannot be made."""
         import submitit
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+        from submitit.core.utils import JobPaths
 
         common = {*OmegaConf.structured(BaseQueueConf)}
         settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
@@ -145,8 +150,11 @@ class ClusterLauncher:
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
             executor.update_parameters(**settings)
+            JobPaths.get_first_id_independent_folder(folder).mkdir(parents=True, exist_ok=True)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
+        except OSError as error:
+            raise ConfigError(f"{FOLDER}={folder} cannot be made: {error.strerror}") from error
         return executor
 
     def ending(self, job: Job, handle: Any) -> Ending:

@@ -5,7 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Override
+
 from diffllm.distributed.world import DistributedConfig, World, join
+from diffllm.errors import InUseError, UserError
+from diffllm.run.directory import fresh
 from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.sweep.names import experiment_words, parse
@@ -14,10 +18,10 @@ from diffllm.sweep.report import announce, report, write_comparison
 
 
 def sweep(words: list[str], config_dirs: list[Path]) -> int:
-    """Run every combination that is not finished yet, and say how each ended.
+    """Run every combination that has not ended yet, and say how each ended.
 
     All configs are checked before the first run starts. A run that fails does not stop the others.
-    With run.sweep=<name> an earlier sweep goes on: finished runs start no process, the others
+    With run.sweep=<name> an earlier sweep goes on: runs that ended start no process, the others
     resume from their newest checkpoint.
 
     Args:
@@ -25,7 +29,7 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
         config_dirs: the directories of its --config-dir, absolute.
 
     Returns:
-        0 if every run is finished, 128 + n if signal n stopped the sweep, else 1.
+        0 if every run has ended, 128 + n if signal n stopped the sweep, else 1.
 
     Raises:
         ConfigError: a sweep that could not run; nothing has been started or changed.
@@ -33,18 +37,26 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
     world = meet()
     chosen: list[tuple[SweepDirectory, ClusterLauncher | None]] = []
 
-    def choose() -> list[dict[str, Any]]:
-        """Plan the sweep, on rank 0: every run with its overrides."""
-        own, launcher = parse([*experiment_words(words), *words])
-        name = [o for o in own if o.get_key_element() == "run.sweep"]
-        if not name:
-            name = parse([f"run.sweep=sweep-{time.strftime('%Y%m%d-%H%M%S')}"])[0]
-            own += name
-        cluster = ClusterLauncher.of(launcher, world.size, str(name[0].input_line))
+    def begin(own: list[Override], launcher: list[str]) -> list[dict[str, Any]]:
+        """Plan a sweep that has a name: every run with its overrides."""
+        (name,) = (o for o in own if o.get_key_element() == "run.sweep")
+        cluster = ClusterLauncher.of(launcher, world.size, str(name.input_line))
         directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
         chosen.append((directory, cluster))
         flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
         return [{**run, "words": [*flags, *run["words"]]} for run in runs]
+
+    def choose() -> list[dict[str, Any]]:
+        """Do so on rank 0; a sweep without a name takes a fresh one, whoever else starts now."""
+        own, launcher = parse([*experiment_words(words), *words])
+        if any(o.get_key_element() == "run.sweep" for o in own):
+            return begin(own, launcher)
+        path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+        while True:
+            try:
+                return begin([*own, *parse([f"run.sweep={fresh(path).name}"])[0]], launcher)
+            except InUseError:
+                continue
 
     jobs = [Job(**run) for run in world.decide("sweep", choose)]
     to_run = [job for job in jobs if not job.finished]
@@ -53,7 +65,11 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
         return 0
     ((directory, cluster),) = chosen
     announce(jobs, directory)
-    stopped, endings = run_jobs(to_run, world, directory, cluster)
+    try:
+        stopped, endings = run_jobs(to_run, world, directory, cluster)
+    except UserError:  # there is no such cluster
+        directory.withdraw()
+        raise
     unfinished = report(jobs, endings, directory)
     if stopped:
         return 128 + stopped

@@ -1,5 +1,6 @@
 """A run of a sweep as a child process; imports little, for the tasks of a cluster's jobs."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+from diffllm.files import open_to_append
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
@@ -50,7 +53,7 @@ class Job:
     words: list[str]
     """The arguments of `diffllm train`."""
     finished: bool
-    """True if the run was finished before this sweep."""
+    """True if the run had ended before this sweep."""
 
     @property
     def log(self) -> Path:
@@ -62,15 +65,11 @@ class Job:
     def has_summary(self) -> bool:
         return Path(self.path, "summary.json").is_file()
 
-    @property
-    def diverged(self) -> bool:
-        """Whether it stopped because too many updates in a row were skipped."""
-        return Path(self.path, "diverged.json").is_file()
-
     def progress(self) -> str:
         """Describe the newest checkpoint in words."""
         saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")
-        steps = [int(file.parent.name.removeprefix("step-")) for file in saved]
+        names = (file.parent.name.removeprefix("step-") for file in saved)
+        steps = [int(name) for name in names if name.isdecimal()]
         return f"saved at step {max(steps)} of {self.steps}" if steps else "nothing saved yet"
 
 
@@ -84,8 +83,7 @@ class JobProcess:
         command = [sys.executable, "-P", "-m", "diffllm", "train", *job.words]
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "a") as log:
-            log.write(f"{when} on {socket.gethostname()}: {shlex.join(command)}\n")
+        self._note(f"{when} on {socket.gethostname()}: {shlex.join(command)}")
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
         """Standard error of this start alone."""
         self.tee = subprocess.Popen(  # a process, so that the child can still write without us
@@ -94,6 +92,7 @@ class JobProcess:
             stdout=2,
             pass_fds=[self.said.fileno()],
             start_new_session=True,
+            restore_signals=False,  # a standard error that nobody reads ends neither it nor the log
         )
         assert self.tee.stdin
         with self.tee.stdin as pipe:
@@ -109,6 +108,11 @@ class JobProcess:
         """Pass a signal on: the first lets the run save, another SIGINT interrupts it at once."""
         self.child.send_signal(number if self.signalled else signal.SIGTERM)
         self.signalled = True
+
+    def _note(self, text: str) -> None:
+        """Append a line to the log; that a full disk does not take it ends no run."""
+        with contextlib.suppress(OSError), os.fdopen(open_to_append(self.log), "a") as log:
+            log.write(f"{text}\n")
 
     def wait(self) -> Ending:
         """Wait for the end of the process, return it, and log it."""
@@ -127,8 +131,7 @@ class JobProcess:
         ended += " (out of memory?)" if -code == signal.SIGKILL else ""
         self.said.seek(0)
         said = last_error(self.said.read().decode(errors="replace"))
-        with open(self.log, "a") as log:
-            log.write(f"{ended}\n")
+        self._note(ended)
         reason = f"{ended}: {said}" if said else f"{ended}, {self.job.progress()}"
         return Ending("failed", reason, at, silent=code > 0 and not said)
 

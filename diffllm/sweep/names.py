@@ -18,6 +18,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import GROUPS, explain, one_line
 from diffllm.errors import ConfigError
+from diffllm.run.directory import LONGEST_NAME
 
 LONGEST = 40
 """Characters of a value that a name shows; a longer one is told apart by its hash."""
@@ -105,7 +106,10 @@ def run_name(cfg: TrainConfig, keys: list[str]) -> str:
     for key in keys:
         value = cfg.run.choices[key] if key in GROUPS else attrgetter(key.lstrip("+"))(cfg)
         parts.append(label_value(labels[key], value))
-    return "-".join(parts) or "run"
+    name = "-".join(parts) or "run"
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:

@@ -60,7 +60,8 @@ def prepare_on_nodes(words: list[str], launcher: list[str], nodes: int) -> None:
         jobs = executor.map_array(NodeTask(words, str(Path.cwd())), range(nodes))
     except submitit.core.utils.FailedJobError as error:
         raise ConfigError(f"{' '.join(launcher)}: {one_line(error)}") from error
-    print(f"submitted {nodes} jobs, {jobs[0].job_id} to {jobs[-1].job_id}; waiting for them")
+    ids = ", ".join(job.job_id for job in jobs)
+    print(f"submitted {nodes} job{'s' * (nodes > 1)}, {ids}; waiting for all")
     failed: list[str] = []
     for node, job in enumerate(jobs):
         try:

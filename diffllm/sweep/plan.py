@@ -8,11 +8,13 @@ from hydra.core.override_parser.types import Override
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.changes import described, is_allowed
-from diffllm.config.compose import without_imports
+from diffllm.config.loading import without_imports
 from diffllm.config.saved import differences
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.files import hold, write_atomic
-from diffllm.run.directory import choose_path, is_finished
+from diffllm.errors import CheckpointError, ConfigError, InUseError, UserError
+from diffllm.files import hold, missing, take_back, write_atomic
+from diffllm.files.paths import check_length, why_no_file
+from diffllm.files.records import read_record
+from diffllm.run.directory import choose_path, ending
 from diffllm.sweep.names import combinations, run_name
 
 
@@ -25,14 +27,20 @@ class SweepDirectory:
     def __init__(self, path: Path):
         self.path, self.file = path, path / "sweep.json"
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}}
-        if self.file.is_file():
-            self.record |= json.loads(self.file.read_text())
+        found = read_record(self.file) or {}
+        self.record |= {name: value for name, value in found.items() if value is not None}
 
     def hold(self) -> None:
         """Keep other processes out until this one ends; raises ConfigError if one was there."""
+        self.made = missing(self.path)
         self.lock = hold(self.path, "sweep directory", "another run.sweep")
         if SweepDirectory(self.path).record != self.record:
-            raise ConfigError(f"sweep {self.path} has just been started by another process")
+            raise InUseError(f"sweep {self.path} has just been started by another process")
+
+    def withdraw(self) -> None:
+        """Remove what this process made of the directory, if no run came of it."""
+        if not any(path.is_dir() and path.name[0] != "." for path in self.path.glob("*")):
+            take_back(self.path, self.made)
 
     def write(self) -> None:
         """Put the record on disk."""
@@ -42,7 +50,7 @@ class SweepDirectory:
 def plan_sweep(
     overrides: list[Override], world_size: int
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
-    """Check every job, take the sweep's directory, find out which runs are finished.
+    """Check every job, take the sweep's directory, find out which runs have ended.
 
     Returns the directory, and the fields of each Job, in order. Raises ConfigError
     for a job that cannot run, and a directory that holds other runs under this name.
@@ -59,14 +67,19 @@ def plan_sweep(
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
         cfg.run.name = name = run_name(cfg, keys)
+        check_length(directory.path / f"{name}.log", f"run.name={name}")
         cfg.run.swept = keys
         words[name], configs[name] = job, cfg  # two spellings of a value are one run
     directory.hold()
-    check_runs(directory, configs, overrides)
-    for name, job in words.items():
-        directory.record["runs"][name] = [job[by_key.index(key)] for key in keys]
-    directory.record["keys"] = keys
-    directory.write()
+    try:
+        check_runs(directory, configs, overrides)
+        for name, job in words.items():
+            directory.record["runs"][name] = [job[by_key.index(key)] for key in keys]
+        directory.record["keys"] = keys
+        directory.write()
+    except UserError:
+        directory.withdraw()
+        raise
     added = f"run.swept=[{','.join(keys)}]"
     return directory, [
         {
@@ -76,10 +89,19 @@ def plan_sweep(
             "path": str(directory.path / name),
             "steps": cfg.steps,
             "words": [*words[name], added, f"run.name={name}"],
-            "finished": is_finished(directory.path / name, cfg.steps),
+            "finished": seems_ended(directory.path / name, cfg),
         }
         for number, (name, cfg) in enumerate(configs.items(), start=1)
     ]
+
+
+def seems_ended(path: Path, cfg: TrainConfig) -> bool:
+    """Whether the run at `path` has ended, and this config does not take it further; one whose
+    files are damaged has not, and says so itself when it is started."""
+    try:
+        return ending(path, cfg) is not None
+    except CheckpointError:
+        return False
 
 
 def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
@@ -108,6 +130,9 @@ def check_runs(
     }
     for name, cfg in {**there, **configs}.items():
         path = directory.path / name
+        log = path.with_name(f"{name}.log")
+        if wrong := why_no_file(log):
+            raise ConfigError(f"{log} {wrong}; move it away, or choose another run.sweep")
         try:
             changes = differences(path, cfg)
         except CheckpointError:

@@ -1,9 +1,11 @@
 """The lines that begin a sweep, and the table and the lines that end it."""
 
-import json
 import math
 from pathlib import Path
+from typing import Any
 
+from diffllm.errors import CheckpointError
+from diffllm.files.records import read_ending, stopped_text
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
 
@@ -14,28 +16,28 @@ def announce(jobs: list[Job], directory: SweepDirectory) -> None:
     others = f", {len(done)} of them finished" if done else ""
     print(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
     for job in done:
-        print(f"{job.path} is finished: {job.steps} steps", flush=True)
+        ended = read_ending(Path(job.path)) or {}
+        how = "diverged, stopped" if ended.get("stopped") else "is finished"
+        print(f"{job.path} {how}: {ended.get('steps')} steps", flush=True)
 
 
 def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
-    """Print a line a run and, if some are not finished, how to go on; return how many."""
+    """Print a line a run and, if some have not ended, how to go on; return how many."""
     width = max(len(job.path) for job in jobs)
     print()
     failed = unfinished = 0
     for job in jobs:
         ending = endings.get(job.name, Ending("not started"))
-        if job.has_summary:
-            summary = json.loads(Path(job.path, "summary.json").read_text())
-            loss = summary["heldout_loss"]
-            sound = loss is not None and math.isfinite(loss)
-            bits = summary.get("heldout_bits_per_byte")
-            in_bits = f", {bits:.3f} bits a byte" if bits is not None else ""
-            said = f"held-out loss {loss:.4f}{in_bits}"
-            result = said if sound else "diverged: no finite held-out loss"
+        try:
+            summary = read_ending(Path(job.path))
+        except CheckpointError as error:
+            summary, ending = None, Ending("failed", str(error))
+        if summary:
+            result = loss_words(summary)
         else:
             unfinished += 1
             failed += ending.state == "failed"
-            state = ending.state.replace("failed", "DIVERGED" if job.diverged else "FAILED")
+            state = ending.state.replace("failed", "FAILED")
             result = ", ".join(filter(None, [state, ending.reason]))
         print(f"{job.path:<{width}}  {result}")
         if ending.state == "failed":
@@ -48,6 +50,17 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
             f"{directory.path}` compares the others"
         )
     return unfinished
+
+
+def loss_words(summary: dict[str, Any]) -> str:
+    """Say what the held-out loss of a run that has ended is, or that it diverged."""
+    if summary.get("stopped"):
+        return f"diverged, {stopped_text(summary)}"
+    loss, bits = (summary.get(f"heldout_{name}") for name in ("loss", "bits_per_byte"))
+    if loss is None or not math.isfinite(loss):
+        return "diverged: no finite held-out loss"
+    in_bits = "" if bits is None else f", {bits:.3f} bits a byte"
+    return f"held-out loss {loss:.4f}{in_bits}"
 
 
 def write_comparison(directory: Path) -> None:

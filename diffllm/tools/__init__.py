@@ -2,12 +2,14 @@
 
 import difflib
 import importlib
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from keyword import iskeyword
 
 from diffllm.errors import UserError
+from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
+
+open_closed_descriptors()  # before the imports that open files
 
 COMMANDS = {
     "train": "train a decoder, or with -m a sweep of them; the same as python train.py",
@@ -16,7 +18,10 @@ COMMANDS = {
     "plan": "memory, communication and time of a run on a cluster, without the cluster",
     "checkpoints": "the checkpoints of a run, every file verified",
     "consolidate": "a checkpoint's parameters as safetensors, for inference",
+    "export": "a checkpoint as a model of the transformers library",
+    "import": "a model of the transformers library as a run, as it is or converted to DIFF V2",
     "generate": "continue a prompt with a trained run",
+    "evaluate": "retrieval and in-context tasks on the checkpoints of runs",
     "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
     "power": "seeds, tokens and hours that a gap takes, from a pilot's runs",
     "study": "a claim, its runs, and the rule that decides it: run, verdict",
@@ -26,10 +31,23 @@ COMMANDS = {
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 
-READ_RUNS = ("checkpoints", "consolidate", "generate", "attention-map", "outliers", "dashboard")
+READ_RUNS = (
+    "checkpoints",
+    "consolidate",
+    "export",
+    "import",
+    "evaluate",
+    "generate",
+    "attention-map",
+    "outliers",
+    "dashboard",
+)
 """Commands with the argument plugins=[...]."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
 """Commands with overrides, plugins=[...] among them, and --config-dir."""
+
+RUN = ("train", "prepare")
+"""Commands whose result is not their output, as `study run` is: there nothing said ends them."""
 
 
 def usage() -> str:
@@ -43,6 +61,12 @@ def usage() -> str:
     return "\n".join(
         ["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines, "", brought]
     )
+
+
+def module_of(command: str) -> str:
+    """Return the name of a subcommand's module, which no Python keyword can be."""
+    name = command.replace("-", "_")
+    return f"{name}_" if iskeyword(name) else name
 
 
 def bring(words: list[str], composes: bool) -> list[str]:
@@ -59,30 +83,23 @@ def bring(words: list[str], composes: bool) -> list[str]:
     return others
 
 
-@contextmanager
-def suppressed_at_end_of_reading() -> Iterator[None]:
-    """A context that ends quietly where what reads our output, such as `head`, has had enough."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand, whose exit code is returned; 2 for what a user can mend."""
     args = sys.argv[1:] if argv is None else argv
-    if not args or args[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if args else 2
+    never_fail()
     try:
+        if not args or args[0] in ("-h", "--help"):
+            with result():
+                print(usage())
+            return 0 if args else 2
         if args[0] not in COMMANDS:
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(f"unknown command {args[0]!r}; {hint}choose from {', '.join(COMMANDS)}")
         words = bring(args[1:], args[0] in COMPOSE) if args[0] in READ_RUNS + COMPOSE else args[1:]
-        tool = importlib.import_module(f"diffllm.tools.{args[0].replace('-', '_')}")
-        with suppressed_at_end_of_reading() if args[0] != "train" else nullcontext():
+        tool = importlib.import_module(f"diffllm.tools.{module_of(args[0])}")
+        runs = args[0] in RUN or args[:2] == ["study", "run"]
+        with nullcontext() if runs else result():
             return tool.main(words) or 0
         return 0
     except UserError as error:

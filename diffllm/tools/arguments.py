@@ -1,12 +1,13 @@
 """`key=value` arguments into a dataclass, values taken verbatim."""
 
 import difflib
+import os
 import sys
 from dataclasses import MISSING, field, fields
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from diffllm.errors import ConfigError
+from diffllm.files import user_path
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
@@ -16,6 +17,11 @@ def plugins_field() -> Any:
     """Make the field `plugins`; `tools.main` has imported what it names before it is parsed."""
     text = "[module,...] that register what a run was made with, or metrics"
     return field(default="", metadata={"help": text})
+
+
+def a_path(text: str) -> dict[str, Any]:
+    """Make the metadata of a field for a path, which `parse` checks and expands."""
+    return {"help": text, "path": True}
 
 
 def parse(cls: type[T], argv: list[str], what: str) -> T:
@@ -38,7 +44,7 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
         name, equals, text = word.partition("=")
         if not equals or name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            if not equals and "run" in known and Path(word).is_dir():
+            if not equals and "run" in known and os.path.isdir(word):
                 raise ConfigError(f"unknown argument {word!r}; did you mean run={word}?")
             hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
             raise ConfigError(f"unknown argument {word!r}{hint}")
@@ -47,6 +53,8 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
         except UnicodeEncodeError:  # bytes that the shell handed over undecoded
             raise ConfigError(f"{name}= is not valid UTF-8") from None
         key, kind = known[name].name, known[name].type
+        if known[name].metadata.get("path") and text:
+            text = str(user_path(text, name))
         if kind == list[str]:
             values.setdefault(key, []).append(text)
             continue

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -12,11 +13,12 @@ from diffllm.analysis.maps import LayerMaps, layer_maps
 from diffllm.analysis.token_labels import visible
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
-from diffllm.data.tokenizer_files import tokenizer_in
+from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.files import replace_file
 from diffllm.model.probes import entropy, negative_share
 from diffllm.run.model import load_model
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.arguments import a_path, parse, plugins_field
 
 MOST_TOKENS = 256
 """Beyond this neither labels nor cells could be told apart."""
@@ -27,7 +29,7 @@ FORMATS = (".png", ".pdf", ".svg")
 class Arguments:
     """The arguments of `diffllm attention-map`."""
 
-    run: str = field(metadata={"help": "run directory"})
+    run: str = field(metadata=a_path("run directory"))
     prompt: str = field(metadata={"help": "text to read, taken verbatim"})
     layer: str = field(
         default="-1", metadata={"help": "from 0; -1 is the last; all: a figure a layer"}
@@ -36,10 +38,10 @@ class Arguments:
     step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest"})
     out: str = field(
         default="",
-        metadata={
-            "help": "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; "
-            "empty: in the run directory, under a name of its own for each prompt"
-        },
+        metadata=a_path(
+            "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; empty: "
+            "in the run directory, under a name of its own for each prompt"
+        ),
     )
     plugins: str = plugins_field()
 
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> None:
     run = Path(args.run)
     cfg = load_run_config(run)
     layers = layer_indices(args.layer, cfg.model.n_layers)
-    tokenizer = Tokenizer.from_file(tokenizer_in(run))
+    tokenizer = Tokenizer.from_file(tokenizer_of(run))
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
     places = [figure_path(args, run, layer) for layer in layers]
     model, _ = load_model(run, args.step)
@@ -70,7 +72,9 @@ def main(argv: list[str]) -> None:
         note = model.layers[layer].attention.maps_note
         title += f"\n{note}" if note else ""
         try:
-            draw(shown, heads, labels, title).savefig(out, dpi=200)
+            drawn = BytesIO()
+            draw(shown, heads, labels, title).savefig(drawn, format=out.suffix[1:].lower(), dpi=200)
+            replace_file(out, drawn.getvalue())
         except OSError as error:
             raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
         print(f"{title}\n{table(shown, heads)}\nfigure: {out}", flush=True)
@@ -111,7 +115,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
 def figure_path(args: Arguments, run: Path, layer: int) -> Path:
     """Where the figure of a layer goes; raises ConfigError for a format that is none of ours."""
     if args.out:
-        out = Path(args.out).expanduser()
+        out = Path(args.out)
         if args.layer == "all":
             out = out.with_name(f"{out.stem}-layer{layer:02d}{out.suffix}")
     else:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
-from diffllm.checkpoint.manifest import verify
-from diffllm.checkpoint.reader import read_state
+from diffllm.checkpoint.state_file import faults, read_state
 from diffllm.errors import CheckpointError
 from diffllm.metrics.display import duration
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 
 
@@ -28,7 +27,7 @@ from diffllm.tools.table import print_table, table
 class Arguments:
     """The arguments of `diffllm checkpoints`."""
 
-    run: str = field(metadata={"help": "run directory"})
+    run: str = field(metadata=a_path("run directory"))
     verify: bool = field(default=True, metadata={"help": "read all files; false: sizes only"})
     plugins: str = plugins_field()
 
@@ -62,23 +61,33 @@ def facts(path: Path, checksums: bool) -> dict[str, Any]:
     those that wrote it, None where that cannot be read.
     """
     incomplete = path.name.startswith(".")
-    problems = [] if incomplete else verify(path, checksums)
+    problems = [] if incomplete else faults(path, checksums)
     ranks = None
     if not incomplete and not problems:
-        try:
+        with suppress(CheckpointError):  # it was whole a moment ago, and is being deleted
             ranks = read_state(path)["ranks"]
-        except CheckpointError as error:
-            problems = [str(error).removeprefix(f"{path} is not a checkpoint: ")]
+    written = path.lstat().st_mtime  # first: one that is gone by now is not damaged
     return {
         "step": step_of(path),
         "path": str(path),
         "state": "incomplete" if incomplete else "damaged" if problems else "good",
         "problems": problems,
         "checksums": checksums and not incomplete,
-        "bytes": sum(file.lstat().st_size for file in path.iterdir()),
-        "written": path.stat().st_mtime,
+        "bytes": size_of(path),
+        "written": written,
         "ranks": ranks,
     }
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a checkpoint's files; 0 where it cannot be looked into. Raises
+    FileNotFoundError if it is gone."""
+    try:
+        return sum(file.lstat().st_size for file in path.iterdir())
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return 0
 
 
 def show(listed: list[dict[str, Any]]) -> None:

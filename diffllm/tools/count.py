@@ -14,12 +14,10 @@ import json
 from collections import Counter
 from typing import Any
 
-import torch
-
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import check_variant
 from diffllm.errors import ConfigError
-from diffllm.model import build_model
+from diffllm.model import without_storage
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
 from diffllm.tools.count_table import print_counts
 
@@ -30,8 +28,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
     "by_group" and "by_component" each sum to "total_params"; "matched" is what
     model.match_params_to solved, or None.
     """
-    with torch.device("meta"):
-        model = build_model(cfg.model)
+    model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
     by_component: Counter[str] = Counter()
     for name, param in model.named_parameters():

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import ConfigError
+from diffllm.files import replace_file
 from diffllm.metrics.dashboard import as_json, workspace
 from diffllm.metrics.wandb_run import WandbConfig, resolve_mode
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.arguments import a_path, parse, plugins_field
 
 WHAT = """\
 diffllm dashboard entity=... project=... [--offline]: a saved view of a wandb project, with loss,
@@ -23,7 +24,7 @@ class Arguments:
     entity: str = field(metadata={"help": "wandb user or team"})
     project: str = field(metadata={"help": "wandb project"})
     name: str = field(default="Attention variants", metadata={"help": "of the view"})
-    out: str = field(default="dashboard.json", metadata={"help": "file it goes to when offline"})
+    out: str = field(default="dashboard.json", metadata=a_path("file it goes to when offline"))
     plugins: str = plugins_field()
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> None:
         ) from None
     if "--offline" in argv or resolve_mode(WandbConfig()) != "online":
         try:
-            Path(args.out).write_text(as_json(view) + "\n")
+            replace_file(Path(args.out), as_json(view) + "\n")
         except OSError as error:
             raise ConfigError(f"out={args.out} cannot be written: {error.strerror}") from None
         print(f"offline; the view is in {args.out}")

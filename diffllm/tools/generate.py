@@ -4,33 +4,34 @@ from dataclasses import dataclass, field
 
 import torch
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 from diffllm.model.generate import generate
 from diffllm.run.model import load_model
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.arguments import a_path, parse, plugins_field
 
 
 @dataclass
 class Arguments:
     """The arguments of `diffllm generate`."""
 
-    run: str = field(metadata={"help": "run directory"})
+    run: str = field(metadata=a_path("run directory"))
     prompt: list[str] = field(metadata={"help": "text to continue, taken verbatim; repeatable"})
-    max_new_tokens: int = field(default=128, metadata={"help": "tokens to add at most"})
-    temperature: float = field(default=0.8, metadata={"help": "0 takes the likeliest token"})
-    top_p: float = field(default=0.95, metadata={"help": "nucleus to sample from"})
-    seed: int = field(default=0, metadata={"help": "of the sampling"})
-    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
+    max_new_tokens: int = bounded(128, help="tokens to add at most", least=1)
+    temperature: float = bounded(0.8, help="0 takes the likeliest token", least=0, most=1e6)
+    top_p: float = bounded(0.95, help="nucleus to sample from", above=0, most=1)
+    seed: int = bounded(0, help="of the sampling", least=-(2**63), most=2**63 - 1)
+    step: int = bounded(0, help="checkpoint; 0 is the newest whole one", least=0)
     plugins: str = plugins_field()
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number that means nothing."""
+        check_bounds("", self)
 
 
 def main(argv: list[str]) -> None:
     """Print the prompt and its continuation."""
     args = parse(Arguments, argv, __doc__)
-    if not args.temperature >= 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
-        raise ConfigError("temperature must be >= 0, top_p in (0, 1], max_new_tokens >= 1")
-    if not -(2**63) <= args.seed < 2**63:
-        raise ConfigError(f"seed={args.seed} must fit into 64 bits")
     model, tokenizer = load_model(args.run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]

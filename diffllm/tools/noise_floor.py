@@ -6,6 +6,7 @@ The model, its formulas and the figure are in diffllm/analysis/noise_floor.py.
 import itertools
 import json
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from diffllm.analysis.noise_floor import (
     noise_in_words,
 )
 from diffllm.errors import ConfigError
+from diffllm.files import replace_file
 from diffllm.report.numbers import short
-from diffllm.tools.arguments import parse
+from diffllm.tools.arguments import a_path, parse
 from diffllm.tools.table import print_table, table
 
 WHAT = """\
@@ -35,7 +37,7 @@ standard against differential, over the number of keys, lambda and the noise's a
 class Arguments(Settings):
     """The arguments of `diffllm noise-floor`."""
 
-    out: str = field(default="noise-floor.png", metadata={"help": "figure to write, a PNG"})
+    out: str = field(default="noise-floor.png", metadata=a_path("figure to write, a PNG"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +143,9 @@ def main(argv: list[str]) -> None:
     cfg = parse(Arguments, [word for word in argv if word != "--json"], WHAT)
     result = noise_floor(cfg)
     try:
-        draw_figure(result).savefig(cfg.out, dpi=200)
+        drawn = BytesIO()
+        draw_figure(result).savefig(drawn, dpi=200)
+        replace_file(Path(cfg.out), drawn.getvalue())
     except OSError as error:
         raise ConfigError(f"out={cfg.out} cannot be written: {error.strerror}") from None
     if "--json" in argv:

@@ -1,26 +1,19 @@
 """diffllm outliers run=<dir>: outliers and sinks of a checkpoint over fixed held-out tokens."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diffllm.analysis.outliers import measure
 from diffllm.analysis.spread import TOP
-from diffllm.checkpoint import find_checkpoint
-from diffllm.checkpoint.directory import step_of
-from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.data import Prepared, prepare, sequences_in
-from diffllm.data.sequences import read_sequences
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.model.documents import Documents
-from diffllm.run.model import load_model
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.evaluation.own_data import TOKENS, FirstSequences, own_data, sequences_for
+from diffllm.run.model import decoder
+from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 
 WHAT = """\
@@ -50,10 +43,10 @@ over heads, sequences and the queries that see more than themselves."""
 class Arguments:
     """The arguments of `diffllm outliers`."""
 
-    run: str = field(metadata={"help": "run directory"})
+    run: str = field(metadata=a_path("run directory"))
     step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
     tokens: int = field(
-        default=16384,
+        default=TOKENS,
         metadata={"help": "tokens to read, in whole sequences; all if there are less"},
     )
     json: bool = field(default=False, metadata={"help": "true: as --json"})
@@ -65,15 +58,15 @@ def main(argv: list[str]) -> None:
     args = parse(Arguments, [word for word in argv if word != "--json"], WHAT)
     if args.tokens < 1:
         raise ConfigError(f"tokens={args.tokens}: it must be 1 or more")
-    run = Path(args.run).expanduser()
+    run = Path(args.run)
     cfg = load_run_config(run)
-    step = step_of(find_checkpoint(run, args.step))
-    model, _ = load_model(run, step)
-    data = own_data(run, cfg)
-    count = min(-(-args.tokens // cfg.seq_len), sequences_in(data.split("heldout"), cfg.seq_len))
+    model, step = decoder(run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    most = sequences_for(args.tokens, cfg.seq_len)
+    sequences = FirstSequences(own_data(run, cfg), cfg, most, device)
+    count = len(sequences)
     try:
-        layers = measure(model.to(device), heldout(cfg, data, count, device))
+        layers = measure(model.to(device), (sequence.batch for sequence in sequences))
     except CheckpointError as error:
         raise CheckpointError(f"{run}, step {step}: {error}") from None
     found = {
@@ -89,38 +82,6 @@ def main(argv: list[str]) -> None:
         print(json.dumps(found, indent=2))
     else:
         show(found)
-
-
-def own_data(run: Path, cfg: TrainConfig) -> Prepared:
-    """Open the corpus that the run's config names; raises ConfigError if it is not what the run was
-    trained on."""
-    data = prepare(cfg.data, cfg.prepare)
-    try:
-        facts = json.loads((run / "run.json").read_text())
-    except (OSError, ValueError):
-        return data  # nothing says what it was
-    now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
-    for name, found in now.items():
-        if facts.get(name, found) != found:
-            raise ConfigError(
-                f"the {name} that {run}/config.yaml names is not what the run was trained on any "
-                f"more: its hash is {found[:12]}, that of the run {str(facts[name])[:12]}"
-            )
-    return data
-
-
-def heldout(
-    cfg: TrainConfig, data: Prepared, count: int, device: torch.device
-) -> Iterator[tuple[Tensor, Documents | None]]:
-    """Yield the first `count` sequences of the held-out split, one at a time, (1, T) int64."""
-    import numpy as np
-
-    for i in range(count):
-        tokens, _ = read_sequences(data.split("heldout"), cfg.seq_len, np.array([i]))
-        documents = None
-        if cfg.data.mask_documents:
-            documents = Documents.of(tokens, data.manifest.eos_id).to(device)
-        yield tokens.to(device), documents
 
 
 def show(found: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from diffllm.statistics.families import ALPHA
 from diffllm.statistics.gaps import pairing_pays_above
 from diffllm.study.pilot import Pilot, read_pilot
 from diffllm.study.seeds import SHOWN, Need, Wanted, needs
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 
 WHAT = """\
@@ -28,7 +28,7 @@ diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
 class Arguments:
     """The arguments of `diffllm power`."""
 
-    pilot: list[str] = field(metadata={"help": "runs, a sweep, or a quoted glob; several times"})
+    pilot: list[str] = field(metadata=a_path("runs, a sweep, or a quoted glob; several times"))
     gap: float = field(metadata={"help": "true difference to be found, nats a token"})
     alpha: float = field(default=ALPHA, metadata={"help": "chance of showing a gap that is none"})
     power: float = field(default=0.8, metadata={"help": "chance of finding the gap"})
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     words = [word if is_option(word) else f"pilot={word}" for word in argv if word != "--json"]
     args = parse(Arguments, words, WHAT)
     wanted = Wanted(args.gap, args.alpha, args.power, args.sides, args.comparisons)
-    pilot = read_pilot([Path(word).expanduser() for word in args.pilot])
+    pilot = read_pilot([Path(word) for word in args.pilot])
     found = needs(pilot, wanted)
     if "--json" in argv:
         print(json.dumps(numbers(pilot, wanted, found), indent=2))

@@ -4,6 +4,7 @@ import signal
 import sys
 
 from diffllm.config import load_config
+from diffllm.config.help import sections_text
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
@@ -12,13 +13,14 @@ USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
 
 Nodes share a corpus with prepare.num_nodes=N and prepare.node_rank=0 to N-1, one start on each;
-hydra/launcher=submitit_slurm prepare.num_nodes=N submits these starts as a job array."""
+hydra/launcher=submitit_slurm prepare.num_nodes=N submits these starts as a job array.
+Below are the keys that it reads beside seq_len, for packing; `python train.py --help` has all."""
 
 
 def main(argv: list[str]) -> None:
     """Prepare the corpus of a training config and say what there is, source by source."""
     if "-h" in argv or "--help" in argv:
-        print(USAGE)
+        print(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
         return
     launcher = [word for word in argv if word.startswith(("hydra/launcher=", "hydra.launcher."))]
     words = [word for word in argv if word not in launcher]

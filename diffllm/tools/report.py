@@ -1,5 +1,6 @@
 """diffllm report DIR... [key=value ...]: runs side by side, as a page and a table."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from diffllm.report.comparison import read
 from diffllm.report.page import write
 from diffllm.report.text import whole_text
 from diffllm.report.wandb_gaps import log_gaps
-from diffllm.tools.arguments import parse, plugins_field
+from diffllm.tools.arguments import a_path, parse, plugins_field
 
 WHAT = """\
 diffllm report DIR... [key=value ...]: report.html and report.csv about runs
@@ -31,7 +32,7 @@ class Arguments:
     baseline: str = field(
         default="", metadata={"help": "variant to measure gaps from; standard if it is there"}
     )
-    out: str = field(default="", metadata={"help": "where the files go; else beside what is named"})
+    out: str = field(default="", metadata=a_path("where the files go; else beside what is named"))
     wandb: bool = field(
         default=False,
         metadata={"help": "true: gaps over tokens as a wandb run too, if the runs have theirs"},
@@ -41,11 +42,11 @@ class Arguments:
 
 def main(argv: list[str]) -> None:
     """Write the page and the table, print means and gaps, differences, notes and paths."""
-    options = [word for word in argv if OPTION.fullmatch(word) and not Path(word).is_dir()]
+    options = [word for word in argv if OPTION.fullmatch(word) and not os.path.isdir(word)]
     args = parse(Arguments, options, WHAT)
     directories = [Path(word) for word in argv if word not in options]
     comparison, home = read(directories, args.baseline or None)
-    written = write(comparison, Path(args.out).expanduser() if args.out else home)
+    written = write(comparison, Path(args.out) if args.out else home)
     print(f"{whole_text(comparison)}\n")
     if args.wandb and log_gaps(comparison, written[0].parent):
         print(f"gaps over tokens: {written[0].parent / 'wandb'}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from diffllm.config.plugins import directories, is_plugins, yamls
 from diffllm.errors import ConfigError
+from diffllm.files import user_path
 from diffllm.report.numbers import MISSING, clock, compact
 from diffllm.study.cost import Cost, costs
 from diffllm.study.file import Study, load_study
@@ -64,9 +65,9 @@ def arguments(words: list[str], flag: str) -> tuple[Study, Path, list[str]]:
     outs = [word.partition("=")[2] for word in words if word.startswith("out=")]
     if not outs or not outs[-1]:
         raise ConfigError("out=DIR is missing: the directory of the study's runs")
-    study = load_study(Path(files[0]).expanduser())
+    study = load_study(user_path(files[0], "STUDY"))
     rest = [word for word in words if word != files[0] and not word.startswith("out=")]
-    return study, Path(outs[-1]).expanduser(), rest
+    return study, user_path(outs[-1], "out"), rest
 
 
 def dry_run(study: Study, out: Path, probe: bool) -> None:

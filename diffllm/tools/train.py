@@ -1,8 +1,10 @@
 """diffllm train [overrides]: train a decoder, alone or under torchrun; -m for a sweep."""
 
+import io
 import sys
 import warnings
 from argparse import Namespace
+from contextlib import redirect_stdout
 from typing import NoReturn
 
 from diffllm.distributed.launcher import end_with_torchrun, environment, set_variables
@@ -17,9 +19,10 @@ from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
 from diffllm.config.compose import bring, composed, config_directory  # noqa: E402
+from diffllm.config.origin import with_origin  # noqa: E402
 from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
-from diffllm.tools import suppressed_at_end_of_reading  # noqa: E402
+from diffllm.metrics.streams import never_fail, result  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -57,6 +60,7 @@ def refuse(message: str) -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Train, sweep or show; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    never_fail()
     try:
         config_dirs, argv = take_directories(argv)
         args, shows = arguments(argv)
@@ -64,12 +68,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.help:
             from diffllm.config.help import help_text
 
-            with suppressed_at_end_of_reading():
+            with result():
                 print(help_text(args.overrides))
         elif shows:
-            _, words = composed(args.overrides)  # of what is wrong, Hydra would show a traceback
+            # Here, for of what is wrong Hydra would show a traceback.
+            _, words = composed(with_origin(args.overrides))
             sys.argv[1:] = [word for word in argv if word not in args.overrides] + words
-            hydra_main()
+            text = io.StringIO()
+            try:
+                with redirect_stdout(text):  # Hydra would show a traceback of what fails here
+                    hydra_main()
+            finally:
+                with result():
+                    print(text.getvalue(), end="")
         elif args.multirun:
             from diffllm.sweep.command import sweep
 

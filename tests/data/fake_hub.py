@@ -21,7 +21,7 @@ class Hub(BaseHTTPRequestHandler):
     directory: Path
     log: Path
     hangs_at: str
-    """What the names of files hold that never come."""
+    """A file whose name holds this never comes."""
 
     def log_message(self, *_: Any) -> None:
         """Note each request in the log."""
@@ -34,15 +34,15 @@ class Hub(BaseHTTPRequestHandler):
             threading.Event().wait()
         path = urlsplit(self.path).path
         files = sorted(p for p in self.directory.rglob("*") if p.is_file())
-        if match := re.fullmatch(rf"/api/datasets/{NAME}/tree/{SHA}/?(.*)", path):
+        if match := re.fullmatch(rf"/api/(?:datasets|models)/{NAME}/tree/{SHA}/?(.*)", path):
             self.answer(
                 [self.entry(each) for each in sorted((self.directory / match[1]).glob("*"))]
             )
-        elif re.fullmatch(rf"/api/datasets/{NAME}(/revision/\w+)?", path):
+        elif re.fullmatch(rf"/api/(?:datasets|models)/{NAME}(?:/revision/\w+)?", path):
             siblings = [{"rfilename": str(p.relative_to(self.directory))} for p in files]
             facts = {"id": NAME, "sha": SHA, "private": False, "gated": False, "disabled": False}
             self.answer({**facts, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings})
-        elif match := re.fullmatch(rf"/datasets/{NAME}/resolve/{SHA}/(.*)", path):
+        elif match := re.fullmatch(rf"(?:/datasets)?/{NAME}/resolve/{SHA}/(.*)", path):
             self.send_file(self.directory / match[1])
         else:
             self.answer({"error": "not found"}, 404)

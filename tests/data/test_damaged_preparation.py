@@ -16,12 +16,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from disks import small_disk
 from sample_texts import sample_documents
+from tiers import slow_but
 
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import files
-from diffllm.data.text.readers import Slice
+from diffllm.data.text.file_index import FileFacts
 from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
@@ -99,16 +101,19 @@ def break_line(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "damage"),
-    [
-        (".jsonl.gz", cut),
-        (".jsonl.gz", scramble),
-        (".jsonl.zst", cut),
-        (".jsonl.zst", scramble),
-        (".parquet", cut),
-        (".parquet", scramble),
-        (".jsonl", cut),
-        (".jsonl", break_line),
-    ],
+    slow_but(
+        [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)],
+        [
+            (".jsonl.gz", cut),
+            (".jsonl.gz", scramble),
+            (".jsonl.zst", cut),
+            (".jsonl.zst", scramble),
+            (".parquet", cut),
+            (".parquet", scramble),
+            (".jsonl", cut),
+            (".jsonl", break_line),
+        ],
+    ),
 )
 def test_a_file_in_the_middle_that_breaks_off(
     tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
@@ -143,7 +148,14 @@ def replace(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("change", [vanish, grow, replace])
+def rewrite(path: Path) -> None:
+    """Neither its size nor its time shows it."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"e", b"a"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", slow_but([rewrite], [vanish, grow, replace, rewrite]))
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_file_that_changes_after_it_was_hashed(
     tmp_path: Path,
@@ -156,10 +168,10 @@ def test_a_file_that_changes_after_it_was_hashed(
     paths = make_three(tmp_path, ".jsonl")
     original, check, calls = paths[1].read_bytes(), files.check_unchanged, iter(range(9))
 
-    def changing(part: Slice) -> None:
-        if part.path == paths[1] and next(calls) == call:
-            change(paths[1])
-        check(part)
+    def changing(path: Path, facts: FileFacts) -> None:
+        if path == paths[1] and next(calls) == call:
+            change(path)
+        check(path, facts)
 
     cfg = make_config(*paths, tokenizer=tokenizer_of(make_config(*paths)))
     with monkeypatch.context() as patch:
@@ -187,6 +199,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, make_config: MakeConfig) -> 
     assert visible(Path(cfg.cache_dir)) == []
 
 
+@pytest.mark.slow
 def test_sigkill_at_random_moments_leaves_nothing_half_done(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
@@ -223,31 +236,16 @@ def test_sigkill_at_random_moments_leaves_nothing_half_done(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a tmpfs of so many KiB."""
-    if os.geteuid():
-        pytest.skip("only root can mount a file system")
-    mounted: list[Path] = []
-
-    def mount(size: int) -> Path:
-        path = tmp_path / f"disk-{size}"
-        path.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(path)]
-        if subprocess.run(["mount", *options], capture_output=True).returncode:
-            pytest.skip("this machine lets no one mount a file system")
-        mounted.append(path)
-        return path
-
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", str(path)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB."""
+    with small_disk(tmp_path / "disk", "4000k") as disk:
+        yield disk
 
 
-@pytest.mark.parametrize("size", [4, 80, 300, 500])
+@pytest.mark.parametrize("size", slow_but([4, 80], [4, 80, 300, 500]))
 def test_a_full_disk_is_one_line_and_older_corpora_stay(
-    tmp_path: Path, make_config: MakeConfig, small_disk: Callable[[int], Path], size: int
+    tmp_path: Path, make_config: MakeConfig, disk: Path, size: int
 ) -> None:
-    disk = small_disk(4000)
     first = tmp_path / "first.txt"
     first.write_text("\n".join(TEXTS[:200]))
     older = prepare(make_config(first, cache_dir=str(disk / "cache"), sample_by=SampleBy.line))

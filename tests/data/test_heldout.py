@@ -5,8 +5,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
-from diffllm.data import HeldoutDocuments, TokenData, TokenStream, heldout_documents
+from diffllm.data import (
+    HeldoutDocuments,
+    TokenData,
+    TokenStream,
+    heldout_batches,
+    heldout_documents,
+)
 from diffllm.data.heldout import heldout_tokens
 
 EOS = 0
@@ -65,6 +72,58 @@ def test_every_token_is_a_target_once_behind_the_token_before_it(
                 assert previous == before[len(seen)]
                 seen.append((owner, target))
     assert seen == pairs
+
+
+def test_whole_documents_lie_in_one_sequence_where_they_fit(stream: TokenStream) -> None:
+    chosen = heldout_documents(stream, EOS, whole=True)
+    cut = heldout_documents(stream, EOS)
+    rows = [torch.cat(parts) for parts in zip(*chosen.batches(32, 2), strict=True)]
+    inputs, targets, owners = rows
+    held = targets >= 0
+    of_all = [torch.cat(parts) for parts in zip(*cut.batches(32, 2), strict=True)]
+    for mine, every in zip(rows, of_all, strict=True):
+        assert mine[held].tolist() == every[of_all[1] >= 0].tolist()
+    in_rows = [set(owners[row, held[row]].tolist()) for row in range(len(owners))]
+    for document, length in enumerate(chosen.lengths.tolist()):
+        rows_of = sum(document in found for found in in_rows)
+        assert rows_of == 1 if length <= 32 else rows_of <= -(-length // 32) + 1
+    # Nothing fits behind the documents of a row that the next row begins with.
+    used = held.sum(1).tolist()
+    for row in range(len(used) - 1):
+        following = chosen.lengths[owners[row + 1, 0]]
+        assert used[row] + following > 32 or used[row + 1] == 0 or inputs[row + 1, 0] != EOS
+    assert 32 in used
+    assert min(used[:-1]) < 32
+
+
+def test_a_sample_keeps_documents_whole(make_stream: MakeStream) -> None:
+    stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
+    for rank in range(2):
+        for inputs, targets in heldout_batches(stream, 10, 3, 40, rank, 2, eos_id=EOS):
+            assert (inputs[:, 0] == EOS).all()
+            assert (targets[:, 8] == EOS).all()
+            assert (targets[:, 9] == -1).all()
+    sizes = [len(inputs) for inputs, _ in heldout_batches(stream, 10, 3, 40, 0, 2, eos_id=EOS)]
+    assert sum(sizes) == 20
+
+
+def test_a_number_of_documents_is_the_first_of_those_for_tokens(stream: TokenStream) -> None:
+    every = heldout_documents(stream, EOS)
+    smaller: set[int] = set()
+    for most in (1, 7, 150, len(every), 10_000):
+        chosen = heldout_documents(stream, EOS, most=most)
+        starts = set(chosen.starts.tolist())
+        assert len(starts) == len(chosen) == min(most, len(every))
+        assert smaller <= starts
+        assert chosen.lengths.tolist() == [
+            length
+            for start, length in zip(every.starts, every.lengths, strict=True)
+            if start in starts
+        ]
+        smaller = starts
+        tokens = int(chosen.lengths.sum())
+        assert heldout_documents(stream, EOS, tokens).starts.tolist() == chosen.starts.tolist()
+        assert len(heldout_documents(stream, EOS, 50, most=most)) <= most
 
 
 def test_a_number_of_tokens_is_of_whole_documents_that_are_the_same_every_time(

@@ -102,6 +102,7 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_hub_that_hangs_in_the_middle_is_named(
     tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
 ) -> None:

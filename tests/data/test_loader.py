@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import slow_but
 
 from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
 from diffllm.data.permutation import permute
@@ -219,6 +220,7 @@ def test_a_data_error_arrives_as_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_that_says_so(make_loader: MakeLoader) -> None:
     loader = make_loader(num_workers=1)
     next(loader)
@@ -259,7 +261,7 @@ if sys.argv[2] == "hang":
 """
 
 
-@pytest.mark.parametrize("end", ["hang", "return"])
+@pytest.mark.parametrize("end", slow_but(["return"], ["hang", "return"]))
 def test_workers_leave_quietly_with_the_trainer(
     stream: TokenStream, tmp_path: Path, end: str
 ) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ import pytest
 from sample_texts import sample_documents
 
 from diffllm.data import TokenData, prepare
-from diffllm.data.config import DataConfig
+from diffllm.data.config import DataConfig, SourceConfig
 from diffllm.data.preparation import encoding, reporter, workers
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import Document, document_hashes
-from diffllm.data.preparation.prepare import LeftToOthers
+from diffllm.data.preparation.prepare import LeftToOthers, of_nodes
 from diffllm.data.preparation.tokens import TokensJob
+from diffllm.data.preparation.workers import claim
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Part, TextBatch, open_corpus
 from diffllm.errors import ConfigError, DataError
@@ -87,8 +90,11 @@ def test_neither_processes_nor_nodes_change_a_byte(corpus: DataConfig) -> None:
     several = in_cache(corpus, "several")
     assert contents(prepare(several, PrepareConfig(processes=4))) == alone
     nodes = in_cache(corpus, "nodes")
-    for rank in (2, 0):
-        with pytest.raises(LeftToOthers, match=f"the parts of node {rank} of 3 are done"):
+    for rank, lacking in ((2, r"parts 0, 3, 6.* of node 0; parts 1, 4, .*"), (0, "parts 1, 4, .*")):
+        lacks = (
+            rf"node {rank} of 3 are done; .*/tokens/\w+ lacks {lacking} of node 1; the node that"
+        )
+        with pytest.raises(LeftToOthers, match=lacks):
             prepare(nodes, PrepareConfig(processes=2, num_nodes=3, node_rank=rank))
     with pytest.raises(LeftToOthers):  # again: nothing is left for it to do
         prepare(nodes, PrepareConfig(num_nodes=3, node_rank=2))
@@ -96,6 +102,26 @@ def test_neither_processes_nor_nodes_change_a_byte(corpus: DataConfig) -> None:
     last = prepare(nodes, PrepareConfig(processes=2, num_nodes=3, node_rank=1))
     assert contents(last) == alone
     assert contents(prepare(nodes, PrepareConfig(num_nodes=3, node_rank=2))) == alone
+
+
+def test_missing_parts_are_named_with_their_nodes() -> None:
+    assert of_nodes([3], 2) == "part 3 of node 1"
+    assert of_nodes([0, 1, 2, 4, 6, 8], 2) == "parts 0, 2, 4 and 2 more of node 0; part 1 of node 1"
+    assert of_nodes(range(7), 7).endswith("part 4 of node 4; ...")
+
+
+def test_every_source_of_a_mixture_says_what_it_lacks(corpus: DataConfig) -> None:
+    paths = {"a": corpus.paths[:1], "b": corpus.paths[1:]}
+    sources = {name: SourceConfig(source="files", paths=of) for name, of in paths.items()}
+    cfg = DataConfig(
+        source="mixture", sources=sources, tokenizer=corpus.tokenizer, cache_dir=corpus.cache_dir,
+        vocab_size=corpus.vocab_size,
+    )  # fmt: skip
+    with pytest.raises(LeftToOthers) as left:
+        prepare(cfg, PrepareConfig(num_nodes=2, node_rank=1))
+    for name in sources:
+        lacks = rf"data\.sources\.{name}: \S+ lacks parts 0, 2.* of node 0"
+        assert re.search(lacks, str(left.value))
 
 
 def test_a_start_on_one_node_finishes_what_nodes_left(corpus: DataConfig) -> None:
@@ -165,13 +191,20 @@ def test_another_division_into_parts_begins_anew(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
+@pytest.mark.parametrize("looks_late", [False, True])
 def test_what_a_worker_raises_is_raised(
-    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, looks_late: bool
 ) -> None:
+    def once_one_has_ended(things: list[object], timeout: float) -> list[object]:
+        wait([thing for thing in things if isinstance(thing, int)])
+        return wait(things, timeout)
+
     def fail(*_: object) -> None:
         raise ZeroDivisionError("in a worker")
 
     monkeypatch.setattr(encoding.Encoding, "encode", fail)
+    if looks_late:
+        monkeypatch.setattr(workers, "wait", once_one_has_ended)
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ZeroDivisionError: in a worker"):
         prepare(corpus)
 
@@ -258,6 +291,7 @@ class Endless:
             yield TextBatch([f"{start} {i}" for i in range(1000)])
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_documents(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,3 +364,30 @@ def test_a_source_that_stalls_is_named(
     )
     job.build(PrepareConfig())
     assert "nothing for 0 s; waiting for a hub that hangs" in capfd.readouterr().err
+
+
+def test_a_part_of_another_process_is_named_while_it_is_waited_for(
+    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It lets go of the part when somebody has read the line that says so."""
+    line = reporter.Reporter.line
+    job = TokensJob(
+        open_corpus(corpus, Path(corpus.cache_dir)),
+        Path(str(corpus.tokenizer)) / "tokenizer.model",
+        0.1,
+        Path(corpus.cache_dir) / "tokens",
+    )
+    job.partial.mkdir(parents=True)
+    other = claim(job.partial, 4)
+    other.acquire()
+
+    def read_aloud(self: reporter.Reporter, text: str, urgent: bool = False) -> None:
+        line(self, text, urgent)
+        if "part 4 of another process" in text:
+            other.release()
+
+    monkeypatch.setattr(reporter, "EVERY", 0.02)
+    monkeypatch.setattr(workers, "TICK", 0.001)
+    monkeypatch.setattr(reporter.Reporter, "line", read_aloud)
+    assert job.build(PrepareConfig(processes=1)) == []
+    assert "waiting for part 4 of another process" in capfd.readouterr().err

@@ -92,9 +92,9 @@ def test_a_stream_has_few_files_open(
     make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them takes a file descriptor: a large corpus has more shards than there are."""
-    monkeypatch.setattr(shards, "MOST_MAPS", 3)
+    monkeypatch.setattr(shards, "MOST_OPEN", 3)
     stream = make_stream(list(range(1000)), shard_tokens=50)
     for start in [*range(0, 1000, 37), 0, 990]:
         stop = min(start + 60, 1000)
         assert stream.tokens(start, stop).tolist() == list(range(start, stop))
-        assert len(stream._maps) <= 3
+        assert len(stream._open) <= 3

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from gloo import run_ranks
 from test_training_ranks import BASE, global_batch, micro_batches
+from tiers import slow_but
 from torch._dynamo.utils import counters
 
 from diffllm import build_model
@@ -203,7 +204,7 @@ def check(variant, ranks):
     assert ranks[0][0] == ranks[1][0], "the ranks disagree"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
 def test_everything_measured_equals_a_plain_recomputation(variant, tmp_path):
     check(variant, run_ranks(measured, 2, tmp_path, variant, ["compile=false"]))
 
@@ -233,8 +234,8 @@ def written(extra):
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (1, ["compile=false"]),
-        (2, ["compile=false"]),
+        pytest.param(1, ["compile=false"], marks=pytest.mark.slow),
+        pytest.param(2, ["compile=false"], marks=pytest.mark.slow),
         (2, ["compile=false", "parallel.expert=2"]),
         pytest.param(
             2,

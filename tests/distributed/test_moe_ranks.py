@@ -4,6 +4,7 @@ import pytest
 import torch
 from gloo import run_ranks
 from test_training_ranks import BASE, STEPS, assert_same_training, micro_batches
+from tiers import slow_but
 
 from diffllm.build import build
 from diffllm.config import load_config
@@ -45,7 +46,7 @@ def train(overrides):
     return (losses, norms, full, stats), others, state
 
 
-@pytest.mark.parametrize("over", ["sequence", "global_batch"])
+@pytest.mark.parametrize("over", slow_but(["global_batch"], ["sequence", "global_batch"]))
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

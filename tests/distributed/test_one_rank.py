@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from single_process import gloo_group
+from tiers import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,7 +75,7 @@ class Watcher(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
-@pytest.mark.parametrize("micro", [8, 4, 1])
+@pytest.mark.parametrize("micro", slow_but([4], [8, 4, 1]))
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 0)])
 def test_no_parameter_is_copied_more_than_once_a_step(precision, times, micro, checkpointing):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]

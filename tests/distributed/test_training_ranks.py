@@ -1,6 +1,7 @@
 """The same training whatever the number of ranks, the mesh and the accumulation."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def assert_same_training(one, other, atol=1e-5):
         )
 
 
-@pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
+@pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
 def test_one_and_two_ranks_train_alike(variant, tmp_path):
     overrides = [f"attention={variant}"]
     (one,) = run_ranks(train_losses, 1, tmp_path, overrides)
@@ -100,15 +101,13 @@ def test_one_and_two_ranks_train_alike(variant, tmp_path):
     assert_same_training(one, two[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=every"],
-            marks=pytest.mark.slow,
-        ),
+        ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=every"],
         ["parallel.replicate=2", "micro_batch_size=1", "parallel.reduce=last"],
-        pytest.param(["parallel.replicate=4"], marks=pytest.mark.slow),
+        ["parallel.replicate=4"],
         ["activation_checkpointing=true", "model.tie_embeddings=true", "model.qk_norm=true"],
     ],
 )
@@ -145,6 +144,8 @@ class Stream:
 
     def __init__(self, tokens):
         self.all = tokens
+        split = SimpleNamespace(tokens=len(tokens))
+        self.manifest = SimpleNamespace(splits={"heldout": split})
 
     def split(self, name):
         assert name == "heldout"

@@ -1,7 +1,9 @@
 """A tiny corpus, one cache for the session, and one finished run."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import disks
 import pytest
 from cli_helpers import clean_environment, documents, write_jsonl
 from forked_runs import train
@@ -61,3 +63,10 @@ def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) 
     assert result.code == 0, result.err
     assert "outputs/finished/report.html" in result.out
     return workplace / "outputs" / "finished"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 24 MB: three checkpoints of the runs here and a bit."""
+    with disks.small_disk(tmp_path / "disk", "24m") as disk:
+        yield disk

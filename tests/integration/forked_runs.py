@@ -33,7 +33,8 @@ NO_FAULT = Fault()
 class ForkedRun:
     """A run of train.py on `ranks` processes, with its samples recorded and perhaps a fault.
 
-    `run.dir=` has to be among its words. What the ranks say goes to said-<rank>.txt in `directory`.
+    `run.dir=` has to be among its words. What the ranks say goes to said-<rank>.txt in `directory`,
+    unless `said` names a file for each.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ForkedRun:
         ranks: int = 1,
         directory: Path | None = None,
         fault: Fault = NO_FAULT,
+        main: Callable[..., int] = planted_train.main,
+        said: list[str] | None = None,
     ):
-        self.said = said_files(ranks, directory)
+        self.said = said or said_files(ranks, directory)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -54,7 +57,7 @@ class ForkedRun:
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             }
             more = {**os.environ, **(environment if ranks > 1 else {})}
-            args = (planted_train.main, (fault, words), more, os.getcwd(), [self.said[rank]] * 2)
+            args = (main, (fault, words), more, os.getcwd(), [self.said[rank]] * 2)
             self.processes.append(forked(_process, args))
         for process in self.processes:
             process.start()
@@ -141,12 +144,12 @@ def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
 
 def train(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
     """How `python train.py words` ends, started in `cwd`."""
-    return forked_call(_train, words, cwd, environment)
+    return forked_call(run_train, words, cwd, environment)
 
 
 def tool(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
     """How `diffllm words` ends, started in `cwd`."""
-    return forked_call(_tool, words, cwd, environment)
+    return forked_call(run_tool, words, cwd, environment)
 
 
 def forked_call(
@@ -165,12 +168,12 @@ def forked_call(
         return Result(process.exitcode, out, err)
 
 
-def _train(words: list[str]) -> int:
+def run_train(words: list[str]) -> int:
     sys.argv = [str(TRAIN), *words]
     return planted_train.entry_module().main()
 
 
-def _tool(words: list[str]) -> int:
+def run_tool(words: list[str]) -> int:
     from diffllm import tools
 
     return tools.main(words)

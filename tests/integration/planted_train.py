@@ -2,8 +2,8 @@
 
 As a command: `python planted_train.py FAULT RANK STEP overrides...`. The fault strikes that rank as
 it begins that step; `none` plants nothing. Every rank appends what it trained on to
-samples-<rank>.jsonl in the directory given by run.dir=: the step, a hash of each sequence, and the
-loss.
+samples-<rank>.jsonl in the directory given by run.dir=, or by the variable SAMPLES: the step, a
+hash of each sequence, and the loss.
 """
 
 import contextlib
@@ -54,6 +54,7 @@ def main(fault: Fault, words: list[str]) -> int:
 
     rank = int(os.environ.get("RANK", "0"))
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
+    samples = Path(os.environ.get("SAMPLES", directory))
     real_step, real_run = trainer.train_step, run.run
     real_nats = heldout.document_nats
 
@@ -63,8 +64,11 @@ def main(fault: Fault, words: list[str]) -> int:
         wait_at_gate(Path(directory) / f"gate-{step + 1}")
         seen: list[str] = []
         out = real_step(t, noted(batches, seen), step, *args)
-        with open(Path(directory) / f"samples-{rank}.jsonl", "a") as log:
-            line = {"step": step + 1, "samples": seen, "loss": out.nll.item()}
+        line = {"step": step + 1, "samples": seen, "loss": out.nll.item()}
+        with (
+            contextlib.suppress(FileNotFoundError),  # the directory has been removed
+            open(samples / f"samples-{rank}.jsonl", "a") as log,
+        ):
             log.write(json.dumps(line) + "\n")
         return out
 

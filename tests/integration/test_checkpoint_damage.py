@@ -17,6 +17,7 @@ def corpus(tmp_path_factory) -> Path:
     return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.slow
 def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(corpus, straight, *WORDS)

@@ -4,8 +4,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +44,8 @@ def assert_clean(run: Path, output: str) -> None:
         assert verify(path) == [], path
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, ranks):
     """With two ranks, only one of them meets the limit."""
     run = tmp_path / "run"
@@ -72,7 +71,8 @@ def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, r
     assert_clean(run, output)
 
 
-@pytest.mark.parametrize("how", ["the last step", pytest.param("a signal", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["the last step", "a signal"])
 def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path, how):
     run = tmp_path / "run"
     gate = Gate(run, 6)
@@ -94,20 +94,6 @@ def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tm
     output = finish(corpus, run, *WORDS)
     assert f"continues after step {step_of(newest)}" in output
     assert steps(run)[-1] == LAST
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MB: three checkpoints of the runs here and a bit."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a file system takes root")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):

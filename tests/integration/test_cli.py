@@ -138,6 +138,7 @@ def test_a_run_without_a_name_gets_a_fresh_one(
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], "something lies beside outputs/"
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_live_progress(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:

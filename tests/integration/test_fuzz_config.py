@@ -153,7 +153,7 @@ def wrong_values(key: str) -> list[str]:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_values_of_a_wrong_type(tier: str) -> None:
-    rng, count = of_tier(tier, 25, 150)
+    rng, count = of_tier(tier, 8, 60)
     keys = sorted(KEYS)
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
@@ -258,7 +258,7 @@ def edited(rng: random.Random, name: str) -> str:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_keys_with_one_letter_wrong(tier: str) -> None:
-    rng, count = of_tier(tier, 10, 60)
+    rng, count = of_tier(tier, 5, 60)
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
@@ -277,7 +277,7 @@ def test_choices_of_a_group(tier: str) -> None:
     """The slow tier tries each with every group."""
     words = [(group, f"{group}={value}") for group in GROUPS for value in NO_CHOICES]
     words += [(group, word) for group in GROUPS for word in (f"~{group}", f"{group}@x=tiny")]
-    rng, count = of_tier(tier, 10, len(words))
+    rng, count = of_tier(tier, 5, len(words))
     for group, word in rng.sample(words, count):
         assert_refused([word], group)
 
@@ -349,7 +349,7 @@ def test_one_key_twice_is_its_last_value() -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_wrong_values_among_right_ones(tier: str) -> None:
-    rng, count = of_tier(tier, 10, 60)
+    rng, count = of_tier(tier, 5, 60)
     fine = ["seed=3", "eval.sequences=2", "optim.lr=1e-4", "attention=gated", "wandb.mode=disabled"]
     right = [word.partition("=")[0] for word in fine]  # of a key twice the last value counts
     keys = [key for key in KEYS if not key.startswith(PARTS_OF_A_RUN) and key not in ANY_TEXT]
@@ -574,15 +574,8 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
 ]
 
 
-# Each starts an interpreter.
-REAL_OF_TIERS = [
-    pytest.param(*case, marks=[pytest.mark.slow] if i else []) for i, case in enumerate(REAL)
-]
-
-
-@pytest.mark.parametrize(
-    ("words", "variables", "named"), REAL_OF_TIERS, ids=lambda value: str(value)[:40]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "variables", "named"), REAL, ids=lambda value: str(value)[:40])
 def test_the_real_command(
     tmp_path: Path, words: list[str], variables: dict[str, str], named: list[str]
 ) -> None:

@@ -62,9 +62,8 @@ def test_a_run_ends_with_the_loss_of_every_document(corpus, straight):
     assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], "it is of a sample"
 
 
-@pytest.mark.parametrize(
-    "masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["free", "masked"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True], ids=["free", "masked"])
 def test_one_and_two_ranks_measure_the_same(corpus, tmp_path, masked):
     """After one step, which parts them by rounding alone."""
     words = (*WORDS, "steps=1", f"data.mask_documents={masked}")

@@ -1,4 +1,5 @@
-"""A loader process that dies ends its run at once, with a line that says so."""
+"""A loader process that dies ends its run at once, with a line that says so; one that hangs is
+named."""
 
 import os
 import signal
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from forked_runs import Gate, start
 from runs import descendants, prepared_corpus
+from tiers import slow_but
 
 from diffllm.checkpoint import list_checkpoints
 
@@ -21,7 +23,7 @@ def loader_processes(trainer: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_a_loader_process_that_is_killed(tmp_path: Path, ranks: int) -> None:
     """SIGKILL is what the kernel sends where memory runs out.
 
@@ -38,10 +40,33 @@ def test_a_loader_process_that_is_killed(tmp_path: Path, ranks: int) -> None:
         os.kill(loaders[0], signal.SIGKILL)
         gate.open()
         codes = process.codes()
-        assert codes == ([2] if ranks == 1 else [1, 2]), process.text()
-        assert "a data loader process died" in process.text()
-        if ranks == 1:
-            assert "Traceback" not in process.text()
-        assert list_checkpoints(run / "checkpoints")
+        assert codes == [2] * ranks, process.text()
+        (line,) = [line for line in process.text().splitlines() if line.startswith("error: ")]
+        assert "a data loader process died" in line
+        assert "Traceback" not in process.text()
+        step = int(list_checkpoints(run / "checkpoints")[-1].name[5:])
+        assert f"stopped after step {step}, saved" in line
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("timeout", "signalled"), [(3, False), (3000, True)])
+def test_a_loader_process_that_hangs(tmp_path: Path, timeout: int, signalled: bool) -> None:
+    """One process ends within distributed.timeout, and soon where somebody asks it to stop."""
+    run = tmp_path / "run"
+    words = ("steps=1000000", "checkpoint.interval=2", "data.num_workers=1", "log_interval=1")
+    process = start(prepared_corpus(tmp_path), run, *words, f"distributed.timeout={timeout}")
+    try:
+        process.wait_for(lambda: list_checkpoints(run / "checkpoints"), "checkpoint")
+        (loader,) = loader_processes(process.pid())
+        os.kill(loader, signal.SIGSTOP)
+        if signalled:  # once what it had read ahead is used up
+            process.wait_for(lambda: "warning: this process hangs at" in process.text(), "warning")
+            process.signal(signal.SIGTERM)
+        said = process.finish(1)
+        assert "error: this process hangs at step " in said
+        assert f"waiting for a batch of the data loader (stopped: process {loader})" in said
+        assert not os.path.exists(f"/proc/{loader}/fd/0"), "it outlives its run"
     finally:
         process.kill()

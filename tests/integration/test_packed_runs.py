@@ -40,6 +40,7 @@ def shares(overrides: list[str]) -> list[float]:
     return [(targets >= 0).float().mean().item() for _, targets in batches]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_and_padding_is_told(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     overrides = words(corpus, one, *PACKED)
@@ -59,6 +60,7 @@ def test_two_ranks_train_as_one_and_padding_is_told(corpus, tmp_path):
     assert f"{epochs:.2g} epochs" in said
 
 
+@pytest.mark.slow
 def test_another_packing_is_refused_or_begins_its_order(corpus, tmp_path):
     run = tmp_path / "run"
     ForkedRun(words(corpus, run), 1, run).finish()

@@ -111,6 +111,7 @@ def test_without_the_plugin_every_command_names_it(trained, place, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_of_a_yaml_alone_is_read_without_it(tmp_path, tiny, environment):
     """An ablation of one of our variants: the run's config says of which."""
     file = tmp_path / "mine" / "attention" / "normed.yaml"

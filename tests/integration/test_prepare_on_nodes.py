@@ -46,18 +46,22 @@ def test_nodes_that_fail_are_one_line(tmp_path: Path) -> None:
     result = prepare([*words, f"data.cache_dir={tmp_path}/cache"], tmp_path)
     assert result.returncode == 2
     assert "2 of 2 nodes did not finish (node 0: " in result.stderr
-    assert "corpus.jsonl: JSON parse error" in result.stderr
+    assert "corpus.jsonl: line 1: JSON parse error" in result.stderr
     assert "Traceback" not in result.stderr
 
 
+REFUSED = [
+    (["prepare.node_rank=1"], "prepare.node_rank=1 has to be below prepare.num_nodes=1"),
+    (["hydra/launcher=submitit_local", "hydra.launcher.nodes=2"], "have to be 1"),
+    (["hydra/launcher=basic"], "hydra/launcher=basic submits nothing"),
+    (["prepare.processes=0"], "prepare.processes=0"),
+]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["prepare.node_rank=1"], "prepare.node_rank=1 has to be below prepare.num_nodes=1"),
-        (["hydra/launcher=submitit_local", "hydra.launcher.nodes=2"], "have to be 1"),
-        (["hydra/launcher=basic"], "hydra/launcher=basic submits nothing"),
-        (["prepare.processes=0"], "prepare.processes=0"),
-    ],
+    REFUSED,
 )
 def test_nodes_that_there_are_not(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(CORPUS)

@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from cli_helpers import train_command
 from forked_runs import Gate, finish, start
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus, wait_for
+from tiers import slow_but
 
 STEPS, HALF = 24, 12
 INTERVALS = (
@@ -24,15 +27,19 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(corpus, tmp_path_factory) -> dict[int, Path]:
-    """Undisturbed runs by their number of ranks."""
-    runs = {ranks: tmp_path_factory.mktemp("straight") / f"{ranks}" for ranks in (1, 2)}
-    for ranks, run in runs.items():
+def straight(corpus, tmp_path_factory) -> Callable[[int], Path]:
+    """The undisturbed run on a number of ranks, made when it is first asked for."""
+
+    @cache
+    def made(ranks: int) -> Path:
+        run = tmp_path_factory.mktemp("straight") / f"{ranks}"
         finish(corpus, run, *INTERVALS, ranks=ranks)
-    return runs
+        return run
+
+    return made
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(
     corpus, straight, tmp_path, ranks
 ):
@@ -45,9 +52,9 @@ def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(
     gate.open()
     output = finish(corpus, broken, *INTERVALS, ranks=ranks)
     assert f"continues after step {HALF}" in output
-    assert metric_lines(broken) == metric_lines(straight[ranks])
-    assert_same_weights(straight[ranks], broken, STEPS)
-    assert_measured_when_due(straight[ranks])
+    assert metric_lines(broken) == metric_lines(straight(ranks))
+    assert_same_weights(straight(ranks), broken, STEPS)
+    assert_measured_when_due(straight(ranks))
 
 
 def assert_measured_when_due(run: Path) -> None:
@@ -66,7 +73,7 @@ def assert_measured_when_due(run: Path) -> None:
         assert {line["step"] for line in lines if name in line} == steps, name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_path, number):
     stopped = tmp_path / "stopped"
     gate = Gate(stopped, 6)
@@ -78,8 +85,8 @@ def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_pat
     assert [p.name for p in (stopped / "checkpoints").iterdir()] == ["step-00000006"]
     assert not (stopped / "heldout").exists()
     finish(corpus, stopped, *INTERVALS)
-    assert metric_lines(stopped) == metric_lines(straight[1])
-    assert_same_weights(straight[1], stopped, STEPS)
+    assert metric_lines(stopped) == metric_lines(straight(1))
+    assert_same_weights(straight(1), stopped, STEPS)
 
 
 @pytest.mark.slow
@@ -93,8 +100,8 @@ def test_a_command_that_was_killed_continues_bit_identically(corpus, straight, t
     first.wait()
     again = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert again.returncode == 0
-    assert metric_lines(run) == metric_lines(straight[1])
-    assert_same_weights(straight[1], run, STEPS)
+    assert metric_lines(run) == metric_lines(straight(1))
+    assert_same_weights(straight(1), run, STEPS)
 
 
 @pytest.mark.slow
@@ -113,6 +120,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path):
     assert "continues after step" in finish(corpus, run, *INTERVALS, ranks=2)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_continues_with_the_same_batches(corpus, tmp_path):
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     extra = (*INTERVALS, "precision=fp32")

@@ -63,6 +63,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_an_undisturbed_run_reads_every_sample_once_an_epoch(straight):
     read = samples(straight / "dense")
     order = [name for step in sorted(read) for name in read[step]]
@@ -127,7 +128,7 @@ def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
         pytest.param(
             "data.vocab_size=290", ["data.vocab_size", "tokenizer"], marks=pytest.mark.slow
         ),
-        ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
+        pytest.param("data.paths=[OTHER]", ["corpus", "tokenizer"], marks=pytest.mark.slow),
     ],
 )
 def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allowed):
@@ -166,6 +167,7 @@ def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allo
     assert [line["step"] for line in metric_lines(run)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_another_batch_size_goes_on_where_the_data_stood(corpus, straight, tmp_path):
     """Half of the global batch: each step reads the next six samples of the same order."""
     run = tmp_path / "run"
@@ -179,6 +181,7 @@ def test_another_batch_size_goes_on_where_the_data_stood(corpus, straight, tmp_p
         assert sorted(halves) == undisturbed[step]
 
 
+@pytest.mark.slow
 def test_a_change_that_the_checkpoint_cannot_take_changes_nothing(corpus, tmp_path):
     """Even where it is allowed: the first run can still go on."""
     run = tmp_path / "run"

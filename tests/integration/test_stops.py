@@ -69,6 +69,7 @@ def test_a_signal_before_the_first_step_asks_to_go_on(corpus, tmp_path):
     assert json.loads((run / "requeue").read_text()) == {"signal": "SIGUSR1", "step": None}
 
 
+@pytest.mark.slow
 def test_killed_during_a_save_a_run_becomes_what_it_would_have_been(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ("steps=12", "optim.warmup_steps=1", "checkpoint.interval=4", "log_interval=1")

@@ -95,6 +95,7 @@ def test_killed_sweeps_go_on_where_they_were(
     assert_finished(runs[0])
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_run_and_ends_the_sweep(
     tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
 ) -> None:

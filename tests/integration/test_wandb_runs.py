@@ -92,6 +92,7 @@ def test_an_offline_run_is_metrics_jsonl_with_config_and_definitions(directory, 
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id(directory, corpus):
     run = directory / "resumed"
     overrides = (*SMALL, "steps=400", "checkpoint.interval=2", "log_interval=1")
@@ -122,6 +123,7 @@ def service_of(parent: int) -> int:
     raise AssertionError("wandb has no service")
 
 
+@pytest.mark.slow
 def test_a_service_killed_in_the_middle_costs_one_line_on_stderr(directory, corpus):
     run = directory / "killed"
     gate = Gate(run, 6)

@@ -10,6 +10,7 @@ from references import (
     rope,
     standard,
 )
+from tiers import families, slow_but
 from variants import SHAPES, VARIANTS, refused, small_config
 
 from diffllm import build_model
@@ -59,7 +60,7 @@ def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others()
         assert refused("standard_1p5x_heads", heads, kv_heads) == uneven, (heads, kv_heads)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_a_factor_on_the_context_is_one_on_wo(variant):
     """And statistics see it; a factor of 1 is no operation at all."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)

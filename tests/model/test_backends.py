@@ -23,6 +23,7 @@ from stand_ins import (
     relative,
     tokens_with_documents,
 )
+from tiers import slow_but
 from torch.nn.attention import restore_flash_attention_impl, varlen
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
@@ -41,7 +42,7 @@ ADAPTED = [(shape, wide) for shape in SHAPES for wide in (1, 2) if shape[1] % wi
 
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("shape", "wide"), ADAPTED)
+@pytest.mark.parametrize(("shape", "wide"), slow_but(ADAPTED[:2], ADAPTED))
 def test_flex_attends_as_sdpa_does(monkeypatch, shape, wide, masked):
     """FlexAttention itself, uncompiled: it computes the forward pass on a CPU."""
     monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)

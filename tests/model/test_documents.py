@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import families, slow_but
 from variants import VARIANTS, small_model
 
 from diffllm.model.documents import Documents
@@ -14,6 +15,7 @@ END = 0
 SPLIT = ("model.attention.values=split",)
 REFERENCE = ("model.attention.backend=reference",)
 EVERY = [(variant, ()) for variant in VARIANTS] + [("diff_v1", SPLIT)]
+FEW = [(variant, ()) for variant in families(VARIANTS)]
 TOKENS = torch.tensor(
     [
         # documents of 4, 1, 1, 5 and a part of 3; of 9 and 5; none that ends; three parts
@@ -119,7 +121,7 @@ def grads_of(model, scalar):
 
 
 @pytest.mark.parametrize(("variant", "extra"), EVERY)
-@pytest.mark.parametrize("shape", [(8, 2, 8), (8, 4, 8)])
+@pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
 def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape):
     """In logits, in the loss and in every gradient of it."""
     model = shared_model(variant, *shape, extra)
@@ -153,7 +155,7 @@ def test_positions_start_anew_in_every_document():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("variant", "extra"), EVERY)
+@pytest.mark.parametrize(("variant", "extra"), slow_but(FEW, EVERY))
 def test_explicit_maps_equal_the_kernel(variant, extra, masked):
     """backend=reference against backend=sdpa, forward and gradients."""
     documents = Documents.of(TOKENS, END) if masked else None

@@ -14,6 +14,7 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from references import diff_v1, lambda_init_schedule, rope, standard
+from tiers import families, slow_but
 from torch.func import functional_call
 
 from diffllm import build_model, load_config
@@ -538,7 +539,7 @@ def test_gradients_of_q_k_v_and_sink_are_those_of_finite_differences(variant, da
     assert torch.autograd.gradcheck(context, inputs, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 @given(data=st.data())
 @unshrunk
 def test_gradients_of_the_input_and_every_parameter_are_those_of_finite_differences(variant, data):
@@ -619,7 +620,7 @@ def drawn_tokens(shape, count):
     return torch.randint(0, 32, (shape.batch, count), generator=generator)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 @given(data=st.data())
 @few
 def test_appending_tokens_never_changes_earlier_logits(variant, data):
@@ -630,7 +631,7 @@ def test_appending_tokens_never_changes_earlier_logits(variant, data):
     close(model(tokens)[:, :kept], model(tokens[:, :kept]))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 @given(data=st.data())
 @few
 def test_decoding_in_any_chunks_equals_the_full_forward_pass(variant, data):

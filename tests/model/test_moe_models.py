@@ -33,7 +33,7 @@ def mixture(variant, *extra):
     return shared_model(variant, extra=(*MIXTURE, *extra))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_every_parameter_gets_a_gradient(variant):
     model = mixture(variant, *LOSSES)
     tokens = torch.randint(0, 64, (4, 17))
@@ -57,7 +57,7 @@ def test_the_objective_is_the_cross_entropy_and_each_weighted_loss():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_cached_decoding_equals_the_full_pass(variant):
     model, tokens = mixture(variant), torch.randint(0, 64, (3, 16))
     whole = model(tokens)
@@ -118,7 +118,8 @@ def test_what_a_mixture_shares_with_the_dense_model_starts_alike():
         assert not torch.equal(four[name][0], four[name][1])
 
 
-@pytest.mark.parametrize("variant", slow_but(["diff_v2"], families(VARIANTS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", families(VARIANTS))
 def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant):
     """In float32, with statistics and without."""
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import slow_but
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -103,20 +104,23 @@ def test_a_scaled_model_computes_something_else():
             assert not torch.allclose(one, other)
 
 
+IMPOSSIBLE = [
+    (["scaling=ntk"], "none, linear, llama3, yarn"),
+    (["factor=2"], "needs model.rope.scaling"),
+    (["scaling=linear", "factor=0.5"], "factor=0.5 must be at least 1"),
+    (["scaling=llama3", "factor=2"], "needs model.rope.original_seq_len"),
+    (["scaling=yarn", "factor=2", "original_seq_len=0"], "needs model.rope.original_seq_len"),
+    (["scaling=linear", "original_seq_len=64"], "needs model.rope.scaling=llama3 or yarn, not"),
+    (["scaling=llama3", "original_seq_len=64", "beta_fast=40"], "needs .*scaling=yarn, not"),
+    (["low_freq_factor=2"], "needs .*scaling=llama3, not none"),
+    (["scaling=yarn", "original_seq_len=64", "beta_slow=40"], "less than model.rope.beta_fast"),
+    (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be positive"),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["scaling=ntk"], "none, linear, llama3, yarn"),
-        (["factor=2"], "needs model.rope.scaling"),
-        (["scaling=linear", "factor=0.5"], "factor=0.5 must be at least 1"),
-        (["scaling=llama3", "factor=2"], "needs model.rope.original_seq_len"),
-        (["scaling=yarn", "factor=2", "original_seq_len=0"], "needs model.rope.original_seq_len"),
-        (["scaling=linear", "original_seq_len=64"], "needs model.rope.scaling=llama3 or yarn, not"),
-        (["scaling=llama3", "original_seq_len=64", "beta_fast=40"], "needs .*scaling=yarn, not"),
-        (["low_freq_factor=2"], "needs .*scaling=llama3, not none"),
-        (["scaling=yarn", "original_seq_len=64", "beta_slow=40"], "less than model.rope.beta_fast"),
-        (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be positive"),
-    ],
+    slow_but(IMPOSSIBLE[::3], IMPOSSIBLE),
 )
 def test_impossible_scalings_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):

@@ -84,6 +84,7 @@ def test_gradients(no_cuda):
     assert worst(grad_x, grad.double() @ weight.double()) < 2**-7
 
 
+@pytest.mark.slow
 def test_a_compiler_leaves_the_parts_as_they_are(no_cuda):
     """It drops a rounding to bf16 and back, which would make all parts but the first zero."""
     torch._dynamo.reset()

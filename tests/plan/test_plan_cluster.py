@@ -22,6 +22,7 @@ def test_an_uneven_group_waits_for_the_node_with_the_fewest_of_its_ranks():
     assert seconds(Collective.all_to_all) == pytest.approx(8 / 50)
 
 
+@pytest.mark.slow
 def test_experts_share_a_node_before_shards_and_shards_before_replicas():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])

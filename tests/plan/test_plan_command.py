@@ -50,6 +50,7 @@ def test_json_holds_memory_communication_time_and_assumptions(capsys):
     assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
 
 
+@pytest.mark.slow
 def test_a_step_takes_the_longer_of_computing_and_sending(capsys):
     words = [*SMALL, "gpus=16", "tokens=1e9"]
     time = as_json(capsys, *words, "mfu=0.5", "network_gbs=1e-3")["time"]
@@ -82,6 +83,7 @@ def test_text_says_what_fits_and_what_is_assumed(capsys):
     assert "assumed balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_given_is_not_assumed(capsys):
     out = as_json(capsys, *SMALL, "gpus=2", "global_batch_size=8", "micro_batch_size=2")
     assert (out["micro_batch_size"], out["micro_batches"]) == (2, 2)
@@ -104,10 +106,11 @@ def peak(overrides, gpus=2, checkpointing=False):
 @pytest.mark.parametrize(
     ("overrides", "smaller", "words"),
     [
-        (
+        pytest.param(
             ["micro_batch_size=8"],
             ["micro_batch_size=4", "global_batch_size=16"],
             ("micro_batch_size=4", "global_batch_size=16"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["micro_batch_size=8", "global_batch_size=32"],
@@ -115,12 +118,7 @@ def peak(overrides, gpus=2, checkpointing=False):
             ("micro_batch_size=2",),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            [],
-            ["activation_checkpointing=true"],
-            ("activation_checkpointing=true",),
-            marks=pytest.mark.slow,
-        ),
+        ([], ["activation_checkpointing=true"], ("activation_checkpointing=true",)),
         pytest.param(
             ["parallel.replicate=2", "activation_checkpointing=true"],
             ["parallel.replicate=1"],

@@ -73,7 +73,7 @@ def slow(*values):
         slow(4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
         slow(2, MOE),
         slow(4, [*MOE, "parallel.replicate=2"]),
-        (2, [*MOE, "parallel.expert=2"]),
+        slow(2, [*MOE, "parallel.expert=2"]),
         slow(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
@@ -115,7 +115,7 @@ REAL_STEPS = [  # of one and two micro-batches
 ]
 
 
-@pytest.mark.parametrize("overrides", REAL_STEPS)
+@pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
 def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
@@ -126,14 +126,16 @@ def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
     assert sum(step.peak.by_kind.values()) == step.peak.total
 
 
-@pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", REAL_STEPS)
 def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
 
 
-@pytest.mark.parametrize("reduce", [REDUCE[0], *map(slow, REDUCE[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", REDUCE)
 def test_two_micro_batches_stand_for_any_number(reduce, monkeypatch):
     reduce = f"parallel.reduce={reduce}"
     overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
@@ -176,6 +178,7 @@ def test_of_many_layers_only_a_few_are_gathered_at_once():
     assert step[deep] == step[6] > 0
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole_and_in_float32():
     layers = [*SMALL, "model.n_layers=6", "model.ffn_dim=400"]
     every, last = (simulate(load_config([*layers, f"parallel.reduce={r}"]), 4) for r in REDUCE)
@@ -208,6 +211,7 @@ def test_compiled_blocks_keep_no_more_than_eager_ones_and_checkpoints_far_less()
         assert getattr(compiled, name) == getattr(eager, name)
 
 
+@pytest.mark.slow
 def test_a_change_of_the_model_changes_the_step():
     base = simulate(load_config(SMALL), 2)
     deeper = simulate(load_config([*SMALL, "model.n_layers=3"]), 2)

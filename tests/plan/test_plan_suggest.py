@@ -1,7 +1,6 @@
 """The nearest change where the user fixed a mesh or a batch."""
 
 import pytest
-from tiers import slow_but
 
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import GIB, plan
@@ -63,10 +62,8 @@ FIXED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "overrides", "words"),
-    slow_but([FIXED[5]], FIXED),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "overrides", "words"), FIXED)
 def test_what_the_user_fixed_gives_way_to_a_change_that_fits(gpus, overrides, words):
     overrides = [*SMALL, *overrides]
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9

@@ -46,6 +46,24 @@ def run(
     """A run with a line every `every` steps, n lines."""
     cfg = copy.deepcopy(config(variant))
     cfg.seed, cfg.steps = seed, n * every
+    lines = [dict(line) for line in made_lines(variant, seed, n, every, probes)]
+    parameters = 1_100_000 + 60_000 * NINE.index(variant) if variant in NINE else 1_000_000
+    facts = {
+        "parameters": parameters, "active_parameters": parameters,
+        "flops_per_token": 6.4 * parameters, "corpus": "stdlib", "tokenizer": "own",
+        "compute_dtype": "float32", "device": "CPU", "ranks": 1,
+    }  # fmt: skip
+    path = Path("outputs/compare") / f"{label or variant}-{seed}"
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    summary = {"steps": n * every, "heldout_loss": losses[-1], "seconds": 61.0 + seed}
+    return Run(path, cfg, facts, summary if finished else None, Metrics(lines))
+
+
+@cache
+def made_lines(
+    variant: str, seed: int, n: int, every: int, probes: bool
+) -> tuple[dict[str, Any], ...]:
+    """Make the lines of a run's metrics.jsonl."""
     rng = np.random.default_rng([seed, sum(map(ord, variant))])
     steps = np.arange(1, n * every + 1)
     data = np.random.default_rng(seed).normal(0, 0.06, len(steps))
@@ -92,16 +110,7 @@ def run(
             window = loss[max(0, step - 50) : step]
             line["eval/loss"] = float(np.median(window) + 0.04 + rng.normal(0, 0.004))
         lines.append(line)
-    parameters = 1_100_000 + 60_000 * NINE.index(variant) if variant in NINE else 1_000_000
-    facts = {
-        "parameters": parameters, "active_parameters": parameters,
-        "flops_per_token": 6.4 * parameters, "corpus": "stdlib", "tokenizer": "own",
-        "compute_dtype": "float32", "device": "CPU", "ranks": 1,
-    }  # fmt: skip
-    path = Path("outputs/compare") / f"{label or variant}-{seed}"
-    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    summary = {"steps": n * every, "heldout_loss": losses[-1], "seconds": 61.0 + seed}
-    return Run(path, cfg, facts, summary if finished else None, Metrics(lines))
+    return tuple(lines)
 
 
 def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> dict[str, float]:

@@ -66,7 +66,7 @@ WHERE = [
 
 @pytest.mark.parametrize(
     ("words", "home", "found"),
-    slow_but([WHERE[0], WHERE[3], WHERE[7]], WHERE),
+    slow_but([WHERE[0], WHERE[7]], WHERE),
 )
 def test_files_land_beside_the_runs(swept, capsys, words, home, found):
     before = files(swept)
@@ -246,6 +246,7 @@ def test_the_terminal_says_what_the_files_do(swept, capsys):
     assert "…" not in out
 
 
+@pytest.mark.slow
 def test_many_unlike_runs_are_said_in_few_narrow_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sweep(Path("out/both"), LOSSES)
@@ -310,7 +311,11 @@ def test_a_damaged_run_is_a_note(swept, capsys, name, text):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\xff\xfe\n", b"nonsense", b'{"step": 1}\n\n[]\n', b"\0" * 99]
+    "text",
+    slow_but(
+        [b"", b"nonsense"],
+        [b"", b"\xff\xfe\n", b"nonsense", b'{"step": 1}\n\n[]\n', b"\0" * 99],
+    ),
 )
 def test_damaged_metrics_keep_the_loss(swept, capsys, text):
     Path("cmp1/standard-seed1/metrics.jsonl").write_bytes(text)

@@ -160,10 +160,10 @@ def test_the_end_of_a_sweep_names_runs_that_diverged(tmp_path, capsys):
         jobs.append(Job(number + 1, 3, path.name, str(path), 20, [], False))
         if loss is not None:
             (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}))
-    (tmp_path / "run2" / "diverged.json").write_text("{}")
-    endings = {"run2": Ending("failed", "stopped after step 10")}
-    assert report(jobs, endings, SweepDirectory(tmp_path)) == 1
+    stopped = {"steps": 10, "stopped": "9 updates in a row were skipped"}
+    (tmp_path / "run2" / "summary.json").write_text(json.dumps(stopped))
+    assert report(jobs, {"run2": Ending("finished")}, SweepDirectory(tmp_path)) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path}/run0  held-out loss 4.0000" in said
     assert f"{tmp_path}/run1  diverged: no finite held-out loss" in said
-    assert f"{tmp_path}/run2  DIVERGED, stopped after step 10" in said
+    assert f"{tmp_path}/run2  diverged, stopped after step 10: 9 updates in a row" in said

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,17 @@ TINY = ("model=tiny", "steps=20", "seq_len=32", "optim.warmup_steps=2", "log_int
 
 @cache
 def config(overrides: tuple[str, ...]) -> TrainConfig:
-    return load_config([*TINY, *overrides])
+    """Compose the config of a run; that of another seed is made of it, for composing takes long."""
+    rest = tuple(word for word in overrides if not word.startswith("seed="))
+    if rest == overrides:
+        return load_config([*TINY, *overrides])
+    (seed,) = (int(word.removeprefix("seed=")) for word in overrides if word not in rest)
+    return with_seed(config(rest), seed)
+
+
+def with_seed(cfg: TrainConfig, seed: int) -> TrainConfig:
+    """Return a config that was composed without a seed, as `seed=` makes it."""
+    return replace(cfg, seed=seed, model=replace(cfg.model, init_seed=seed))
 
 
 @cache

@@ -64,6 +64,18 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
             "equivalence, arm: v2, against: half",
             "an equivalence has a margin and no bound: margin: 0.02",
         ),
+        ("below: 0.0", "reaches: 0.9", "a difference is either below or above a bound"),
+        ("kind: difference", "kind: log_rank", "log_rank, and no other kind, has a level: reaches"),
+        (
+            "difference, arm: v2, against: half, below: 0.0",
+            "log_rank, arm: v2, against: half, reaches: 0.9, margin: 1",
+            "log_rank has neither a bound nor a margin",
+        ),
+        (
+            "difference, arm: v2, against: half, below: 0.0",
+            "log_rank, arm: v2, against: half, reaches: 0.9",
+            "log_rank: metric=heldout_loss is not logged over training",
+        ),
         ("baseline: standard", "baseline: none", "baseline=none is no arm; known: half, standard"),
         ("seeds: [0, 1, 2]", "seeds: [0]", "seeds: 1 are too few; it takes 2"),
         ("seeds: [0, 1, 2]", "seeds: [0, 0]", "seeds=[0, 0] has a seed twice"),

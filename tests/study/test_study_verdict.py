@@ -229,6 +229,7 @@ def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
     assert choose(study, "standard", out).problem == "every learning rate diverged"
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
@@ -271,6 +272,7 @@ def test_sensitivity_is_the_mean_loss_over_the_best():
     assert lr_sensitivity([None, None], 4096) is None
 
 
+@pytest.mark.slow
 def test_arms_are_compared_over_all_learning_rates(tmp_path):
     sweep = {"lr_sweep": "[1e-3, 2e-3, 4e-3]", "metric": "lr_sensitivity"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO, **sweep), tmp_path / "out"
@@ -321,4 +323,46 @@ OURS = slow_but(["damping_short"], sorted(path.stem for path in STUDIES.glob("*.
 def test_our_own_studies_can_run(tmp_path, name):
     study = load_study(STUDIES / f"{name}.yaml")
     check_runs(study, tmp_path / "out", 1)
-    assert study.power
+    assert study.power or study.metric.startswith("tasks/")  # of these no spread was known before
+
+
+SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
+
+
+def reaching(tmp_path, steps):
+    """The verdict on runs whose task reaches 0.95 after these steps, or never."""
+    seeds = str(list(range(len(steps["v2"]))))
+    study = study_file(tmp_path / "s.yaml", SOONER, **TWO, metric="tasks/mqar", seeds=seeds)
+    out = tmp_path / "out"
+    write_arms(study, out, {arm: [4.4 + i / 100 for i in range(5)] for arm in study.arms})
+    for arm in study.arms:
+        for seed in study.seeds:
+            at = steps[arm][seed]
+            lines = [
+                {"step": step, "tokens": 256 * step, "tasks/mqar": 0.95 if at == step else 0.2}
+                for step in (5, 10, 15, 20)
+            ]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (out / f"{arm}-seed{seed}" / "metrics.jsonl").write_text(text)
+    return judge(study, out)
+
+
+@pytest.mark.parametrize(
+    ("v2", "half", "verdict"),
+    [
+        ([5, 5, 10, 5, 5], [15, 20, None, 20, None], "shown"),
+        ([15, 20, None, 20, None], [5, 5, 10, 5, 5], "refuted"),
+        ([5, 20, 10, 15, None], [10, 15, 5, None, 20], "underpowered"),
+        ([None] * 5, [None] * 5, "underpowered"),
+    ],
+)
+def test_a_level_that_is_reached_sooner(tmp_path, v2, half, verdict):
+    found = reaching(tmp_path, {"v2": v2, "half": half})
+    assert found.verdict == verdict, found.reasons
+    count = sum(at is not None for at in v2)
+    assert f"{count} of 5 runs of v2 reach it" in found.reasons[0]
+    if verdict == "shown":
+        assert "runs of v2 reach it, half of them by 1.28k tokens" in found.reasons[0]
+    numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
+    assert numbers["rules"][0]["reaches"] == 0.9
+    assert numbers["rules"][0]["gap"] is None

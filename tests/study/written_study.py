@@ -2,16 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.config import load_config
+from diffllm.config import TrainConfig, load_config
 from diffllm.files import write_atomic
 from diffllm.study.file import Study, load_study
 from diffllm.study.runs import Planned, deciding_runs, rate_run, words_of
-from tests.report.written_runs import facts_of
+from tests.report.written_runs import facts_of, with_seed
 
 BASE = "[model=tiny, steps=20, seq_len=32, global_batch_size=8]"
 
@@ -32,10 +34,24 @@ def study_file(path: Path, rule: str, **more: str) -> Study:
     return load_study(path)
 
 
+def config(words: list[str]) -> TrainConfig:
+    """The config of a run, composed once for all seeds and directories, for that takes long."""
+    own = {name: next(w for w in words if w.startswith(f"{name}=")) for name in ("seed", "run.dir")}
+    cfg = composed(tuple(word for word in words if word not in own.values()))
+    values = {name: word.partition("=")[2] for name, word in own.items()}
+    seeded = with_seed(cfg, int(values["seed"]))
+    return replace(seeded, run=replace(cfg.run, dir=values["run.dir"]))
+
+
+@cache
+def composed(words: tuple[str, ...]) -> TrainConfig:
+    return load_config(list(words))
+
+
 def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts: Any) -> Path:
     """A run that has ended with this held-out loss; NaN for one that diverged."""
     path = out / planned.name
-    cfg = load_config(words_of(study, planned, out))
+    cfg = config(words_of(study, planned, out))
     (path / "checkpoints").mkdir(parents=True)
     write_atomic(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
     known = {**facts_of(f"attention={cfg.run.choices['attention']}"), **facts}
@@ -52,7 +68,12 @@ def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts:
         for step in (10, cfg.steps)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = {"steps": cfg.steps, "tokens": cfg.steps * tokens, "heldout_loss": loss, "seconds": 9}
+    summary = {
+        "steps": cfg.steps,
+        "tokens": cfg.steps * tokens,
+        "heldout_loss": None if math.isnan(loss) else loss,
+        "seconds": 9,
+    }
     write_atomic(path / "summary.json", json.dumps(summary))
     return path
 

@@ -6,7 +6,7 @@ line that ends with the bytes of a token.
 
 from pathlib import Path
 
-from diffllm.data.imported.files import TokenFile, check_last_end, mapped
+from diffllm.data.imported.files import TokenFile, array_in, check_last_end
 from diffllm.errors import DataError
 
 TYPES = {2: "<u2", 4: "<u4"}
@@ -18,11 +18,11 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     Args:
         vocab_size: of the tokenizer, which says how large tokens are where there is no metadata.
     """
-    content = mapped(path, TYPES[token_size(path, vocab_size)])
+    content = array_in(path, TYPES[token_size(path, vocab_size)])
     index = path.with_name(f"{path.name}.index")
     if not index.is_file():
         raise DataError(f"{index}: no such file; {path.name} needs its index")
-    ends = mapped(index, "<u8")
+    ends = array_in(index, "<u8")
     if not len(ends):
         raise DataError(f"{index}: it has no documents")
     check_last_end(index, int(ends[-1]), len(content))

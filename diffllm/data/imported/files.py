@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.data.file_array import FileArray
 from diffllm.errors import DataError
 
 SAMPLED = 64
@@ -22,13 +23,13 @@ class TokenFile:
     """The tokens of a file and the ends of its documents."""
 
     path: Path
-    content: np.ndarray
-    """All tokens, (n,), of any integer type; mapped, not read."""
+    content: FileArray
+    """All tokens, (n,), of any integer type."""
     end_of: Callable[[int], int]
     """The place behind document i, from 0."""
     documents: int
     pieces: int
-    """Of the tokenizer: every token is below it."""
+    """The number of the tokenizer's pieces: every token is below it."""
 
     def __len__(self) -> int:
         return len(self.content)
@@ -36,7 +37,7 @@ class TokenFile:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), (stop - start,) int64; raises DataError for one that is no
         piece of the tokenizer."""
-        tokens = np.asarray(self.content[start:stop]).astype(np.int64)
+        tokens: np.ndarray = self.content[start:stop].astype(np.int64)
         check_pieces(self.path, tokens, self.pieces)
         return tokens
 
@@ -112,8 +113,8 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def mapped(path: Path, dtype: str, offset: int = 0, count: int | None = None) -> np.ndarray:
-    """Map a file as an array; raises DataError where it is not as long, or of whole numbers."""
+def array_in(path: Path, dtype: str, offset: int = 0, count: int | None = None) -> FileArray:
+    """Open a file as an array; raises DataError where it is not as long, or of whole numbers."""
     kind = np.dtype(dtype)
     try:
         size = path.stat().st_size - offset
@@ -126,10 +127,7 @@ def mapped(path: Path, dtype: str, offset: int = 0, count: int | None = None) ->
             f"{path}: {max(size, 0):,} bytes where {wanted} of {kind.itemsize} are expected: it is "
             "cut off, or of another type"
         )
-    number = there if count is None else count
-    if not number:
-        return np.zeros(0, kind)
-    return np.memmap(path, kind, mode="r", offset=offset, shape=(number,))
+    return FileArray(path, kind, offset, count)
 
 
 def check_last_end(path: Path, end: int, length: int) -> None:

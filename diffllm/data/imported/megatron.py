@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.data.imported.files import LOOKED_AT, TokenFile, check_last_end, mapped
+from diffllm.data.file_array import FileArray
+from diffllm.data.imported.files import LOOKED_AT, TokenFile, array_in, check_last_end
 from diffllm.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -36,10 +37,10 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     if version != 1 or code not in TYPES:
         raise DataError(f"{index}: version {version} with tokens of type {code} is not known")
     at = HEADER.size
-    lengths = mapped(index, "<i4", at, sequences)
-    places = mapped(index, "<i8", at + lengths.nbytes, sequences)
-    firsts = mapped(index, "<i8", at + lengths.nbytes + places.nbytes, marks)
-    content = mapped(path, TYPES[code])
+    lengths = array_in(index, "<i4", at, sequences)
+    places = array_in(index, "<i8", at + lengths.nbytes, sequences)
+    firsts = array_in(index, "<i8", at + lengths.nbytes + places.nbytes, marks)
+    content = array_in(path, TYPES[code])
     size = content.itemsize
     if not sequences or places[0] or not follow_each_other(places, lengths, size):
         raise DataError(f"{index}: its sequences do not follow each other in {path.name}")
@@ -54,7 +55,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     return TokenFile(path, content, end_of, marks - 1, vocab_size)
 
 
-def follow_each_other(places: np.ndarray, lengths: np.ndarray, size: int) -> bool:
+def follow_each_other(places: FileArray, lengths: FileArray, size: int) -> bool:
     """Whether sequences lie behind each other without gaps, as far as many of them show."""
     looked_at = np.unique(np.linspace(0, len(places) - 2, LOOKED_AT).astype(np.int64).clip(0))
     if len(places) == 1:

@@ -83,6 +83,7 @@ class ImportedData(TokenData):
     def split(self, name: str) -> FilesStream:
         """Open the tokens of "train" or "heldout"; raises DataError where files have changed."""
         manifest = self.manifest
+        manifest.split(name)  # that there is
         train = manifest.splits["train"].tokens
         heldout = manifest.splits["heldout"].tokens
         start, stop = (0, train) if name == "train" else (train, train + heldout)

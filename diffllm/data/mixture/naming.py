@@ -1,4 +1,4 @@
-"""What is wrong with a source of a mixture, said under its name."""
+"""Errors about a source of a mixture name that source."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from diffllm.errors import ConfigError, DataError
 
 KEYS = "|".join(f.name for f in fields(TextConfig))
 OWN = re.compile(rf"(?<![\w./-])data\.(?=(?:{KEYS})\b(?![./-]\w))")
-"""What stands before a key that each source has one of, unless that is part of a path."""
+"""Matches the prefix of a key that each source has one of, unless it is part of a path."""
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class MixtureData:
 
 
 Prepared = TokenData | MixtureData
-"""What `prepare` returns: a corpus, or several of them."""
+"""A prepared corpus, or several of them: `prepare` returns either."""
 
 
 def config_of(cfg: DataConfig, source: SourceConfig) -> DataConfig:

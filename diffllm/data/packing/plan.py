@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.data.file_array import FileArray
 from diffllm.data.packing.best_fit import best_fit_decreasing
 from diffllm.data.packing.pieces import pieces, windows
 from diffllm.data.progress import print_line, track
 from diffllm.data.shards import Stream, again
-from diffllm.data.verified import identity_of, leave_mark, matches
+from diffllm.data.verified import identity_of, is_at, leave_mark, matches
 from diffllm.errors import DataError
 
 VERSION = 1
@@ -54,9 +55,9 @@ class PackingCounts:
     def text(self) -> str:
         """Return these counts as a line."""
         return (
-            f"best fit, {self.documents:,} documents in {self.sequences:,} sequences; "
-            f"{self.documents_cut:,} longer than one and cut, no token left out, "
-            f"{self.padding:,} of padding ({self.padding_share:.2%})"
+            f"best fit, {self.documents:,} documents in {self.sequences:,} sequences; documents "
+            f"that had to be cut, being longer than a sequence: {self.documents_cut:,}; tokens "
+            f"left out: 0; padding: {self.padding:,} tokens ({self.padding_share:.2%})"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -124,7 +125,7 @@ def facts(path: Path) -> dict[str, Any]:
 
 
 class Plan:
-    """A plan on disk, memory-mapped; cheap to pickle into loader processes.
+    """A plan on disk, read where it lies; cheap to pickle into loader processes.
 
     Sizes are compared with what was written at once, checksums when a file is first read.
     """
@@ -132,7 +133,7 @@ class Plan:
     def __init__(self, directory: Path) -> None:
         """Open it; raises DataError if a file is missing or of another size."""
         self._directory = directory
-        self._maps: dict[str, np.ndarray] = {}
+        self._open: dict[str, FileArray] = {}
         try:
             said = json.loads((directory / PLAN).read_text())
             self.counts = PackingCounts(**said["counts"])
@@ -146,20 +147,25 @@ class Plan:
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
         """Return the pieces of a sequence: first token and tokens of each, as they lie in it;
         raises DataError if the plan is damaged."""
-        starts, lengths, firsts = (self._map(name) for name in ARRAYS)
-        here = slice(int(firsts[sequence]), int(firsts[sequence + 1]))
+        starts, lengths, firsts = (self._array(name) for name in ARRAYS)
+        here = slice(*firsts[sequence : sequence + 2].tolist())
         return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
 
-    def _map(self, name: str) -> np.ndarray:
-        if name not in self._maps:
+    def _array(self, name: str) -> FileArray:
+        if name not in self._open:
             path = self._directory / name
-            if not matches(path, self._files[name]["sha256"]):
+            array = FileArray(path, ARRAYS[name], advice=f"; {again(self._directory)}")
+            try:
+                as_written = matches(path, self._files[name]["sha256"])
+            except OSError as error:
+                raise self._damaged(f"{name}: {error.strerror}") from error
+            if not as_written or not is_at(path, array.identity):
                 raise self._damaged(f"{name} is not as it was written")
-            self._maps[name] = np.memmap(path, ARRAYS[name], mode="r")
-        return self._maps[name]
+            self._open[name] = array
+        return self._open[name]
 
     def _damaged(self, problem: object) -> DataError:
         return DataError(f"{self._directory}: unusable ({problem}); {again(self._directory)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
+        return {**self.__dict__, "_open": {}}

@@ -19,7 +19,7 @@ class PrepareConfig:
 
     @property
     def of_node(self) -> str:
-        """What the names of a node's own files end with; nothing where there is one node."""
+        """The ending of the names of a node's own files; empty where there is one node."""
         return f".node-{self.node_rank}-of-{self.num_nodes}" * (self.num_nodes > 1)
 
     def validate(self) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, compress, repeat
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from diffllm.data.preparation.workers import Meter
 from diffllm.data.shards import ShardWriter, Split
 from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
 from diffllm.files import replace_file, sync
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
@@ -26,12 +27,18 @@ class Document(NamedTuple):
     """A document in UTF-8."""
 
     text: bytes
-    prompt: bytes
+    prompt: tuple[bytes, ...] = ()
+    """The pieces before the text, in turn only context and to be predicted; context last."""
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The bytes of it that are to be predicted."""
+        return len(self.text) + sum(map(len, self.prompt[1::2]))
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What the shards of a part hold; it is written when they are complete."""
+    """A description of the shards of a part, written when they are complete."""
 
     splits: dict[str, Split]
     skipped_empty: int
@@ -121,11 +128,11 @@ class Encoding:
                 ids = [tokens[i] for i in mine]
                 writers[split].add(
                     np.fromiter(chain.from_iterable(ids), dtype=np.uint32),
-                    sum(len(kept[i].text) for i in mine),
+                    sum(kept[i].predicted_bytes for i in mine),
                     len(mine),
-                    loss_mask(ids, [sizes[i] for i in mine]) if masked else None,
+                    loss_mask([sizes[i] for i in mine]) if masked else None,
                 )
-            meter.add(sum(len(document.text) for document in kept), sum(map(len, tokens)))
+            meter.add(sum(d.predicted_bytes for d in kept), sum(map(len, tokens)))
         splits = {split: writer.finish() for split, writer in writers.items()}
         counts = writers["heldout"].counts
         there_are = np.flatnonzero(counts)
@@ -144,19 +151,25 @@ class Encoding:
 
     def tokens_of(
         self, documents: Sequence[Document], threads: int
-    ) -> tuple[list[list[int]], list[int]]:
-        """Encode documents, each with its EOS; say also how many tokens of each are its prompt's.
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Encode documents, each with its EOS; say also how many tokens of each are in turn only
+        context and to be predicted.
 
-        A prompt and its text are encoded apart, so that no token is of both.
+        What is only context is encoded apart, so that no token is of both.
         """
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
         for ids in tokens:
             ids.append(self.tokenizer.eos_id)
         if not self.has_prompts:
-            return tokens, [0] * len(tokens)
-        prompts = self.tokenizer.encode_batch([d.prompt.decode() for d in documents], threads)
-        return [a + b for a, b in zip(prompts, tokens, strict=True)], list(map(len, prompts))
+            return tokens, [[0, len(ids)] for ids in tokens]
+        before = [piece.decode() for document in documents for piece in document.prompt]
+        encoded = iter(self.tokenizer.encode_batch(before, threads))
+        apart = [
+            [*(list(islice(encoded, len(document.prompt))) or [[]]), ids]
+            for document, ids in zip(documents, tokens, strict=True)
+        ]
+        return [list(chain(*ids)) for ids in apart], [list(map(len, ids)) for ids in apart]
 
     def heldout(self, number: int, hashes: np.ndarray) -> np.ndarray:
         """Choose the documents of a part that are held out, (n,) bool."""
@@ -167,15 +180,18 @@ class Encoding:
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
     """Yield the documents of a part that are more than whitespace, in order, in lists of about
-    BATCH_BYTES or BATCH_DOCUMENTS, and how many were not."""
+    BATCH_BYTES or BATCH_DOCUMENTS, and how many were not; raises DataError."""
     batch: list[Document] = []
     empty = size = 0
     for some in part.read():
-        for text, prompt in zip(some.texts, some.prompts or repeat(None), strict=False):
+        for text, before in zip(some.texts, some.before, strict=True):
             if not text or text.isspace():
                 empty += 1
                 continue
-            batch.append(Document(text.encode(), (prompt or "").encode()))
+            try:
+                batch.append(Document(text.encode(), tuple(map(str.encode, before))))
+            except UnicodeEncodeError as error:
+                raise DataError(f"{part.name}: a text that UTF-8 cannot write: {error}") from error
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch, empty
@@ -186,17 +202,16 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
     """Return the first 8 bytes of the SHA-256 of documents, (n,) uint64: of the text, or of the
-    prompt, a zero byte and the text."""
-    contents = (d.prompt + b"\0" + d.text if d.prompt else d.text for d in documents)
+    prompt's pieces and the text with a zero byte between them."""
+    contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) for content in contents)
     return np.fromiter(hashes, np.uint64, len(documents))
 
 
-def loss_mask(tokens: Sequence[Sequence[int]], prompts: Sequence[int]) -> np.ndarray:
-    """Return which tokens of documents, one behind the other, are to be predicted, (n,) bool: those
-    behind the prompts, which have so many tokens."""
-    runs = [(size, len(ids) - size) for ids, size in zip(tokens, prompts, strict=True)]
-    lengths = np.array(runs, dtype=np.int64).reshape(-1)
+def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return which tokens of documents, one behind the other, are to be predicted, (n,) bool, where
+    each has so many tokens that are in turn only context and to be predicted."""
+    lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)
 
 

@@ -20,11 +20,13 @@ from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import MODEL, located
 from diffllm.data.waiting import said_if_long
-from diffllm.errors import DataError
+from diffllm.errors import DataError, listed
 from diffllm.files import build_once
 
 DIVISION = "in parts"
 """How a corpus becomes shards; another way has other keys."""
+SHOWN = 3
+"""Parts of a node that are named where they are missing."""
 
 
 class LeftToOthers(DataError):
@@ -50,14 +52,13 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
             data = prepare_mixture(cfg, cache_dir, how)
         else:
             data = prepare_source(cfg, cache_dir, how)
-        missing = [d for d in (data.sources.values() or [data]) if not d.directory.is_dir()]
-        if missing:
-            raise LeftToOthers(
-                f"the parts of node {how.node_rank} of {how.num_nodes} are done; the last node "
-                f"writes {', '.join(str(each.directory) for each in missing)}"
-            )
         data.check()
         return data
+    except LeftToOthers as left:
+        raise LeftToOthers(
+            f"the parts of node {how.node_rank} of {how.num_nodes} are done; {left}; the node that "
+            "ends last writes the whole"
+        ) from None
     except OSError as error:
         raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
 
@@ -83,18 +84,25 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
             part for name in names for part in under_name(name, training_sample(texts[name], size))
         )
         path = trained_tokenizer(cache_dir, combined_hash([MIXTURE, *what]))
-        build_tokenizer(cfg, sample, path)
+        build_tokenizer(cfg, sample, path, list(texts.values()))
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
     before: list[Corpus] = []
     prepared: dict[str, TokenData] = {}
+    left: list[str] = []
     for name in each:
-        with of_source(name):
-            if name in texts:
-                prepared[name] = prepare_text(own[name], texts[name], before, cache_dir, how)
-                before.append(texts[name])
-            else:
-                prepared[name] = prepare_tokens(own[name], cache_dir)
+        try:
+            with of_source(name):
+                if name in texts:
+                    prepared[name] = prepare_text(own[name], texts[name], before, cache_dir, how)
+                else:
+                    prepared[name] = prepare_tokens(own[name], cache_dir)
+        except LeftToOthers as error:
+            left.append(str(error))
+        if name in texts:
+            before.append(texts[name])
+    if left:
+        raise LeftToOthers(listed(left))
     return MixtureData(prepared)
 
 
@@ -109,6 +117,8 @@ def prepare_text(
     cfg: DataConfig, corpus: Corpus, before: Sequence[Corpus], cache_dir: Path, how: PrepareConfig
 ) -> TokenData:
     """Prepare text: a tokenizer, unless one is given, and tokens, unless they are there.
+
+    Raises LeftToOthers where parts of other nodes are missing.
 
     Args:
         before: the corpora that its documents may not repeat, with data.deduplicate.
@@ -129,7 +139,7 @@ def prepare_text(
     halves = cut_in_two(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
-        build_tokenizer(cfg, sample, tokenizer_path)
+        build_tokenizer(cfg, sample, tokenizer_path, [corpus])
     left_out = None
     if cfg.deduplicate and not halves:
         from diffllm.data.preparation.duplicates import find_duplicates
@@ -138,15 +148,33 @@ def prepare_text(
         parts = corpus.parts
         identity = combined_hash([corpus.identity, without])
         corpus = replace(corpus, identity=identity, list_parts=lambda: parts)
-    TokensJob(
+    left = TokensJob(
         corpus=halves or corpus,
         tokenizer=tokenizer_path,
         heldout_fraction=cfg.heldout_fraction,
         final=directory,
         cut=halves is not None,
         left_out=left_out,
+        origin=corpus.place
+        and combined_hash(
+            [corpus.place, cfg.tokenizer, cfg.vocab_size, cfg.heldout_fraction, cfg.deduplicate]
+        ),
     ).build(how)
+    if left:
+        raise LeftToOthers(f"{directory} lacks {of_nodes(left, how.num_nodes)}")
     return TokenData(directory)
+
+
+def of_nodes(numbers: Sequence[int], nodes: int) -> str:
+    """Say which parts of which nodes have these numbers: 'parts 1, 4 of node 1; ...'."""
+    said = []
+    for node in range(nodes):
+        own = [number for number in numbers if number % nodes == node]
+        if own:
+            more = f" and {len(own) - SHOWN} more" * (len(own) > SHOWN)
+            first = ", ".join(map(str, own[:SHOWN]))
+            said.append(f"part{'s' * (len(own) > 1)} {first}{more} of node {node}")
+    return listed(said)
 
 
 def trained_tokenizer(cache_dir: Path, key: str) -> Path:
@@ -154,11 +182,19 @@ def trained_tokenizer(cache_dir: Path, key: str) -> Path:
     return cache_dir / "tokenizers" / key[:32] / MODEL
 
 
-def build_tokenizer(cfg: DataConfig, sample: Iterator[str], path: Path) -> None:
-    """Train a tokenizer on a sample of text, unless it is there or another process does."""
+def build_tokenizer(
+    cfg: DataConfig, sample: Iterator[str], path: Path, corpora: Sequence[Corpus]
+) -> None:
+    """Train a tokenizer on a sample of text, unless it is there or another process does.
+
+    Args:
+        corpora: what the sample is of; DataError is raised where one has changed meanwhile.
+    """
 
     def build(directory: Path) -> None:
         model = train_tokenizer(sample, cfg.vocab_size, available_cores())
+        for corpus in corpora:
+            corpus.check()
         (directory / MODEL).write_bytes(model)
 
     with said_if_long(f"the tokenizer {path}, which is trained"):

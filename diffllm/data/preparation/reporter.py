@@ -50,7 +50,7 @@ class Reporter:
             share: what is done of all, up to 1.
             before: what of that had been done at the start.
             text_bytes, tokens: what has been encoded since then.
-            reading: what is being read, which is named if it gives nothing for long.
+            reading: what is being read or waited for, which is named if it gives nothing for long.
         """
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)

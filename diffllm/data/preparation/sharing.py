@@ -51,10 +51,11 @@ def share_parts(
             reporter.line(f"going on: {len(todo)} of {len(numbers)} parts are left")
 
         def tick() -> None:
-            read = {parts[number].name for number in counts.current()}
+            read = sorted({parts[number].name for number in counts.current()})
+            others = [f"part {number} of another process" for number in counts.waiting()]
             done = before + counts.total(SIZE_DONE) / whole
             encoded = counts.total(TEXT_BYTES), counts.total(TOKENS)
-            reporter.show(min(done, 1.0), before, *encoded, sorted(read))
+            reporter.show(min(done, 1.0), before, *encoded, read or others)
 
         def in_threads(number: int, meter: Meter) -> None:
             do(number, meter, threads)

@@ -9,13 +9,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from filelock import Timeout
+from filelock import FileLock, Timeout
 
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import (
@@ -35,8 +35,10 @@ from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark
 from diffllm.data.waiting import held
 from diffllm.errors import DataError
-from diffllm.files import sync
+from diffllm.files import replace_file, sync
 
+ORIGIN = "origin"
+"""The file, beside the records of parts, that says where their corpus lies."""
 TOKENS_BESIDE = "tokens"
 """The directory, beside the records of parts, that becomes that of all tokens."""
 
@@ -48,6 +50,7 @@ class TokensJob:
     Args:
         cut: that the corpus is a single document, whose last part is held out.
         left_out: directory of the documents of each part that are left out, as duplicates.
+        origin: hash of where the corpus lies and what is made of it, whatever its content.
     """
 
     corpus: Corpus
@@ -56,6 +59,7 @@ class TokensJob:
     final: Path
     cut: bool = False
     left_out: Path | None = None
+    origin: str | None = None
 
     @cached_property
     def partial(self) -> Path:
@@ -63,8 +67,9 @@ class TokensJob:
         division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
-    def build(self, how: PrepareConfig) -> None:
-        """Encode the parts that are not done, and join all, unless those of other nodes are not.
+    def build(self, how: PrepareConfig) -> list[int]:
+        """Encode the parts that are not done, and join all, unless those of other nodes are not:
+        the numbers of these are returned.
 
         Raises DataError for a corpus that cannot be read, OSError for a directory that cannot be
         written. What is done by then stays.
@@ -73,20 +78,24 @@ class TokensJob:
         with held(Path(f"{self.final}{how.of_node}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
                 self.remove_partial()
-                return
+                return []
             print_line(f"preparing tokens: {self.corpus.description}, in {self.final}")
             started = time.monotonic()
             encoding = self.encoding()
+            self.remove_outdated()
             parts = range(len(self.corpus.parts))
             mine = parts[how.node_rank :: how.num_nodes]
             # Others may join all of them meanwhile.
             self.encode(encoding, mine, how, lambda n: encoding.is_done(n) or self.final.is_dir())
             if how.num_nodes == 1:
                 self.join(encoding, how, started)
-            elif all(map(encoding.is_done, parts)):
+            elif not (left := [number for number in parts if not encoding.is_done(number)]):
                 with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
                     if not self.final.is_dir():
                         self.join(encoding, how, started)
+            elif not self.final.is_dir():  # else another node has joined all of them meanwhile
+                return left
+            return []
 
     def encoding(self) -> Encoding:
         """Make the directories, and return what encodes a part."""
@@ -144,6 +153,7 @@ class TokensJob:
         for path in encoding.directory.glob("*-*-*"):
             if path.name not in named:  # of a former attempt
                 path.unlink()
+        self.corpus.check()  # so that no other text gets its hash
         manifest.save(encoding.directory)
         for path in [*encoding.directory.iterdir(), encoding.directory]:
             sync(path)
@@ -162,6 +172,22 @@ class TokensJob:
             f"{', the end of the one document,' * manifest.cut} "
             f"in {time.monotonic() - started:.0f} s"
         )
+
+    def remove_outdated(self) -> None:
+        """Remove what was begun of the same files when they held something else, unless somebody
+        is at it."""
+        if self.origin is None:
+            return
+        replace_file(self.partial / ORIGIN, self.origin)
+        for said in self.final.parent.glob(f"*.partial-*/{ORIGIN}"):
+            begun = said.parent.name.partition(".partial-")[0]
+            if begun == self.final.name or said.read_text() != self.origin:
+                continue
+            locks = [FileLock(path) for path in self.final.parent.glob(f"{begun}*.lock")]
+            with ExitStack() as stack, suppress(Timeout, OSError):
+                for lock in locks:
+                    stack.enter_context(lock.acquire(timeout=0))
+                shutil.rmtree(said.parent)
 
     def remove_partial(self) -> None:
         """Remove what is left of the preparation of a directory that is there."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from diffllm.data.text.corpus import Corpus, Part
+from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.errors import DataError
 
 WINDOW_BYTES = 4096
@@ -81,12 +81,22 @@ def beginning(part: Part, limit: int) -> Iterator[bytes]:
     """Yield the texts of a part, in UTF-8, until there are so many bytes."""
     read = 0
     for documents in part.read():
-        for text in filter(None, [*documents.texts, *(documents.prompts or [])]):
+        for text in filter(None, texts_of(documents)):
             encoded = text.encode()
             yield encoded
             read += len(encoded)
             if read >= limit:
                 return
+
+
+def texts_of(documents: TextBatch) -> list[str | None]:
+    """Return the texts of documents and then their prompts; one of several pieces is one text."""
+    before = documents.before
+    texts = [
+        "".join((*pieces, text or "")) if len(pieces) > 1 else text
+        for pieces, text in zip(before, documents.texts, strict=True)
+    ]
+    return [*texts, *(pieces[0] for pieces in before if len(pieces) == 1)]
 
 
 def _training_error(vocab_size: int, message: str) -> str:

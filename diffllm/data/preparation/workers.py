@@ -24,6 +24,8 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 """Signals that reach a whole process group: the parent decides what they mean."""
 TEXT_BYTES, TOKENS, SIZE_DONE, PART = range(4)
 NO_PART = -1
+WAITING = -2
+"""From here on down: a worker waits for a part that another process has claimed."""
 TRACEBACK = 20_000
 """Characters of a traceback that are sent to the parent."""
 TICK = 0.25
@@ -40,6 +42,14 @@ class Meter:
         """Note which part is read."""
         self._counts[self._at + PART] = part
 
+    def wait_for(self, part: int) -> None:
+        """Note which part is waited for."""
+        self._counts[self._at + PART] = WAITING - part
+
+    def rest(self) -> None:
+        """Note that no part is read or waited for."""
+        self._counts[self._at + PART] = NO_PART
+
     def add(self, text_bytes: int, tokens: int) -> None:
         """Count what has been encoded."""
         self._counts[self._at + TEXT_BYTES] += text_bytes
@@ -48,7 +58,7 @@ class Meter:
     def end(self, size: int) -> None:
         """Count a part that is done, by its size."""
         self._counts[self._at + SIZE_DONE] += size
-        self._counts[self._at + PART] = NO_PART
+        self.rest()
 
 
 class Counts:
@@ -69,7 +79,11 @@ class Counts:
 
     def current(self) -> list[int]:
         """List the parts that are being read."""
-        return [part for part in self._shared[PART::4] if part != NO_PART]
+        return [part for part in self._shared[PART::4] if part >= 0]
+
+    def waiting(self) -> list[int]:
+        """List the parts of other processes that are waited for."""
+        return sorted({WAITING - part for part in self._shared[PART::4] if part <= WAITING})
 
 
 def work_through(
@@ -106,6 +120,8 @@ def work_through(
                 for number in numbers:
                     if is_done(number):
                         continue
+                    if patient:
+                        meter.wait_for(number)
                     try:
                         with claim(claims, number).acquire(timeout=-1 if patient else 0):
                             if not is_done(number):
@@ -114,6 +130,7 @@ def work_through(
                                 meter.end(size_of(number))
                     except Timeout:
                         continue
+                    meter.rest()
         except BaseException as error:
             errors.send(picklable(error))
             os._exit(1)
@@ -133,9 +150,11 @@ def work_through(
                     with suppress(EOFError):
                         raise ready.recv()
                 elif ready in workers:
-                    process, _ = workers.pop(ready)
+                    process, errors = workers.pop(ready)
                     process.join()
                     if process.exitcode:
+                        with suppress(EOFError):  # it may have said why, and ended since
+                            raise errors.recv()
                         raise DataError(killed(process.exitcode, names(counts.current())))
             tick()
     finally:

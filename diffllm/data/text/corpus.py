@@ -25,8 +25,19 @@ class TextBatch(NamedTuple):
     """Some documents, in order, empty ones among them."""
 
     texts: list[str | None]
-    prompts: list[str | None] | None = None
-    """What stands before each text and is only context; None where nothing does."""
+    prompts: Sequence[str | Sequence[str] | None] | None = None
+    """The prompt before each text, which is only context; or several pieces, in turn only context
+    and to be predicted, the last one context again. None where there are no prompts."""
+
+    @property
+    def before(self) -> list[tuple[str, ...]]:
+        """The pieces before each text: none, a prompt, or several."""
+        if self.prompts is None:
+            return [()] * len(self.texts)
+        return [
+            ((prompt,) if prompt else ()) if isinstance(prompt, str) else tuple(prompt or ())
+            for prompt in self.prompts
+        ]
 
 
 class Part(Protocol):
@@ -53,6 +64,11 @@ class Corpus:
     """Hash of the content and of the settings that decide how documents are cut from it."""
     list_parts: Callable[[], Sequence[Part]]
     """Lists the parts, in order; raises DataError."""
+    check: Callable[[], None] = lambda: None
+    """Raises DataError where the content is no longer that which the identity is of."""
+    place: str | None = None
+    """Hash of where it lies and how it is read, whatever its content; None where that is not
+    known."""
     skipped_empty: int = 0
     """Number of files left out because they hold nothing but whitespace."""
     skipped_undecodable: int = 0
@@ -97,14 +113,18 @@ class RowsPart:
     columns: tuple[str, ...]
     name: str
     size: int
+    check: Callable[[], None] = lambda: None
+    """Raises DataError where its files are no longer those that were hashed."""
 
     def read(self) -> Iterator[TextBatch]:
         """Yield the rows, some at a time; raises DataError where the library cannot read them."""
+        self.check()
         try:
             for table in self.rows.with_format("arrow").iter(ROWS):
                 yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
         except Exception as error:
             raise DataError(f"{self.name}: {reason(error)}") from error
+        self.check()
 
 
 def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:

@@ -1,5 +1,7 @@
-"""Content hashes of files, remembered by (path, size, mtime), so that a second run only stats
-them."""
+"""Content hashes of files, remembered by path and identity, so that a second run only stats them.
+
+A file that was written to has another identity, also where its size and time were kept.
+"""
 
 import codecs
 import hashlib
@@ -8,15 +10,17 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from diffllm.data.progress import track
+from diffllm.data.verified import identity_of, settled_identity
 from diffllm.data.waiting import held
 from diffllm.errors import DataError
 from diffllm.files import replace_file
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20
 SAVE_SECONDS = 30.0
 """Seconds of hashing that a kill may cost."""
@@ -26,7 +30,8 @@ class FileFacts(NamedTuple):
     """The facts about a file that reading it once gave."""
 
     size: int
-    mtime_ns: int
+    identity: str
+    """Inode, size and times of the file as it was hashed."""
     sha256: str
     is_utf8: bool
     is_blank: bool
@@ -68,10 +73,10 @@ def _unknown(paths: Sequence[Path], index: dict[str, FileFacts]) -> list[Path]:
     for path in paths:
         facts = index.get(str(path))
         try:
-            stat = path.stat()
+            identity = identity_of(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
-        if facts is None or (facts.size, facts.mtime_ns) != (stat.st_size, stat.st_mtime_ns):
+        if facts is None or facts.identity != identity:
             unknown.append(path)
     return unknown
 
@@ -80,9 +85,9 @@ def _read_facts(path: Path) -> FileFacts:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     is_utf8, is_blank, block = True, True, b"begin"
     try:
+        identity = settled_identity(path)  # before reading: a change meanwhile then shows
         with path.open("rb") as file:
-            # Taken before reading: a change while reading then shows as a newer mtime.
-            stat = os.fstat(file.fileno())
+            size = os.fstat(file.fileno()).st_size
             while block:
                 block = file.read(BLOCK_BYTES)
                 digest.update(block)
@@ -93,7 +98,27 @@ def _read_facts(path: Path) -> FileFacts:
                     is_utf8 = False
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    return FileFacts(stat.st_size, stat.st_mtime_ns, digest.hexdigest(), is_utf8, is_blank)
+    return FileFacts(size, identity, digest.hexdigest(), is_utf8, is_blank)
+
+
+def check_unchanged(path: Path, facts: FileFacts) -> None:
+    """Raise DataError for a file that has been written to since it was hashed.
+
+    One that was only linked to, or whose rights were changed, is hashed again.
+    """
+    identity = identity_of(path)
+    if identity == facts.identity:
+        return
+    written, then = identity.split()[:2], facts.identity.split()[:2]
+    if written != then or sha256_at(path, identity) != facts.sha256:
+        raise DataError(f"{path}: changed while it was prepared; start again")
+
+
+@cache
+def sha256_at(path: Path, identity: str) -> str:
+    """Return the checksum of a file that has this identity."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_index(path: Path, index: dict[str, FileFacts]) -> None:

@@ -1,17 +1,22 @@
 """Local files as a corpus."""
 
+import codecs
 import glob
+import os
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
-from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
+from diffllm.data.text.file_index import FileFacts, check_unchanged, combined_hash, file_facts
 from diffllm.data.text.formats import COMPRESSIONS, format_of
-from diffllm.errors import DataError
+from diffllm.errors import DataError, printable
 from diffllm.registry import source
 
 if TYPE_CHECKING:
@@ -34,11 +39,18 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         if form == "text" and cfg.prompt_column:
             raise DataError(f"{path}: a text has no columns, which data.prompt_column needs")
 
-    contents = [[facts.sha256, form] for facts, form in zip(facts, formats, strict=True)]
+    # A mark was once part of its text: tokens of that time are another corpus's.
+    read_as = [
+        f"{form} behind a mark" if form == "text" and begins_with_mark(path) else form
+        for path, form in zip(paths, formats, strict=True)
+    ]
+    contents = [[facts.sha256, form] for facts, form in zip(facts, read_as, strict=True)]
     return Corpus(
         description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names_of(paths)}",
         identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
         list_parts=lambda: parts_of(paths, facts, formats, cfg),
+        check=partial(check_all, paths, facts),
+        place=combined_hash([*map(str, paths), cfg.text_column, cfg.sample_by.value]),
     )
 
 
@@ -51,7 +63,7 @@ class FilesPart:
     @property
     def name(self) -> str:
         """The first of the files."""
-        return str(self.slices[0].path) + " and others" * (len(self.slices) > 1)
+        return printable(str(self.slices[0].path)) + " and others" * (len(self.slices) > 1)
 
     @property
     def size(self) -> int:
@@ -63,9 +75,9 @@ class FilesPart:
         longer what it was when it was hashed."""
         for part in self.slices:
             try:
-                check_unchanged(part)
+                check_unchanged(part.path, part.facts)
                 yield from part.read()
-                check_unchanged(part)
+                check_unchanged(part.path, part.facts)
             except DataError:
                 raise
             except Exception as error:
@@ -100,11 +112,13 @@ def parts_of(
     return [*parts, FilesPart(tuple(collected))] if collected else parts
 
 
-def check_unchanged(part: "Slice") -> None:
-    """Raise DataError for a file that has been written to since it was hashed."""
-    stat = part.path.stat()
-    if (stat.st_size, stat.st_mtime_ns) != (part.facts.size, part.facts.mtime_ns):
-        raise DataError(f"{part.path}: changed while it was prepared; start again")
+def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
+    """Raise DataError unless all files are what they were when they were hashed."""
+    for path, of_file in zip(paths, facts, strict=True):
+        try:
+            check_unchanged(path, of_file)
+        except OSError as error:
+            raise unreadable(path, error) from error
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
@@ -116,16 +130,50 @@ def unreadable(path: Path, error: Exception) -> DataError:
 
 
 def expand(pattern: str) -> list[Path]:
-    """Return the file of that name, or the files that a glob finds, sorted."""
+    """Return the file of that name, or the files that a glob finds, sorted; raises DataError where
+    there is none, or something that is neither a file nor a directory."""
     path = Path(pattern).expanduser().absolute()
-    if path.is_file():
+    if os.path.lexists(path):
+        if path.is_dir():
+            raise DataError(
+                f"data.paths: {pattern} is a directory; name its files, for example with *.parquet"
+            )
+        check_file(path)
         return [path]
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    files = [path for path in found if path.is_file()]
+    files = [path for path in found if not path.is_dir()]
     if not files:
-        what = "is a directory; name its files, for example with *.parquet" * path.is_dir()
-        raise DataError(f"data.paths: {pattern} {what or 'matches no file'}")
+        raise DataError(f"data.paths: {pattern} matches no file")
+    for file in files:
+        check_file(file)
     return files
+
+
+def begins_with_mark(path: Path) -> bool:
+    """Whether a text begins with a byte order mark; False for one that cannot be read."""
+    with suppress(OSError, ValueError):
+        if path.suffix.lower() in COMPRESSIONS:
+            from diffllm.data.text.readers import opened
+
+            file = opened(path)
+        else:
+            file = path.open("rb")
+        with file:
+            return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    return False
+
+
+def check_file(path: Path) -> None:
+    """Raise DataError for what is no file: a link that leads nowhere, a pipe or a socket, which
+    could be waited for in vain."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        broken = ", a link that leads nowhere" * path.is_symlink()
+        raise DataError(f"{path}: {error.strerror}{broken}") from error
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise DataError(f"{path}: {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file")
 
 
 def check_readable(path: Path, facts: FileFacts) -> None:

@@ -5,13 +5,17 @@ They stream: nothing but what is being read is on this machine.
 
 import json
 import re
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 from filelock import FileLock
 
 from diffllm.data.config import DataConfig
+from diffllm.data.path_names import names_of
+from diffllm.data.progress import print_line
 from diffllm.data.text.corpus import (
     Corpus,
     Part,
@@ -23,8 +27,10 @@ from diffllm.data.text.corpus import (
     rows_of,
 )
 from diffllm.data.text.file_index import combined_hash, file_facts
+from diffllm.data.text.files import check_all, check_file, unreadable
+from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.data.waiting import said_if_long
-from diffllm.errors import DataError
+from diffllm.errors import DataError, printable
 from diffllm.files import replace_file
 from diffllm.registry import source
 
@@ -38,62 +44,132 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open data.dataset at a commit that is resolved once; raises DataError."""
     assert cfg.dataset is not None
     directory = Path(cfg.dataset).expanduser().absolute()
+    paths: list[Path] = []
+    check: Callable[[], None] = lambda: None  # noqa: E731
     if directory.is_file():
         raise DataError(f"data.dataset={cfg.dataset} is a file; name its directory, or data=files")
     if directory.is_dir():
         script = directory / f"{directory.name}.py"
         if script.exists():
             raise DataError(f"{script}: a dataset's own code is not run; use its data files")
-        paths = sorted(path.absolute() for path in directory.rglob("[!.]*") if path.is_file())
-        version = combined_hash([facts.sha256 for facts in file_facts(paths, cache_dir)])
-        dataset, revision, label = str(directory), None, directory.name
+        paths = sorted(p.absolute() for p in directory.rglob("[!.]*") if not p.is_dir())
+        for path in paths:
+            check_file(path)
+        facts = file_facts(paths, cache_dir)
+        version = combined_hash([of_file.sha256 for of_file in facts])
+        check = partial(check_all, paths, facts)
+        dataset, revision, label = str(directory), None, printable(directory.name)
+    elif not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", cfg.dataset):
+        raise DataError(
+            f"data.dataset={cfg.dataset}: no such directory, and no name of a dataset of the hub, "
+            "which is owner/name"
+        )
     else:
         revision = resolve_revision(cfg.dataset, cfg.revision, cache_dir)
         version = f"{cfg.dataset}@{revision}"
         dataset, label = cfg.dataset, f"{cfg.dataset}@{revision[:12]}"
 
+    # What the library copies it knows by name and time, so each content has a place of its own.
+    copies = cache_dir / "datasets" / (combined_hash([version])[:32] if paths else "")
     what = ["hub", version, cfg.name, cfg.split, cfg.text_column]
     what += [cfg.data_dir] if cfg.data_dir else []
     return Corpus(
         description=", ".join(filter(None, [label, cfg.name, cfg.data_dir, cfg.split])),
         identity=combined_hash(what),
-        list_parts=lambda: files_of(cfg, dataset, revision, cache_dir),
+        list_parts=lambda: files_of(cfg, dataset, revision, copies, paths, check),
+        check=check,
     )
 
 
-def files_of(cfg: DataConfig, dataset: str, revision: str | None, cache_dir: Path) -> list[Part]:
+def files_of(
+    cfg: DataConfig,
+    dataset: str,
+    revision: str | None,
+    copies: Path,
+    paths: Sequence[Path],
+    check: Callable[[], None],
+) -> list[Part]:
     """Make a part of each of the dataset's files, or of some where there are very many; raises
-    DataError."""
+    DataError.
+
+    Args:
+        copies: directory of what the library copies.
+        paths: the files of a directory on this machine.
+        check: raises DataError where these have changed.
+    """
     where = f"data.dataset={cfg.dataset}"
     options = {"name": cfg.name, "split": cfg.split, "revision": revision}
     options |= {"data_dir": cfg.data_dir} if cfg.data_dir else {}
     columns = columns_of(cfg)
+    for path in paths:
+        check_whole(path)
     try:
         with said_if_long(f"the hub's list of files of {cfg.dataset}"):
             # A slice of a split cannot be streamed: it is copied into the cache.
             rows = library().load_dataset(
-                dataset,
-                streaming="[" not in cfg.split,
-                cache_dir=str(cache_dir / "datasets"),
-                **options,
+                dataset, streaming="[" not in cfg.split, cache_dir=str(copies), **options
             )
             kinds = kinds_of(rows)
     except Exception as error:
         raise DataError(f"{where}: {reason(error)}") from error
+    files = files_by_split(dataset, options) if paths else {}
+    if paths and not cfg.name and not cfg.data_dir:
+        say_left_out(where, paths, files)
     check_columns(kinds, columns, where)
     if "[" in cfg.split:
+        check()
         return rows_of(rows, cfg, where)
     rows = rows.select_columns(columns)
     number = min(rows.num_shards, MOST_PARTS)
+    names = [f"{where}, file {i + 1} of {number}" for i in range(number)]
+    if len(files.get(cfg.split, [])) == number:
+        names = files[cfg.split]
     return [
         RowsPart(
             rows.shard(num_shards=number, index=i),
             tuple(columns),
-            f"{where}, file {i + 1} of {number}",
+            names[i],
             0,
+            check,
         )
         for i in range(number)
     ]
+
+
+def check_whole(path: Path) -> None:
+    """Raise DataError for a packed file that breaks off: the library takes it for a shorter one."""
+    if path.suffix.lower() in COMPRESSIONS:
+        from diffllm.data.text.readers import BLOCK_BYTES, opened
+
+        try:
+            with opened(path) as file:
+                while file.read(BLOCK_BYTES):
+                    pass
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+def files_by_split(dataset: str, options: dict[str, str | None]) -> dict[str, list[str]]:
+    """Return the files of a directory that the library reads, split by split."""
+    known = {key: value for key, value in options.items() if key != "split"}
+    found = library().load_dataset_builder(dataset, **known).config.data_files or {}
+    return {split: list(map(str, files)) for split, files in found.items()}
+
+
+def say_left_out(where: str, paths: Sequence[Path], files: dict[str, list[str]]) -> None:
+    """Print which files of texts in a directory are of no split: the library reads one format."""
+    read = set(chain.from_iterable(files.values()))
+    left = [path for path in paths if str(path) not in read and is_text(path)]
+    if left:
+        print_line(f"{where}: these files are not read: {names_of(left)}; data.paths reads them")
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file's name is that of texts."""
+    try:
+        return bool(format_of(path))
+    except DataError:
+        return False
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:

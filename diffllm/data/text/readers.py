@@ -5,8 +5,11 @@ lines; what is compressed, an array of JSON or paragraphs of text are one slice 
 of JSON and a text that is one document are in memory whole.
 """
 
+import codecs
 import io
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +30,9 @@ from diffllm.errors import DataError
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
+"""Errors of lines that are no JSON, or no text where there has to be one."""
 SEEN_LINES = 1000
 """JSON lines that say which columns there are."""
 
@@ -37,7 +43,7 @@ class Slice:
 
     path: Path
     facts: FileFacts
-    """What the file was when it was hashed."""
+    """Size, time and hash of the file as it was when it was hashed."""
     columns: tuple[str, ...]
     several: bool
     """Whether other files need the same columns."""
@@ -57,7 +63,7 @@ class RowGroups(Slice):
 
     def read(self) -> Iterator[TextBatch]:
         """Yield the rows."""
-        with pyarrow.parquet.ParquetFile(self.path) as file:
+        with raw(self.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
             batches = file.iter_batches(ROWS, row_groups=self.groups, columns=list(self.columns))
             for batch in batches:
                 yield TextBatch(*(batch.column(name).to_pylist() for name in self.columns))
@@ -76,18 +82,20 @@ class JsonLines(Slice):
         explicit = pyarrow.schema([(name, pyarrow.string()) for name in self.columns])
         known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
         place, seen = self.start, self.start > 0
-        for block in blocks(self.path, self.start, self.stop):
+        for whole in blocks(self.path, self.start, self.stop):
+            block = whole if place else whole.removeprefix(codecs.BOM_UTF8)
             if block.strip():
                 if not seen and (kinds := kinds_in(block)):
                     check_columns(kinds, self.columns, str(self.path), self.several)
                 seen = True
                 try:
-                    table = parsed_lines(block, known)
-                    yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
-                except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-                    where = f", counted from byte {place:,} on" * (place > 0)
-                    raise DataError(f"{self.path}: {reason(error)}{where}") from error
-            place += len(block)
+                    yield parsed(block, known)
+                except NO_LINES as error:
+                    bad, error = first_bad_line(block, known, error)
+                    line = line_breaks(self.path, place) + bad
+                    what = re.sub(r"\.? in row \d+$", "", reason(error))
+                    raise DataError(f"{self.path}: line {line:,}: {what}") from error
+            place += len(whole)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class JsonArray(Slice):
         """Yield the objects' columns, None where one lacks them."""
         with opened(self.path) as file:
             rows = json.load(file)
+        if not isinstance(rows, list):
+            raise ValueError("not an array of objects")
         check_columns(
             kinds_of_rows(rows[:SEEN_LINES]), self.columns[:1], str(self.path), self.several
         )
@@ -115,7 +125,7 @@ class TextLines(Slice):
 
     def read(self) -> Iterator[TextBatch]:
         """Yield the lines, without their ends."""
-        for block in blocks(self.path, self.start, self.stop):
+        for block in text_blocks(self.path, self.start, self.stop):
             yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
 
 
@@ -126,7 +136,7 @@ class Paragraphs(Slice):
     def read(self) -> Iterator[TextBatch]:
         """Yield the paragraphs."""
         rest = ""
-        for block in blocks(self.path, 0, None):
+        for block in text_blocks(self.path, 0, None):
             *whole, rest = (rest + decoded(block).read()).split("\n\n")
             yield TextBatch(list(filter(None, whole)))
         yield TextBatch([rest] if rest else [])
@@ -138,7 +148,7 @@ class WholeText(Slice):
 
     def read(self) -> Iterator[TextBatch]:
         """Yield the text."""
-        yield TextBatch([decoded(b"".join(blocks(self.path, 0, None))).read()])
+        yield TextBatch([decoded(b"".join(text_blocks(self.path, 0, None))).read()])
 
 
 def slices_of(
@@ -179,8 +189,8 @@ def row_groups(
     path: Path, facts: FileFacts, columns: tuple[str, ...], least: int, several: bool
 ) -> Iterator[Slice]:
     """Collect row groups until their columns have so many bytes."""
-    with pyarrow.parquet.ParquetFile(path) as file:
-        kinds = {field.name: str(field.type) for field in file.schema_arrow}
+    with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
+        kinds = {field.name: kind_of(field.type) for field in file.schema_arrow}
         check_columns(kinds, columns, str(path), several)
         groups: list[int] = []
         size = 0
@@ -192,6 +202,11 @@ def row_groups(
             if size >= least or i + 1 == file.num_row_groups:
                 yield RowGroups(path, facts, columns, several, size, tuple(groups))
                 groups, size = [], 0
+
+
+def kind_of(column: pyarrow.DataType) -> str:
+    """Name the type of a column's values, which a dictionary may hold."""
+    return str(column.value_type if pyarrow.types.is_dictionary(column) else column)
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
@@ -226,21 +241,32 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
             yield b"".join(rest)
 
 
+def text_blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
+    """Yield the same of a text, without the byte order mark at its beginning."""
+    for number, block in enumerate(blocks(path, start, stop)):
+        yield block if start or number else block.removeprefix(codecs.BOM_UTF8)
+
+
 def opened(path: Path) -> IO[bytes]:
     """Open a file, unpacked if it is compressed; what breaks off raises."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
-    stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), compression)
+    stream: Any = pyarrow.CompressedInputStream(raw(path), compression)
     return stream
+
+
+def raw(path: Path) -> Any:
+    """Open a file for pyarrow, whose names of files are UTF-8 unless they are bytes."""
+    return pyarrow.OSFile(os.fsencode(path))
 
 
 def begins_with(path: Path) -> bytes:
     """Return the first byte of a file that is not whitespace."""
     with opened(path) as file:
         while block := file.read(1 << 16):
-            if block.strip():
-                return block.strip()[:1]
+            if text := block.removeprefix(codecs.BOM_UTF8).strip():
+                return text[:1]
     return b""
 
 
@@ -249,10 +275,44 @@ def decoded(block: bytes) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(block), "utf-8")
 
 
-def parsed_lines(block: bytes, options: pyarrow.json.ParseOptions) -> pyarrow.Table:
-    """Parse the columns of JSON lines that the options name."""
+def parsed(block: bytes, options: pyarrow.json.ParseOptions) -> TextBatch:
+    """Parse the columns of JSON lines that the options name; raises NO_LINES."""
     reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(block) + 1)
-    return pyarrow.json.read_json(pyarrow.BufferReader(block), reading, options)
+    table = pyarrow.json.read_json(pyarrow.BufferReader(block), reading, options)
+    return TextBatch(*(table.column(name).to_pylist() for name in options.explicit_schema.names))
+
+
+def first_bad_line(
+    block: bytes, options: pyarrow.json.ParseOptions, error: Exception
+) -> tuple[int, Exception]:
+    """Return the number, from 1, of the first line that cannot be parsed with those before it, and
+    why.
+
+    Args:
+        error: what parsing all of them says.
+    """
+    lines = io.BytesIO(block).readlines()
+    good, bad = 0, len(lines)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        some = b"".join(lines[:middle])
+        try:
+            if some.strip():
+                parsed(some, options)
+            good = middle
+        except NO_LINES as earlier:
+            bad, error = middle, earlier
+    return bad, error
+
+
+def line_breaks(path: Path, place: int) -> int:
+    """Count the line feeds in the first bytes of a text, up to a place where a line begins."""
+    counted = 0
+    with opened(path) as file:
+        while block := file.read(min(place, BLOCK_BYTES)):
+            counted += block.count(b"\n")
+            place -= len(block)
+    return counted
 
 
 def kinds_in(block: bytes) -> dict[str, str]:
@@ -260,7 +320,7 @@ def kinds_in(block: bytes) -> dict[str, str]:
     others may have any types, and what is no JSON is found where it is parsed."""
     rows = []
     for line in block.split(b"\n", SEEN_LINES)[:SEEN_LINES]:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return kinds_of_rows(rows)
 
@@ -281,4 +341,6 @@ def text_of(row: Any, name: str) -> str | None:
     value = row.get(name) if isinstance(row, dict) else row
     if (value is not None and not isinstance(value, str)) or not isinstance(row, dict):
         raise ValueError(f"{json.dumps(row)[:80]} has no text under {name!r}")
+    if value and LONE_SURROGATE.search(value):
+        raise ValueError(f"{json.dumps(row)[:80]} has half a character, which no text has")
     return value

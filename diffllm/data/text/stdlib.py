@@ -4,12 +4,13 @@ import os
 import platform
 import sysconfig
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash, file_facts
-from diffllm.data.text.files import parts_of
+from diffllm.data.text.files import check_all, parts_of
 from diffllm.errors import DataError
 from diffllm.registry import source
 
@@ -29,6 +30,7 @@ def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
         description=f"standard library of Python {platform.python_version()}, {len(kept)} files",
         identity=combined_hash(["stdlib", *(facts.sha256 for _, facts in kept)]),
         list_parts=lambda: parts_of(texts, of_texts, ["text"] * len(texts), whole),
+        check=partial(check_all, texts, of_texts),
         skipped_empty=sum(f.is_blank for f in facts),
         skipped_undecodable=sum(not f.is_utf8 for f in facts),
     )

@@ -8,11 +8,13 @@ Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K kv head
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.bounds import bounded
@@ -148,6 +150,16 @@ class KVCache:
         self.length = max(lengths)
         same = len(set(lengths)) == 1
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
+
+    def copies(self, count: int, room: int) -> KVCache:
+        """Return a cache of `count` rows that begin with this one's only row, with room for so many
+        positions more."""
+        made = copy.copy(self)
+        made.k, made.v = (
+            F.pad(x[:, :, : self.length].expand(count, -1, -1, -1), (0, 0, 0, room))
+            for x in (self.k, self.v)
+        )
+        return made
 
     def keep(self, rows: list[int]) -> None:
         """Drop all rows but these."""

@@ -1,0 +1,63 @@
+"""The typed config that a command line asks for, its length and its widths solved."""
+
+from pathlib import Path
+
+from diffllm.config.compose import bring, check_variant, compose_config, typed, variant_config
+from diffllm.config.matching import match, widened
+from diffllm.config.origin import with_origin
+from diffllm.config.plugins import named
+from diffllm.config.schema import MOST_STEPS, TrainConfig
+from diffllm.config.steps import steps_of_epochs, steps_of_tokens
+from diffllm.config.values import check_paths
+from diffllm.errors import ConfigError
+from diffllm.files import user_path
+
+
+def load_config(
+    overrides: list[str] | None = None, config_dir: str | Path | None = None
+) -> TrainConfig:
+    """Compose, type and validate a configuration; solve its width if it is to match.
+
+    Overrides are words of the command line, e.g. ["model=tiny", "attention=diff_v2"]; the plugins
+    among them, "plugins=[my_variant]", are imported. A wrong key, choice or value raises
+    ConfigError: one line that says what is allowed.
+
+    Args:
+        config_dir: a directory with YAMLs beside ours, as `--config-dir`; it and the plugins stay
+            known in this process.
+    """
+    words = [] if overrides is None else overrides
+    if isinstance(words, str):
+        raise ConfigError(f"load_config takes a list of overrides: [{words!r}]")
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"load_config takes a list of overrides, as text, not {words!r}")
+    words = list(words)
+    named_here = [user_path(config_dir, "config_dir").resolve()] if config_dir is not None else []
+    bring(words, named_here)
+    return without_imports(words)
+
+
+def without_imports(words: list[str]) -> TrainConfig:
+    """Load a configuration as `load_config` does, with the plugins that are imported already."""
+    composed = compose_config(with_origin(words))
+    follows = composed.max_tokens is not None or composed.epochs is not None
+    if follows:
+        composed.steps = MOST_STEPS
+    cfg = typed(composed)  # what is wrong is said before a corpus is prepared
+    check_paths(cfg)
+    cfg.data.check_asked_for()
+    if follows:
+        composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
+        cfg = typed(composed)
+    if cfg.plugins != named(words):
+        raise ConfigError(
+            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
+            "are imported, so name them there"
+        )
+    for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
+        if target is not None:
+            check_variant(f"model.match_{by}_to=", target)
+            own = cfg.run.choices["attention"]
+            cfg.run.matched = match(cfg.model, own, target, variant_config(target), by)
+            cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
+    return cfg

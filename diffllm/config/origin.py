@@ -1,0 +1,178 @@
+"""The weights that a run starts from, as `resume=weights:PATH` names them, and their model.
+
+PATH is a run directory, one of its checkpoints, or a directory of transformers. A run that starts
+from it has its model and its tokenizer, unless the command line says otherwise.
+"""
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from diffllm.checkpoint.directory import find_checkpoint, step_of
+from diffllm.config.compose import variant_config, variants
+from diffllm.config.recipes import as_text
+from diffllm.config.saved import flatten, load_run_config
+from diffllm.config.values import OF_WEIGHTS
+from diffllm.data.tokenizer_files import tokenizer_of
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.files import user_path
+from diffllm.layouts import ModelDirectory
+from diffllm.layouts.directory import is_model_directory
+from diffllm.layouts.own import VARIANTS
+from diffllm.model.attention.base import AttentionConfig
+from diffllm.model.config import ModelConfig
+
+OF_A_RUN = (
+    "seq_len", "init_seed", "init_match", "match_params_to", "match_flops_to", "loss_chunk",
+    "attention.backend", "attention.values",
+)  # fmt: skip
+"""Keys of a model that each run has for itself."""
+
+
+@dataclass
+class Origin:
+    """A decoder that was trained elsewhere, or before."""
+
+    path: Path
+    """The directory that was named."""
+    model: ModelConfig
+    chosen: str | None = None
+    """The YAML of its attention that a run was made with; None for one from elsewhere."""
+    shape: str | None = None
+    """The YAML of its shape, whose learning rate goes with it; None for one from elsewhere."""
+    run: Path | None = None
+    """Its run directory, if it has one."""
+    directory: ModelDirectory | None = None
+    """Its directory of transformers, if it has one."""
+
+    @cached_property
+    def attention(self) -> str:
+        """The YAML of its attention."""
+        return self.chosen or named_attention(self.model.attention)[0]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The values of its attention that are not that YAML's; none where the YAML is not here."""
+        known = self.attention in variants()
+        return differing(self.model.attention, self.attention) if known else {}
+
+    @property
+    def tokenizer(self) -> Path:
+        """The file of its tokenizer; raises CheckpointError where there is none."""
+        if self.directory:
+            return self.directory.tokenizer
+        assert self.run
+        return tokenizer_of(self.run)
+
+    def checkpoint(self) -> Path | None:
+        """Return the checkpoint that is meant, every file verified; None for a directory of
+        transformers. Raises CheckpointError where none is whole."""
+        if self.run is None:
+            return None
+        step = 0 if self.path == self.run else step_of(self.path)
+        return find_checkpoint(self.run, step)
+
+
+def origin_of(path: Path) -> Origin:
+    """Open what `resume=weights:PATH` names; raises CheckpointError for anything else."""
+    if (path / "config.yaml").is_file():
+        return of_run(path, path)
+    run = path.absolute().parents[1] if len(path.absolute().parents) > 1 else path
+    if path.parent.name == "checkpoints" and (run / "config.yaml").is_file():
+        return of_run(path, run)
+    if is_model_directory(path):
+        directory = ModelDirectory(path)
+        return Origin(path, directory.model, directory=directory)
+    why = "it does not exist" if not path.is_dir() else "it has no config.yaml and no config.json"
+    raise CheckpointError(
+        f"{path} is neither a run, one of its checkpoints, nor a directory of transformers: {why}"
+    )
+
+
+def of_run(path: Path, run: Path) -> Origin:
+    """Open a run, or one of its checkpoints."""
+    cfg = load_run_config(run)
+    choices = cfg.run.choices
+    return Origin(path, cfg.model, choices["attention"], choices["model"], run)
+
+
+def named_attention(attention: AttentionConfig) -> tuple[str, dict[str, Any]]:
+    """Return the YAML that makes an attention, or nearly does, and the values it has besides."""
+    base = VARIANTS[type(attention).__name__]
+    for name in [base, *(name for name in variants() if name.startswith(f"{base}_"))]:
+        if not (others := differing(attention, name)):
+            return name, others
+    return base, differing(attention, base)
+
+
+def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
+    """Return the values of an attention that differ from those of a YAML, as plain ones."""
+    here, there = plain(attention), plain(variant_config(name))
+    return {
+        key: value
+        for key, value in here.items()
+        if there.get(key) != value and f"attention.{key}" not in OF_A_RUN
+    }
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Return a config of dataclasses by dotted key, enums by name."""
+    values = flatten(asdict(config))
+    return {key: v.name if isinstance(v, Enum) else v for key, v in values.items()}
+
+
+def named_in(resume: str) -> Path | None:
+    """Return the path in a value of `resume` that asks for weights alone; None for another."""
+    if not resume.startswith(OF_WEIGHTS):
+        return None
+    path = resume.removeprefix(OF_WEIGHTS)
+    if not path:
+        raise ConfigError(f"resume={resume} needs a path, as in resume={OF_WEIGHTS}outputs/mine")
+    return user_path(path, f"resume={OF_WEIGHTS}".removesuffix("="))
+
+
+def with_origin(words: list[str]) -> list[str]:
+    """Put what follows from `resume=weights:PATH` in front of a command line, whose own words win.
+
+    Raises ConfigError, or CheckpointError as `origin_of` does.
+    """
+    given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
+    path = named_in(given.get("resume", "").strip("'\""))
+    if path is None:
+        return words
+    return [*implied(origin_of(path), given), *words]
+
+
+def implied(origin: Origin, given: dict[str, str]) -> list[str]:
+    """Return the overrides that give a run the model and the tokenizer of its weights.
+
+    Args:
+        given: the command line's own values by key. A shape or an attention of its own stays.
+    """
+    words = []
+    if "model" not in given:
+        words += [f"model={origin.shape}"] if origin.shape else []
+        shape = {
+            key: value
+            for key, value in plain(origin.model).items()
+            if key not in OF_A_RUN and not key.startswith("attention.")
+        }
+        words += [f"model.{key}={as_text(value)}" for key, value in shape.items()]
+    if "attention" not in given:
+        words.append(f"attention={origin.attention}")
+        words += [f"model.attention.{key}={as_text(v)}" for key, v in origin.settings.items()]
+    if given.get("data") != "tokens" and "data.tokenizer" not in given:
+        words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
+    return words
+
+
+def differences(origin: Origin, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the values of a model that are not its weights' own: (there, here) by key."""
+    there, here = plain(origin.model), plain(model)
+    return {
+        f"model.{key}": (there.get(key), here.get(key))
+        for key in sorted(there.keys() | here.keys())
+        if key not in OF_A_RUN and there.get(key) != here.get(key)
+    }

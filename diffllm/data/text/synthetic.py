@@ -1,0 +1,123 @@
+"""Generated examples of a task as a corpus: the training data of `diffllm evaluate`'s tasks.
+
+A document is an example with its right answer, or several that share what is given. Examples are
+not those that a checkpoint is asked: their seeds are others.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from diffllm.bounds import bounded
+from diffllm.data.config import DataConfig
+from diffllm.data.text.corpus import Corpus, Part, TextBatch
+from diffllm.data.text.file_index import combined_hash
+from diffllm.errors import ConfigError
+from diffllm.registry import schema, source
+from diffllm.tasks import VERSION
+from diffllm.tasks.task import TASKS, Level, Task
+
+A_PART = 10_000
+"""Examples of a part."""
+USUAL = 256
+"""Length of a context whose easiest level is the default."""
+
+
+@schema(group="data", name="synthetic")
+@dataclass
+class SyntheticConfig(DataConfig):
+    """Generated examples of a task."""
+
+    source: str = "synthetic"
+    task: str = "mqar"
+    """Task whose examples the documents are: needle, mqar, phonebook, induction, noisy_kv, icl."""
+    level: dict[str, Any] = field(default_factory=dict)
+    """Settings of difficulty, as {pairs: 16}; those left out are the easiest."""
+    examples: int = bounded(100_000, least=1, most=10**9)
+    """Documents."""
+    answers_only: bool = True
+    """Take the loss of answers alone, not of what they are found in."""
+    task_seed: int = 0
+    """Seed of the examples."""
+
+    def validate(self) -> None:
+        super().validate()
+        if self.task not in TASKS:
+            raise ConfigError(f"data.task={self.task} is none of {', '.join(sorted(TASKS))}")
+        known = TASKS[self.task].settings(USUAL)
+        for key, value in self.level.items():
+            if key not in known:
+                raise ConfigError(
+                    f"data.level: {self.task} has no {key}; it has {', '.join(known)}"
+                )
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"data.level: {key}={value} must be a whole number")
+
+
+@dataclass(frozen=True)
+class ExamplesPart:
+    """A stretch of examples; its seed is its own."""
+
+    task: Task
+    level: Level
+    number: int
+    count: int
+    seed: int
+    answers_only: bool
+
+    @property
+    def name(self) -> str:
+        """Where it lies, for messages."""
+        return f"{self.task.name}, part {self.number + 1}"
+
+    @property
+    def size(self) -> int:
+        """Not known before they are made."""
+        return 0
+
+    def read(self) -> Iterator[TextBatch]:
+        """Yield the examples, one at a time."""
+        seed = f"training/{self.seed}/{self.number}"
+        for *before, answer in self.task.documents(self.level, self.count, seed, words_of):
+            if self.answers_only:
+                yield TextBatch([f"{answer}\n"], [before])
+            else:
+                yield TextBatch([f"{''.join(before)}{answer}\n"])
+
+
+def words_of(text: str) -> int:
+    """Count words and marks, in place of tokens, which depend on a tokenizer that is not there."""
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+@source("synthetic")
+def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
+    """Open the examples; raises ConfigError for a level that cannot be."""
+    task = TASKS[cfg.task]
+    level = {**task.levels(USUAL)[0], **cfg.level}
+    try:
+        next(iter(task.examples(level, 1, 0, words_of)))
+    except (ValueError, IndexError, ArithmeticError) as error:
+        raise ConfigError(
+            f"data.level={dict(cfg.level)}: {cfg.task} has no examples: {error}"
+        ) from error
+    settings = [f"{key}={value}" for key, value in sorted(level.items())]
+    what = ["synthetic", str(VERSION), cfg.task, *settings, str(cfg.examples), str(cfg.task_seed)]
+    return Corpus(
+        description=f"{cfg.examples:,} examples of {cfg.task}, {', '.join(settings)}",
+        identity=combined_hash([*what, str(cfg.answers_only)]),
+        list_parts=partial(parts, cfg, task, level),
+        has_prompts=cfg.answers_only,
+    )
+
+
+def parts(cfg: SyntheticConfig, task: Task, level: Mapping[str, Any]) -> list[Part]:
+    """Share the examples out."""
+    return [
+        ExamplesPart(
+            task, level, i, min(A_PART, cfg.examples - i * A_PART), cfg.task_seed, cfg.answers_only
+        )
+        for i in range(-(-cfg.examples // A_PART))
+    ]

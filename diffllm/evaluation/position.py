@@ -1,0 +1,173 @@
+"""The loss on whole held-out documents: by position, by distance to the last same token, and on
+what a document repeats.
+
+Shapes: n tokens of a document.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffllm.data import heldout_documents
+from diffllm.data.progress import track
+from diffllm.errors import CheckpointError
+from diffllm.evaluation.evaluation import (
+    Asked,
+    Evaluation,
+    Line,
+    Score,
+    Settings,
+    Subject,
+    evaluation,
+)
+from diffllm.evaluation.own_data import own_corpus, own_data
+from diffllm.evaluation.scoring import TOKENS, by_length, padded
+from diffllm.model.documents import Documents
+from diffllm.statistics.bootstrap import of_documents
+
+VERSION = 1
+"""Changed whenever lines change, so that older results are made anew."""
+DOCUMENTS = 200
+"""Documents, where no limit says another number."""
+NONE = "none"
+"""The distance of a token that the document has not had before."""
+IGNORED = -1
+
+Sums = dict[str, list[float]]
+"""Nats, and the number of targets they are of, for each bin."""
+
+
+@evaluation("position")
+class Position(Evaluation):
+    """Reads each document from its start, behind an EOS, up to the model's length.
+
+    Target i of a document is its token i, from 0, its own EOS the last of all:
+
+    - Its position is i: as many tokens of the document stand before it.
+    - Its distance is i - j to the last token j < i that is the same, "none" where there is none.
+    - Its span is "repeated" where i >= 2, and the two tokens before it stood somewhere earlier in
+      the document with the same token behind them: a model that copies is right. It is "first"
+      where i >= 2, and these two tokens did not stand earlier in this order. Other targets are in
+      neither.
+
+    Where training kept attention inside documents, it stays there: the EOS is not seen, and the
+    document begins at the model's position 0.
+    """
+
+    unit = "nats a token"
+
+    def settings(self, subject: Subject, asked: Asked) -> Settings:
+        return {
+            "version": VERSION,
+            "documents": asked.limit or DOCUMENTS,
+            "corpus": own_corpus(subject.run, subject.cfg),
+        }
+
+    def lines(self, subject: Subject, settings: Settings) -> list[Line]:
+        data, longest = own_data(subject.run, subject.cfg), subject.model.cfg.seq_len
+        stream, eos_id = data.split("heldout"), data.manifest.eos_id
+        chosen = heldout_documents(stream, eos_id, most=settings["documents"])
+        texts = [
+            stream.tokens(start, start + min(length, longest)).tolist()
+            for start, length in zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True)
+        ]
+        nats: list[list[float]] = [[] for _ in texts]
+        with track(self.name, len(texts)) as advance:
+            for places in by_length(range(len(texts)), lambda i: len(texts[i]), TOKENS):
+                losses = token_nats(subject, [texts[i] for i in places], eos_id)
+                for i, of_text in zip(places, losses, strict=True):
+                    nats[i] = of_text
+                advance(len(places))
+        found = []
+        for start, text, of_text in zip(chosen.starts.tolist(), texts, nats, strict=True):
+            if not all(map(math.isfinite, of_text)):
+                raise CheckpointError(
+                    f"{subject.checkpoint}: the loss of held-out tokens is not finite"
+                )
+            predicted = [True] * len(text)
+            if stream.masked:
+                predicted = stream.loss_mask(start, start + len(text)).tolist()
+            found.append({"start": start, **sums(text, of_text, predicted)})
+        return found
+
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
+        found = []
+        for kind in ("all", "position", "distance", "span"):
+            for name in sorted({name for line in lines for name in line[kind]}, key=place):
+                own = [line[kind][name] for line in lines if name in line[kind]]
+                nats, tokens = np.array(own).T
+                found.append(
+                    Score(
+                        f"{kind} {name}".strip(),
+                        float(nats.sum() / tokens.sum()),
+                        of_documents(nats, tokens),
+                        len(own),
+                        more={"tokens": int(tokens.sum())},
+                    )
+                )
+        return found
+
+
+@torch.no_grad()
+def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
+    """Return the loss of every token of each text, all texts read at once."""
+    targets = padded(texts, IGNORED, torch.device("cpu"))
+    inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
+    documents = None
+    if subject.cfg.data.mask_documents:
+        documents = Documents.of(inputs, eos_id).to(subject.device)
+    losses: Tensor = subject.model(
+        inputs.to(subject.device), targets.to(subject.device), documents=documents, by_token=True
+    )
+    rows = losses.double().tolist()
+    return [row[: len(text)] for text, row in zip(texts, rows, strict=True)]
+
+
+def sums(
+    text: Sequence[int], losses: Sequence[float], predicted: Sequence[bool]
+) -> dict[str, Sums]:
+    """Sum up the losses of a document's tokens, bin by bin, as `Position` defines them.
+
+    Args:
+        text: (n,) tokens. losses: (n,) nats.
+        predicted: (n,), False for tokens that are only context.
+    """
+    found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
+    last: dict[int, int] = {}
+    followed: dict[tuple[int, int], set[int]] = {}
+    for i, (token, loss) in enumerate(zip(text, losses, strict=True)):
+        bins = {
+            "all": "",
+            "position": octave(i),
+            "distance": octave(i - last[token]) if token in last else NONE,
+        }
+        last[token] = i
+        if i >= 2:
+            behind = followed.setdefault((text[i - 2], text[i - 1]), set())
+            if token in behind or not behind:
+                bins["span"] = "repeated" if behind else "first"
+            behind.add(token)
+        if predicted[i]:
+            for kind, name in bins.items():
+                of_bin = found[kind].setdefault(name, [0.0, 0])
+                of_bin[0] += loss
+                of_bin[1] += 1
+    return found
+
+
+def octave(number: int) -> str:
+    """Name the bin of a number: 0, 1, 2-3, 4-7 and so on."""
+    if number < 2:
+        return str(number)
+    low = 1 << number.bit_length() - 1
+    return f"{low}-{2 * low - 1}"
+
+
+def place(name: str) -> tuple[Any, ...]:
+    """Return what bins are sorted by: numbers first, then words, "repeated" before "first"."""
+    start = name.partition("-")[0]
+    return (0, int(start)) if start.isdigit() else (1, name == "first")

@@ -1,0 +1,114 @@
+"""Suites: evaluations of a checkpoint one after the other, each kept as soon as it is done."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from diffllm.checkpoint import step_of
+from diffllm.checkpoint.manifest import NAME as MANIFEST
+from diffllm.errors import ConfigError
+from diffllm.evaluation import outliers, position, quantise  # noqa: F401  registered by that
+from diffllm.evaluation.answers import Answers
+from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Evaluation, Score, Subject
+from diffllm.evaluation.results import keep, kept, results_of
+from diffllm.files import user_path
+from diffllm.tasks.own_file import OwnFile
+from diffllm.tasks.task import TASKS, Level
+
+NEEDLES = [{"needles": n, "asked": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
+SUITES: dict[str, dict[str, Sequence[Level]]] = {
+    "claims": dict.fromkeys(("needle", "mqar", "phonebook", "induction", "noisy_kv", "icl"), ()),
+    "checkpoint": dict.fromkeys(("position", "outliers", "quantise"), ()),
+    "needle_4k": {"needle": [{"length": 4000, **needles} for needles in NEEDLES]},
+    "needle_64k": {
+        "needle": [
+            {"length": 1000 * length, "needles": 8, "asked": 1} for length in (8, 16, 32, 48, 64)
+        ]
+    },
+}
+"""Evaluations by suite, with the levels that a suite insists on. Those of needles are as in section
+3.4 of arXiv 2410.05258: 4K with N needles of which R are asked for, and 64K by length and depth."""
+HARNESS = "lm_eval"
+"""The suite whose tasks are those of lm-evaluation-harness (`interop/harness.py`)."""
+Result = dict[str, Any]
+"""The "unit" of an evaluation, and its "scores", a dict for each, see `Score`."""
+
+
+def chosen(suite: str, names: Sequence[str], level: Level) -> tuple[list[Evaluation], Asked]:
+    """Return the evaluations of a suite, or those named, and the levels that are asked of them.
+
+    Raises ConfigError for unknown ones, and for a level without the one task that it is of.
+
+    Args:
+        names: a task, an evaluation, or the path of a file of examples that ends in .jsonl.
+        level: settings of the task that is named alone, empty for those that fit.
+    """
+    if suite not in SUITES:
+        raise ConfigError(f"suite={suite} must be one of {', '.join([*SUITES, HARNESS])}")
+    wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
+    if level and len(wanted) != 1:
+        raise ConfigError("level is of one task: name it by tasks=[...]")
+    found = [named(name) for name in wanted]
+    levels = {name: own for name, own in SUITES[suite].items() if own and name in wanted}
+    if level:
+        levels = {found[0].name: [level]}
+    return found, Asked(levels=levels)
+
+
+def named(name: str) -> Evaluation:
+    """Return the evaluation of a name; raises ConfigError where there is none."""
+    if name.endswith(".jsonl"):
+        task = OwnFile(user_path(name, "tasks"))
+        if task.name in TASKS or task.name in EVALUATIONS:
+            raise ConfigError(f"tasks: {name} has the name of the task {task.name}; rename it")
+        return Answers(task)
+    if name in EVALUATIONS:
+        return EVALUATIONS[name]
+    if name in TASKS:
+        return Answers(TASKS[name])
+    known = ", ".join(sorted([*TASKS, *EVALUATIONS]))
+    raise ConfigError(f"tasks: {name} is none of {known}, nor a file that ends in .jsonl")
+
+
+def evaluate(
+    subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
+) -> Iterator[tuple[str, Result]]:
+    """Yield the result of each evaluation, from its file where it has been made before."""
+    directory = results_of(subject.run, step_of(subject.checkpoint))
+    for each in evaluations:
+        settings = each.settings(subject, asked)
+        key = key_of(subject, each.name, settings)
+        file = directory / each.file
+        lines = kept(file, key)
+        made = lines is None
+        if lines is None:
+            lines = each.lines(subject, settings)
+        result = {"unit": each.unit, "scores": [flat(s) for s in each.scores(settings, lines)]}
+        if made:
+            keep(file, {"key": key, **result}, lines)
+        yield each.name, result
+
+
+def key_of(subject: Subject, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that a result depends on."""
+    manifest = (subject.checkpoint / MANIFEST).read_bytes()
+    return {
+        "evaluation": name,
+        "checkpoint": hashlib.sha256(manifest).hexdigest(),
+        "tokenizer": subject.tokenizer.pieces_hash,
+        **settings,
+    }
+
+
+def flat(score: Score) -> dict[str, Any]:
+    """Return a score as JSON, its further facts beside the others."""
+    content = asdict(score)
+    more = content.pop("more")
+    return {**content, "value": finite(score.value), **more}
+
+
+def finite(value: float) -> float | None:
+    """Return a number that JSON has, or None: a model may have diverged."""
+    return value if math.isfinite(value) else None

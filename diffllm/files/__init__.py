@@ -1,0 +1,35 @@
+"""Files that are whole or not there, locks between processes, and paths that users give."""
+
+from diffllm.files.locks import Lock, hold, missing, take_back
+from diffllm.files.paths import user_path
+from diffllm.files.reading import parse_json, read_bytes, read_json, read_lines, read_text, readable
+from diffllm.files.writing import (
+    build_once,
+    open_to_append,
+    open_to_write,
+    published,
+    replace_file,
+    sync,
+    write_atomic,
+)
+
+__all__ = [
+    "Lock",
+    "build_once",
+    "hold",
+    "missing",
+    "open_to_append",
+    "open_to_write",
+    "parse_json",
+    "published",
+    "read_bytes",
+    "read_json",
+    "read_lines",
+    "read_text",
+    "readable",
+    "replace_file",
+    "sync",
+    "take_back",
+    "user_path",
+    "write_atomic",
+]

@@ -1,0 +1,148 @@
+"""Files and directories that are there whole or not at all, also after a power cut.
+
+Nothing is written through a symbolic link in place of a file: what it leads to is another's.
+"""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diffllm.errors import CheckpointError
+from diffllm.files.locks import Lock
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file in one step: a reader sees its former content or all of the new one, and so does
+    one after a power cut.
+
+    A symbolic link of that name is replaced, and what it leads to is left alone. Where it cannot be
+    written, OSError is raised and nothing partial stays behind.
+    """
+    check_replaceable(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(new_file(partial), "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise OSError for a path at which something else is than a file or a link."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def new_file(path: Path) -> int:
+    """Open a file that was not there; one of this name, which a killed process left, goes first."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:
+        path.unlink()
+        return os.open(path, flags, 0o666)
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file, made where it is missing, to write behind its end; return its descriptor.
+
+    Raises OSError, also for a symbolic link and whatever else is no file.
+    """
+    return opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def open_to_write(path: Path) -> int:
+    """Open a file, made where it is missing and emptied where it is not, as `open_to_append`."""
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
+    os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def opened(path: Path, flags: int) -> int:
+    """Open a regular file, not through a symbolic link; never waits, as at a pipe."""
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags | safe, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "Is a symbolic link, not a file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return descriptor
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file of a run; raises CheckpointError where that cannot be done."""
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+
+def build_once(final: Path, build: Callable[[Path], None]) -> None:
+    """Create the directory `final` by calling `build` on a temporary sibling, then rename it.
+
+    However many processes ask, one builds and the others wait for it. A build that dies at any
+    moment leaves no `final`; what it left behind is removed by the next one.
+    """
+    if final.is_dir():
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with Lock(Path(f"{final}.lock")):
+        if final.is_dir():
+            return
+        # Whoever wrote these held the lock and is gone.
+        for leftover in final.parent.glob(f"{final.name}.tmp-*"):
+            shutil.rmtree(leftover)
+        temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
+        temporary.mkdir()
+        with published(temporary, final):
+            build(temporary)
+
+
+@contextmanager
+def published(temporary: Path, final: Path) -> Iterator[None]:
+    """Give the directory `temporary` the name `final` once the block has filled it and all of it is
+    on disk; after an error it is removed. Raises OSError, also where something has the name."""
+    try:
+        yield
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        if os.path.lexists(final):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync a file's content, or the names in a directory, to disk, so that they outlive a power
+    cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems keep names without being asked, and refuse to be.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)

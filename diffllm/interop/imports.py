@@ -1,0 +1,128 @@
+"""A model from elsewhere as a run directory of ours, as it is or converted."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from diffllm.checkpoint import load_tensors, step_of
+from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.config import load_config
+from diffllm.config.origin import Origin, implied, origin_of
+from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
+from diffllm.errors import ConfigError
+from diffllm.files import user_path
+from diffllm.interop.appearing import appearing, check_free
+from diffllm.layouts import converted
+from diffllm.layouts.layout import Mapped, same
+from diffllm.model import without_storage
+
+HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+"""Files of a repository of the hub that are fetched: no code and no pickle."""
+
+
+def import_model(
+    source: str, out: Path, attention: str | None = None, perturb: float = 0.0, seed: int = 0
+) -> Origin:
+    """Write a run directory with a model's parameters as the checkpoint of step 0; return what it
+    holds. It is there whole or not at all.
+
+    All parameters are in memory at once, four bytes each. Raises ConfigError and CheckpointError.
+
+    Args:
+        source: a directory of transformers, a run, or owner/name[@revision] of the hub.
+        attention: "diff_v2" or "standard", to convert to; see `converted`, also for `perturb` and
+            `seed`.
+    """
+    check_free(out)
+    path, facts = located(source)
+    origin = origin_of(path)
+    checkpoint = origin.checkpoint()
+    new, made = origin, None
+    facts |= {"attention": origin.attention}
+    if attention is not None:
+        model, made = converted(origin.model, attention, perturb, seed)
+        new = replace(origin, model=model, chosen=None)
+        facts |= {"converted": attention, "perturb": perturb, "seed": seed}
+    elif perturb:
+        raise ConfigError(f"perturb={perturb} is for attention=diff_v2")
+    if origin.directory:
+        facts |= {"architecture": origin.directory.architecture}
+    tokenizer = origin.tokenizer
+    with appearing(out) as hidden:
+        tensors = parameters_of(origin, checkpoint)
+        if made is not None:
+            tensors = remade(tensors, made)
+        names = [name for name, _ in without_storage(new.model).named_parameters()]
+        write_parameters(hidden / "checkpoints", tensors, names)
+        for file, content in tokenizer_files(tokenizer).items():
+            (hidden / file).write_bytes(content)
+        (hidden / "config.yaml").write_text(config_of(new, out, tokenizer))
+        counted = sum(tensors[name].numel() for name in names)
+        facts["step"] = step_of(checkpoint) if checkpoint else None
+        facts = {"parameters": counted, "imported": facts}
+        (hidden / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return new
+
+
+def located(source: str) -> tuple[Path, dict[str, Any]]:
+    """Return a model's directory on this machine, fetched from the hub if it is there alone, and
+    what is to be told of it; raises ConfigError."""
+    path = user_path(source, "hf")
+    if path.is_dir():
+        return path, {"from": source}
+    found = HUB_ID.fullmatch(source)
+    if path.exists() or not found:
+        raise ConfigError(f"hf={source} is neither a directory nor owner/name[@revision] of a hub")
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, revision = found["name"], found["revision"]
+    try:
+        sha = HfApi().model_info(name, revision=revision, timeout=60).sha
+        fetched = snapshot_download(name, revision=sha, allow_patterns=list(WANTED))
+    except Exception as error:
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(f"hf={source}: no such directory, and from the hub: {why}") from error
+    return Path(fetched), {"from": name, "revision": sha}
+
+
+def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
+    """Read all parameters, and what routers have learnt, as our decoder has them, float32."""
+    model = without_storage(origin.model).to_empty(device="cpu")
+    for mixture in model.mixtures:
+        mixture.router.reset_buffers()
+    tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **model.router_state()}
+    if checkpoint:
+        load_tensors(checkpoint, {f"model.{n}": t for n, t in tensors.items()}, no_dist=True)
+    else:
+        assert origin.directory
+        for name in origin.directory.names:
+            tensors[name].copy_(origin.directory.tensor(name))
+    return tensors
+
+
+def remade(tensors: dict[str, Tensor], made: Sequence[Mapped]) -> dict[str, Tensor]:
+    """Convert parameters; each of the given ones is dropped once it has been read."""
+    last = {source: i for i, mapped in enumerate(made) for source in mapped.sources}
+    found = {}
+    for i, mapped in enumerate(made):
+        found[mapped.name] = mapped.of(tensors)
+        for source in mapped.sources:
+            if last[source] == i and mapped.make is not same:
+                tensors.pop(source, None)
+    return {**{n: t for n, t in tensors.items() if ".router." in n}, **found}
+
+
+def config_of(origin: Origin, out: Path, tokenizer: Path) -> str:
+    """Write the config of a run that has this model, as YAML."""
+    words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
+    cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])
+    cfg.data.tokenizer = str((out / tokenizer.name).absolute())
+    cfg.run.name = out.name
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))

@@ -1,0 +1,664 @@
+"""Decoders of diffllm for transformers: standard, gated, DIFF V1 and DIFF V2 attention, dense or
+mixtures of experts.
+
+An export carries this file along, and `import diffllm.interop` registers it. It needs transformers
+5 and torch alone. Parameters have Llama's names; the config's `attention` holds the variant and its
+settings, `moe` those of a mixture.
+
+Shapes: B batch, T query tokens, S key tokens, D hidden size, H query heads, K kv heads, d head_dim.
+"""
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+SINK_CHANNELS = 8
+"""Channels that queries and keys gain for a sink: kernels want multiples of 8."""
+PAGED = "vllm"
+"""The implementation of vLLM, which has the cache, and sinks as an argument."""
+
+
+class DiffLLMConfig(PreTrainedConfig):
+    """The shape of a decoder.
+
+    Args:
+        num_attention_heads: query heads of a kernel call; DIFF V2 has two for each context.
+        num_key_value_heads: key and value heads of a kernel call; in DIFF V1 a pair is one.
+        head_dim: width of these; in DIFF V1 twice the d of a head.
+        attention: {"variant": "standard", "gated", "diff_v1" or "diff_v2"} and its settings.
+        moe: settings of a mixture of experts; empty for a dense model.
+    """
+
+    model_type = "diffllm"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 32000
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] = None  # type: ignore[assignment]
+    qk_norm: bool = False
+    attention: dict[str, Any] = None  # type: ignore[assignment]
+    moe: dict[str, Any] = None  # type: ignore[assignment]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.attention = {"variant": "standard", **(self.attention or {})}
+        if self.attention["variant"] not in ATTENTION:
+            known = ", ".join(ATTENTION)
+            raise ValueError(f"attention variant {self.attention['variant']!r} is none of {known}")
+        super().__post_init__(**kwargs)
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cos and sin of the positions asked for."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DiffLLMConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim // ATTENTION[config.attention["variant"]].members
+        self.scaling = 1.0
+        self.register_buffer("inv_freq", torch.empty(0), persistent=False)
+        self.fill()
+
+    def fill(self) -> None:
+        """Compute the frequencies, radians a position of each channel pair, (d/2,) float32."""
+        rope = self.config.rope_parameters
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
+            inverse = rope["rope_theta"] ** -(exponents / self.head_dim)
+            self.scaling = 1.0
+        else:
+            config = copy.copy(self.config)
+            config.head_dim = self.head_dim
+            inverse, self.scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+        self.inv_freq = inverse.to(torch.float32).to(self.inv_freq.device)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (B, T, d) float32 of positions (B, T)."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (B, H, T, d) by its positions, in float32."""
+    low, high = x.chunk(2, dim=-1)
+    half = cos.shape[-1] // 2
+    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    """Repeat each head of (B, K, S, d) so many times, side by side."""
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def eager_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend by explicit maps; returns contexts (B, T, H, d) and maps (B, H, T, S)."""
+    weights = explicit_maps(module, query, key, attention_mask, scaling)
+    context = weights @ repeated(value, module.num_key_value_groups)
+    return context.transpose(1, 2).contiguous(), weights
+
+
+def explicit_maps(
+    module: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float
+) -> Tensor:
+    """Return softmax(q k scaling + mask), (B, H, T, S)."""
+    logits = query @ repeated(key, module.num_key_value_groups).transpose(2, 3) * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    return logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+
+
+class Attention(nn.Module):
+    """The base of the variants: projections, RoPE, cache, and one call of a kernel."""
+
+    is_causal = True
+    members = 1
+    """Heads of keys and values that the kernel gets as one, side by side."""
+    eager = staticmethod(eager_attention_forward)
+
+    def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
+        """Make the projections.
+
+        Args:
+            contexts: vectors of width d that enter o_proj; as many as query heads by default.
+        """
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.settings: dict[str, Any] = config.attention
+        self.head_dim = config.head_dim // self.members
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = self.num_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.context_scale = self.settings.get("context_scale", 1.0)
+        self.sink: nn.Parameter | None = None
+        width, of_keys = config.hidden_size, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, of_keys, bias=False)
+        self.v_proj = nn.Linear(width, of_keys, bias=False)
+        self.o_proj = nn.Linear((contexts or self.num_heads) * self.head_dim, width, bias=False)
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend: x (B, T, D), normalised -> (B, T, D), and the maps where they are explicit."""
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k = rotated(q, *position_embeddings), rotated(k, *position_embeddings)
+        q, k, v = self.for_kernel(q, k, v)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
+        if self.config._attn_implementation != PAGED:
+            kernel = partial(with_sink, kernel)
+        context, maps = kernel(
+            self, q, k, v, attention_mask,
+            dropout=0.0, scaling=self.scaling, s_aux=self.sink, **kwargs,
+        )  # fmt: skip
+        context = context.reshape(*hidden_states.shape[:2], self.num_heads, v.shape[-1])
+        context = self.combined(hidden_states, context)
+        if self.context_scale != 1:
+            context = context * self.context_scale
+        return self.o_proj(context.flatten(2)), maps
+
+    def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as the kernel and the cache take them."""
+        return q, k, v
+
+    def combined(self, x: Tensor, context: Tensor) -> Tensor:
+        """Return the vectors (B, T, heads, width) that enter o_proj, of those of the kernel.
+
+        Args:
+            x: (B, T, D), normalised.
+            context: (B, T, H, width).
+        """
+        return context
+
+    def initialise(self, std: float) -> None:
+        """Fill what is neither a matrix nor a norm."""
+
+
+class StandardAttention(Attention):
+    """Softmax attention, with a sink in the denominator where `sink` is "learned" or "one"."""
+
+    def __init__(self, config: DiffLLMConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        kind = self.settings.get("sink", "none")
+        if kind != "none":
+            self.sink = nn.Parameter(torch.zeros(self.num_heads), requires_grad=kind == "learned")
+
+    def initialise(self, std: float) -> None:
+        if self.sink is not None:
+            initialization.zeros_(self.sink)
+
+
+def with_sink(
+    kernel: Any,
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Call a kernel that knows no sinks, where there is one with a key of logit s_aux (H,) and of
+    value zero in front of all others.
+
+    Queries and keys get more channels, one of which multiplies to the logit. A query goes in front,
+    too, unless there is one query alone: a causal map stays square.
+    """
+    if s_aux is None:
+        return kernel(module, q, k, v, attention_mask, **kwargs)
+    mask, length = attention_mask, q.shape[2]
+    scaled = (s_aux * math.sqrt(q.shape[-1])).to(q.dtype).view(1, -1, 1, 1)
+    scaled = scaled.expand(len(q), -1, length, 1)
+    q = torch.cat((q, scaled, q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)), dim=-1)
+    marks = k.new_zeros(*k.shape[:2], 1, SINK_CHANNELS)
+    marks[..., 0] = 1
+    first = torch.cat((torch.zeros_like(k[:, :, :1]), marks), dim=-1)
+    k = torch.cat((first, F.pad(k, (0, SINK_CHANNELS))), dim=2)
+    v = F.pad(v, (0, 0, 1, 0))
+    queries = int(length > 1)
+    q = F.pad(q, (0, 0, queries, 0))
+    if mask is not None and mask.ndim == 2:  # of padding, for flash kernels
+        mask = F.pad(mask, (1, 0), value=1)
+    elif mask is not None:
+        mask = F.pad(mask, (1, 0, queries, 0), value=bool(1) if mask.dtype == torch.bool else 0.0)
+    context, maps = kernel(module, q, k, v, mask, **kwargs)
+    return context[:, -length:], maps
+
+
+class GatedAttention(Attention):
+    """sigmoid(gate_proj x) times softmax attention's context (Qiu et al., arXiv 2505.06708)."""
+
+    def __init__(self, config: DiffLLMConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width = self.head_dim if self.settings["gate"] == "elementwise" else 1
+        self.gate_proj = nn.Linear(config.hidden_size, self.num_heads * width, bias=False)
+
+    def combined(self, x: Tensor, context: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1)) * context
+
+
+def clamped_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend by the difference of each pair of maps, its negative weights clamped to 0 and its rows
+    scaled to sum 1 where any is positive: contexts of the first members, zeros of the second."""
+    both = explicit_maps(module, query, key, attention_mask, scaling)
+    first, second = both.unflatten(1, (-1, 2)).unbind(2)
+    positive = (first - module.lambda_value() * second).clamp_min(0)
+    total = positive.sum(-1, keepdim=True)
+    weights = (positive / torch.where(total > 0, total, 1)).to(query.dtype)
+    values = repeated(value, module.num_key_value_groups // 2)
+    context = weights @ values
+    context = torch.stack((context, torch.zeros_like(context)), dim=2).flatten(1, 2)
+    return context.transpose(1, 2).contiguous(), weights
+
+
+class DiffV1Attention(Attention):
+    """Differential attention, first version (Ye et al., arXiv 2410.05258).
+
+    Heads 2i and 2i + 1 of queries and keys are a pair, and so are the values that each weights. The
+    kernel gets the two keys of a pair as one of width 2d, as it does values, and a query with zeros
+    in the other's place: no key or value is stored twice.
+    """
+
+    members = 2
+
+    def __init__(self, config: DiffLLMConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(self.head_dim)))
+        self.head_norm = None
+        if self.settings["head_norm"]:
+            self.head_norm = nn.RMSNorm(2 * self.head_dim, self.settings["head_norm_eps"])
+        if self.settings["clamp"]:
+            self.eager = clamped_attention_forward
+        constant = self.settings["lambda_init"]
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx) if constant is None else constant
+
+    def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        one, other = q.unflatten(1, (-1, 2)).unbind(2)
+        one, other = F.pad(one, (0, self.head_dim)), F.pad(other, (self.head_dim, 0))
+        return torch.stack((one, other), dim=2).flatten(1, 2), side_by_side(k), side_by_side(v)
+
+    def combined(self, x: Tensor, context: Tensor) -> Tensor:
+        one, other = context.unflatten(2, (-1, 2)).unbind(3)
+        context = one
+        if not self.settings["clamp"]:  # whose kernel has subtracted
+            context = (one - self.lambda_value() * other).to(x.dtype)
+        if self.head_norm is not None:
+            context = self.head_norm(context)
+        return (context * (1 - self.lambda_init)).to(x.dtype)
+
+    def lambda_value(self) -> Tensor:
+        """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
+        q1, k1, q2, k2 = (
+            getattr(self, name).float()
+            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+        )
+        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+
+    def initialise(self, std: float) -> None:
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            initialization.normal_(getattr(self, name), 0.0, 0.1)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    """Join adjacent pairs of heads (B, 2n, S, d) to heads (B, n, S, 2d)."""
+    return heads.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
+
+
+class DiffV2Attention(Attention):
+    """Differential attention, second version: attn1 - lambda attn2, lambda a token and a head.
+
+    Heads 2i and 2i + 1 are a pair, and share key and value; with `pairing` "halves" i and i + H/2.
+    """
+
+    def __init__(self, config: DiffLLMConfig, layer_idx: int):
+        pairs = config.num_attention_heads // 2
+        super().__init__(config, layer_idx, contexts=pairs)
+        self.form = self.settings["lambda_form"]
+        if self.form in ("sigmoid", "raw"):
+            self.lambda_proj = nn.Linear(config.hidden_size, pairs, bias=False)
+        if self.form == "scalar":
+            self.lambda_logit = nn.Parameter(torch.zeros(pairs))
+        self.head_norm = None
+        if self.settings["head_norm"]:
+            self.head_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def combined(self, x: Tensor, context: Tensor) -> Tensor:
+        if self.settings["pairing"] == "adjacent":
+            one, other = context.unflatten(2, (-1, 2)).unbind(3)
+        else:
+            one, other = context.chunk(2, dim=2)
+        context = (one - self.lambda_values(x) * other).to(x.dtype)
+        return context if self.head_norm is None else self.head_norm(context)
+
+    def lambda_values(self, x: Tensor) -> Any:
+        """Return lambda of x (B, T, D), float32, broadcastable to (B, T, H/2, 1)."""
+        if self.form == "none":
+            return 1.0
+        if self.form == "fixed":
+            return self.settings["lambda_value"]
+        if self.form == "scalar":
+            return torch.sigmoid(self.lambda_logit.float()).view(1, 1, -1, 1)
+        logits = self.lambda_proj(x).float().unsqueeze(-1)
+        return logits if self.form == "raw" else torch.sigmoid(logits)
+
+    def initialise(self, std: float) -> None:
+        if self.form == "scalar":
+            initialization.zeros_(self.lambda_logit)
+
+
+ATTENTION: dict[str, Any] = {
+    "standard": StandardAttention,
+    "gated": GatedAttention,
+    "diff_v1": DiffV1Attention,
+    "diff_v2": DiffV2Attention,
+}
+
+
+class MLP(nn.Module):
+    """A feed-forward layer that computes down(silu(gate x) * up x)."""
+
+    def __init__(self, hidden_size: int, width: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer's output (..., D) of x (..., D)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nn.Module):
+    """The choice of each token's experts: the top k of scores plus a bias; weights without it."""
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, hidden_size: int, moe: dict[str, Any]):
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe["n_experts"], hidden_size))
+        self.register_buffer("bias", torch.zeros(moe["n_experts"]))
+        # How busy each expert was; going on with training reads it.
+        self.register_buffer("load", torch.ones(moe["n_experts"]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts (N, k) of tokens (N, D), and the factors (N, k) on their outputs."""
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.moe["score"] == "softmax" else logits.sigmoid()
+        experts = (scores + self.bias.float()).topk(self.moe["top_k"], sorted=False).indices
+        weights = scores.gather(1, experts)
+        if self.moe["renormalise"]:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return experts, weights * self.moe["routed_scaling"]
+
+
+class Experts(nn.Module):
+    """The feed-forward layers of all experts, as stacked matrices."""
+
+    def __init__(self, hidden_size: int, moe: dict[str, Any]):
+        super().__init__()
+        n, width = moe["n_experts"], moe["expert_dim"]
+        self.gate_proj = nn.Parameter(torch.empty(n, width, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(n, width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(n, hidden_size, width))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Sum weight times expert(x) over each token's experts: (N, D)."""
+        out = torch.zeros_like(x)
+        for expert in experts.unique().tolist():
+            rows, slots = torch.where(experts == expert)
+            chosen = x[rows]
+            hidden = F.silu(F.linear(chosen, self.gate_proj[expert]))
+            hidden = hidden * F.linear(chosen, self.up_proj[expert])
+            fed = F.linear(hidden, self.down_proj[expert])
+            out.index_add_(0, rows, (fed * weights[rows, slots].unsqueeze(1)).to(x.dtype))
+        return out
+
+
+class MoE(nn.Module):
+    """A mixture of experts: the routed ones, and those that every token goes to."""
+
+    def __init__(self, hidden_size: int, moe: dict[str, Any]):
+        super().__init__()
+        self.router = Router(hidden_size, moe)
+        self.experts = Experts(hidden_size, moe)
+        width = moe["n_shared"] * moe["expert_dim"]
+        self.shared = MLP(hidden_size, width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer's output (B, T, D) of x (B, T, D)."""
+        rows = x.flatten(0, 1)
+        out = self.experts(rows, *self.router(rows))
+        if self.shared is not None:
+            out = out + self.shared(rows)
+        return out.view_as(x)
+
+
+class DiffLLMDecoderLayer(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: DiffLLMConfig, layer_idx: int):
+        super().__init__()
+        width = config.hidden_size
+        self.self_attn = ATTENTION[config.attention["variant"]](config, layer_idx)
+        routes = config.moe and layer_idx >= config.moe["n_dense_layers"]
+        self.mlp = MoE(width, config.moe) if routes else MLP(width, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Compute the layer's output (B, T, D); arguments are those of `Attention.forward`."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DiffLLMPreTrainedModel(PreTrainedModel):
+    """The base of the models, which says what transformers may do with them."""
+
+    config: DiffLLMConfig
+    config_class = DiffLLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DiffLLMDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = False
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": DiffLLMDecoderLayer, "attentions": Attention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, Attention):
+            module.initialise(std)
+        elif isinstance(module, Router):
+            initialization.normal_(module.weight, 0.0, std)
+            initialization.zeros_(module.bias)
+            initialization.ones_(module.load)
+        elif isinstance(module, Experts):
+            for weight in module.parameters():
+                initialization.normal_(weight, 0.0, std)
+        elif isinstance(module, RotaryEmbedding):
+            module.fill()
+
+
+class DiffLLMModel(DiffLLMPreTrainedModel):
+    """The decoder without its output projection."""
+
+    def __init__(self, config: DiffLLMConfig):
+        super().__init__(config)
+        if config.attention.get("clamp") and config._attn_implementation != "eager":
+            config._attn_implementation = "eager"  # no kernel clamps a map
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DiffLLMDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Map tokens (B, T), or their embeddings (B, T, D), to hidden states (B, T, D)."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds has to be given")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
+            position_ids = position_ids.unsqueeze(0)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
+        )
+
+
+class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
+    """The decoder with its output projection."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: DiffLLMConfig):
+        super().__init__(config)
+        self.model = DiffLLMModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Map tokens (B, T) to logits (B, T, V), and with labels (B, T) to a loss."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

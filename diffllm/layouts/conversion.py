@@ -1,0 +1,148 @@
+"""A decoder of softmax attention as one of DIFF V2, and back, that computes the same function.
+
+To DIFF V2: each query head becomes a pair of equal ones, lambda is sigmoid(0) = 1/2, so a pair's
+context is half of the head's, and `wo` is doubled. All of it is exact in floating point.
+
+To softmax attention: both heads of a pair stay, and `wo` reads the second by -lambda, which has to
+be a constant of the head.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffllm.errors import ConfigError
+from diffllm.layouts.layout import Mapped, same
+from diffllm.model import without_storage
+from diffllm.model.attention.diff_v2 import DiffV2Config, Lambda, Pairing
+from diffllm.model.attention.standard import Sink, StandardConfig
+from diffllm.model.config import ModelConfig
+
+TARGETS = ("diff_v2", "standard")
+
+
+def converted(
+    model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
+) -> tuple[ModelConfig, Sequence[Mapped]]:
+    """Return the shape of the converted decoder, and its parameters made of the given one's.
+
+    Raises ConfigError for attention that cannot be converted; making `wo` does for a lambda that
+    differs by token.
+
+    Args:
+        target: "diff_v2" or "standard".
+        perturb: standard deviation of what is added to the second query of each pair, over the root
+            mean square of the layer's query weights.
+        seed: of what is added, with the parameter's name.
+    """
+    if target not in TARGETS:
+        raise ConfigError(f"attention={target} must be one of {', '.join(TARGETS)}")
+    if target == "diff_v2":
+        return to_diff_v2(model, perturb, seed)
+    if perturb:
+        raise ConfigError(f"perturb={perturb} is for attention=diff_v2")
+    return to_standard(model)
+
+
+def to_diff_v2(
+    model: ModelConfig, perturb: float, seed: int
+) -> tuple[ModelConfig, Sequence[Mapped]]:
+    """Convert softmax attention."""
+    attention = model.attention
+    if type(attention) is not StandardConfig or attention.sink is not Sink.none:
+        raise ConfigError(
+            "attention=diff_v2 is made of softmax attention without a sink; the source has "
+            f"{described(model)}"
+        )
+    scale = attention.context_scale
+    heads = round(attention.query_heads * model.n_heads)
+    new = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
+    made = []
+    for name, parameter in without_storage(new).named_parameters():
+        if name.endswith(".attention.wq.weight"):
+            twice = partial(twice_each, heads=heads, noise=perturb, seed=seed_of(seed, name))
+            made.append(Mapped(name, (name,), twice))
+        elif name.endswith(".attention.wo.weight"):
+            made.append(Mapped(name, (name,), doubled))
+        elif name.endswith(".attention.w_lambda.weight"):
+            made.append(Mapped(name, (), partial(torch.zeros, parameter.shape)))
+        else:
+            made.append(Mapped(name, (name,), same))
+    return new, made
+
+
+def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
+    """Convert DIFF V2 of constant lambda."""
+    attention = model.attention
+    if type(attention) is not DiffV2Config or attention.head_norm:
+        raise ConfigError(
+            "attention=standard is made of DIFF V2 without a head norm; the source has "
+            f"{described(model)}"
+        )
+    new = replace(
+        model,
+        attention=StandardConfig(query_heads=2.0, context_scale=attention.context_scale),
+    )
+    of_lambda = {Lambda.sigmoid: "w_lambda.weight", Lambda.raw: "w_lambda.weight",
+                 Lambda.scalar: "lambda_logit"}  # fmt: skip
+    own = of_lambda.get(attention.lambda_form)
+    made = []
+    for name, _ in without_storage(new).named_parameters():
+        if name.endswith(".attention.wo.weight"):
+            sources = (name, name.replace("wo.weight", own)) if own else (name,)
+            make = partial(split_output, heads=model.n_heads, attention=attention)
+            made.append(Mapped(name, sources, make))
+        else:
+            made.append(Mapped(name, (name,), same))
+    return new, made
+
+
+def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
+    """Repeat the rows (H d, D) of each head beside themselves; add noise to the second."""
+    pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
+    if noise:
+        drawn = torch.randn(wq.shape, generator=torch.Generator().manual_seed(seed))
+        pairs[:, 1] += (noise * wq.square().mean().sqrt() * drawn).unflatten(0, (heads, -1))
+    return pairs.flatten(0, 2)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return a seed for one parameter."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
+
+
+def doubled(wo: Tensor) -> Tensor:
+    """Return twice the matrix."""
+    return 2 * wo
+
+
+def split_output(
+    wo: Tensor, of_lambda: Tensor | None = None, *, heads: int, attention: DiffV2Config
+) -> Tensor:
+    """Make wo (D, 2 H d) of wo (D, H d), which reads the second of each pair by -lambda."""
+    form = attention.lambda_form
+    if form is Lambda.fixed or form is Lambda.none:
+        lam = torch.full((heads,), attention.lambda_value if form is Lambda.fixed else 1.0)
+    else:
+        assert of_lambda is not None
+        if form is not Lambda.scalar and of_lambda.any():
+            raise ConfigError(
+                "attention=standard needs a lambda that no token changes; w_lambda is not zero: "
+                f"its largest entry is {of_lambda.abs().max():.3g}"
+            )
+        logits = of_lambda if form is Lambda.scalar else torch.zeros(heads)
+        lam = logits if form is Lambda.raw else torch.sigmoid(logits)
+    first = wo.unflatten(1, (heads, -1))  # (D, H, d)
+    second = -lam[:, None] * first
+    if attention.pairing is Pairing.halves:
+        return torch.cat((first, second), dim=1).flatten(1)
+    return torch.stack((first, second), dim=2).flatten(1)
+
+
+def described(model: ModelConfig) -> str:
+    """Name a decoder's attention by its config's class."""
+    return type(model.attention).__name__.removesuffix("Config")

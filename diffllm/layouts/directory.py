@@ -1,0 +1,163 @@
+"""A directory of transformers: a config.json and safetensors, read as the parameters of a decoder
+of ours.
+
+Nothing in it is run: no modelling file, no pickle.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer_files import FAST, MODEL
+from diffllm.errors import CheckpointError, ConfigError, DataError, listed
+from diffllm.files import read_json
+from diffllm.layouts.choice import layout_of
+from diffllm.layouts.configs import model_of
+from diffllm.layouts.layout import Mapped
+from diffllm.model import without_storage
+from diffllm.model.config import ModelConfig
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+FLOATS = ("F32", "BF16", "F16")
+OWN = "DiffLLMForCausalLM"
+
+
+class ModelDirectory:
+    """A decoder that transformers has saved; raises CheckpointError for one that is not known here,
+    or whose tensors are not those of its config."""
+
+    model: ModelConfig
+    """Its shape; seq_len is the longest that it is said to take."""
+    architecture: str
+    """Its class, by the name in transformers."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        config = self._json(CONFIG)
+        try:
+            self.model = model_of(config)
+        except (ValueError, ConfigError, ArithmeticError) as error:
+            raise CheckpointError(f"{path / CONFIG} {error}") from error
+        self.architecture = config["architectures"][0]
+        layout = layout_of(self.model, own=self.architecture == OWN)
+        self._made = {tensor.name: tensor for tensor in layout.imported}
+        self._places = self._placed()
+        self._check({tensor.name: tensor for tensor in layout.exported})
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter of ours, float32; raises CheckpointError where it cannot be read."""
+        made = self._made[name]
+        try:
+            sources = {key: self._places[key].get_tensor(key).float() for key in made.sources}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return made.of(sources)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of ours that it has values for."""
+        return list(self._made)
+
+    @cached_property
+    def tokenizer(self) -> Path:
+        """The file of its tokenizer: the sentencepiece model where it has one that we can read,
+        else a fast tokenizer; raises CheckpointError."""
+        refused: DataError | None = None
+        for name in (MODEL, FAST):
+            if (self.path / name).is_file():
+                try:
+                    pieces = Tokenizer.from_file(self.path / name).vocab_size
+                except DataError as error:
+                    refused = error
+                    continue
+                if pieces > self.model.vocab_size:
+                    raise CheckpointError(
+                        f"{self.path / name} has {pieces:,} pieces, more than the "
+                        f"{self.model.vocab_size:,} rows of the embedding"
+                    )
+                return self.path / name
+        raise CheckpointError(str(refused or f"{self.path} has neither {MODEL} nor {FAST}"))
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """Read a JSON file of the directory."""
+        try:
+            return read_json((self.path / name).resolve())  # the hub's cache is made of links
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path} has no {name}") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / name} {error}") from error
+
+    def _placed(self) -> dict[str, Any]:
+        """Open the files; return the one of each tensor by its name there."""
+        names = [WEIGHTS]
+        if not (self.path / WEIGHTS).exists():
+            if not (self.path / INDEX).exists():
+                raise CheckpointError(why_no_weights(self.path))
+            where = self._json(INDEX).get("weight_map")
+            if not isinstance(where, dict) or not where:
+                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+            names = sorted(set(map(str, where.values())))
+        places: dict[str, Any] = {}
+        for name in names:
+            if name != os.path.basename(name):
+                raise CheckpointError(f"{self.path / INDEX} names {name}, a file elsewhere")
+            try:
+                file = safe_open(self.path / name, "pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{self.path / name} is missing") from None
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.path / name} is damaged: {error}") from error
+            places |= dict.fromkeys(file.keys(), file)
+        return places
+
+    def _check(self, there: Mapping[str, Mapped]) -> None:
+        """Raise CheckpointError unless the tensors are just those of the layout."""
+        own = without_storage(self.model)
+        ours = {**dict(own.named_parameters()), **own.router_state()}
+        expected = {name: list(mapped.of(ours).shape) for name, mapped in there.items()}
+        tied = {"lm_head.weight"} if self.model.tie_embeddings else set()
+        extra = [
+            name
+            for name in self._places
+            if name not in expected and name not in tied and not name.endswith(".inv_freq")
+        ]
+        missing = [name for name in expected if name not in self._places]
+        for what, names in (("lacks", missing), ("has tensors that are not known here:", extra)):
+            if names:
+                raise CheckpointError(f"{self.path} {what} {listed(names)}")
+        for name, shape in expected.items():
+            found = self._places[name].get_slice(name)
+            if found.get_shape() != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {found.get_shape()}, and {CONFIG} asks for {shape}"
+                )
+            if found.get_dtype() not in FLOATS:
+                raise CheckpointError(
+                    f"{self.path}: {name} is of dtype {found.get_dtype()}, which is none of "
+                    f"{', '.join(FLOATS)}"
+                )
+
+
+def why_no_weights(path: Path) -> str:
+    """Say why there is nothing to read."""
+    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+    if pickles:
+        return (
+            f"{path} has {pickles[0]}, a pickle, which may run code as it is read: save the model "
+            "as safetensors"
+        )
+    return f"{path} has neither {WEIGHTS} nor {INDEX}"
+
+
+def is_model_directory(path: Path) -> bool:
+    """Whether a directory looks like one of transformers."""
+    return (path / CONFIG).is_file()

@@ -1,0 +1,88 @@
+"""A checkpoint's parameters as safetensors, no more than one file's in memory at a time."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+
+from diffllm.checkpoint import check_parameters, load_tensors, read_state
+from diffllm.config import TrainConfig
+from diffllm.distributed.fsdp import fp32_parameters
+from diffllm.errors import ConfigError
+from diffllm.model import without_storage
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
+
+
+def check_form(dtype: str, max_shard_size: str) -> None:
+    """Raise ConfigError for a dtype that is not offered, or for what is no size."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
+    if not SIZE.fullmatch(max_shard_size):
+        raise ConfigError(
+            f"max_shard_size={max_shard_size} must be a size above 0, as in 500MB or 5GB"
+        )
+
+
+def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Name the tensors of a checkpoint's decoder, without storage: parameters in `dtype`, routers'
+    state.
+
+    Parameters that a variant keeps in float32 stay that. Raises CheckpointError for a checkpoint of
+    another model.
+    """
+    model = without_storage(cfg.model)
+    params = dict(model.named_parameters())
+    check_parameters(checkpoint, read_state(checkpoint), params)
+    kept = fp32_parameters(model)
+    return {
+        **{name: p.detach().to(p.dtype if p in kept else dtype) for name, p in params.items()},
+        **model.router_state(),
+    }
+
+
+def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read tensors of these names and shapes to the CPU; float32 is what checkpoints hold."""
+    whole = {}
+    for name, tensor in tensors.items():
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        whole[f"model.{name}"] = torch.empty(tensor.shape, dtype=dtype)
+    load_tensors(checkpoint, whole, no_dist=True)
+    return {name: whole[f"model.{name}"] for name in tensors}
+
+
+def write_safetensors(
+    directory: Path,
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    values: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    max_shard_size: str,
+    checkpoint: Path,
+) -> int:
+    """Write `<stem>.safetensors` into a directory, beyond max_shard_size as several files with an
+    index, as Hugging Face libraries write them; return the bytes of all tensors.
+
+    Args:
+        tensors: all of them without storage, in the dtype that they get.
+        values: returns those of a file.
+        checkpoint: the files get the permissions of its own.
+    """
+    pattern = stem.replace("{", "{{").replace("}", "}}") + "{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(
+        dict(tensors), filename_pattern=pattern, max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        held = {name: t.to(tensors[name].dtype) for name, t in values(names).items()}
+        save_file(held, directory / file, {"format": "pt"})
+        shutil.copymode(checkpoint / "state.json", directory / file)  # not only the owner's
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return int(split.metadata["total_size"])

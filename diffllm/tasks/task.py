@@ -1,0 +1,178 @@
+"""A task: examples with a right answer, generated from a seed, at settings of difficulty."""
+
+import hashlib
+import inspect
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from diffllm.errors import ConfigError
+
+Level = Mapping[str, int | float | str]
+"""The settings of difficulty that examples have in common."""
+Count = Callable[[str], int]
+"""Counts the tokens of a text."""
+Seed = int | str
+SAMPLES = 4
+"""Examples of a level that are measured to see whether it fits."""
+SPARE = 1.03
+"""Tokens that another example may have, over the longest of those that are measured."""
+MOST_CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, and what may come behind it, of which one is right."""
+
+    prompt: str
+    candidates: tuple[str, ...]
+    """Different texts, which the prompt goes on with as they are; each begins with a space, or none
+    does."""
+    answer: int
+    """The index of the right one."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further values, beside the level, that results may be told apart by."""
+
+
+class Task(ABC):
+    """A generator of examples. A subclass is registered with `@task`, and its `example` may depend
+    on nothing but its arguments."""
+
+    name: str
+    by: ClassVar[tuple[str, ...]] = ()
+    """Facts of examples by which a level's accuracy is told, too."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Settings that a level may have beside those that `levels` lists."""
+
+    @property
+    def version(self) -> str:
+        """A hash of the code that makes the examples, so that no older result is taken for one of
+        these."""
+        try:
+            source = inspect.getsource(sys.modules[type(self).__module__])
+        except OSError:
+            return ""
+        return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+    def settings(self, length: int) -> tuple[str, ...]:
+        """Return the names of the settings that a level for so many tokens may have."""
+        levels = self.levels(length) or self.levels(4096)
+        return (*levels[0], *self.optional)
+
+    def number(self, level: Level) -> int | None:
+        """Return how many examples of a level there are; None where they do not end."""
+        return None
+
+    @abstractmethod
+    def levels(self, length: int) -> list[Level]:
+        """List the levels to be tried for a context of so many tokens, the easiest first."""
+
+    @abstractmethod
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        """Make an example. `count` is for those that fill a context up to a length."""
+
+    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
+        """Make a text to train on, as pieces that are in turn given and follow from what stands
+        before them, of which the loss is taken. An example with its right answer, unless a task can
+        ask more at once."""
+        example = self.example(rng, level, count)
+        return example.prompt, example.candidates[example.answer]
+
+    def fitting(self, length: int, count: Count) -> list[Level]:
+        """List the levels whose examples fit into so many tokens; raises ConfigError for none."""
+        levels = self.levels(length)
+        found = []
+        for level in levels:
+            if (tokens := self.longest(level, count)) <= length:
+                found.append(level)
+            elif tokens > 4 * length:
+                break  # those behind it are longer still
+        if found:
+            return found
+        if not levels:
+            raise ConfigError(
+                f"the task {self.name} has no level for the {length} tokens that the model reads"
+            )
+        least = min(self.longest(level, count) for level in levels)
+        raise ConfigError(
+            f"the task {self.name} needs {least} tokens, and the model reads {length}"
+        )
+
+    def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
+        """Raise ConfigError for a level that cannot be, or does not fit into so many tokens."""
+        known = self.settings(length)
+        for level in levels:
+            wrong = [key for key in level if key not in known]
+            missing = [key for key in known if key not in (*level, *self.optional)]
+            if wrong or missing:
+                raise ConfigError(
+                    f"level: {self.name} has {', '.join(known)}"
+                    f"{f', no {wrong[0]}' if wrong else f'; {missing[0]} is missing'}"
+                )
+            try:
+                tokens = self.longest(level, count)
+            except (ValueError, IndexError, TypeError, ArithmeticError) as error:
+                raise ConfigError(f"level: {self.name} has no {dict(level)}: {error}") from error
+            if tokens > length:
+                raise ConfigError(
+                    f"the task {self.name} at {dict(level)} needs {tokens} tokens, and the model "
+                    f"reads {length}"
+                )
+
+    def longest(self, level: Level, count: Count) -> int:
+        """Return the tokens of the longest of some examples with their candidates."""
+        some = self.examples(level, SAMPLES, 0, count)
+        return round(SPARE * max(tokens_of(example, count) for example in some))
+
+    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        """Make examples; each depends on the task, the level, the seed and its place alone."""
+        for i in range(number):
+            yield self.example(self.generator(level, seed, i), level, count)
+
+    def documents(
+        self, level: Level, number: int, seed: Seed, count: Count
+    ) -> Iterator[tuple[str, ...]]:
+        """Make texts to train on, as `examples` makes examples."""
+        for i in range(number):
+            yield self.document(self.generator(level, seed, i), level, count)
+
+    def generator(self, level: Level, seed: Seed, place: int) -> random.Random:
+        """Return the generator of one example."""
+        named = ",".join(f"{key}={value}" for key, value in sorted(level.items()))
+        return random.Random(f"{self.name}/{named}/{seed}/{place}")
+
+
+def tokens_of(example: Example, count: Count) -> int:
+    """Return the tokens of an example with its longest candidate."""
+    return count(example.prompt) + max(count(candidate) for candidate in example.candidates)
+
+
+TASKS: dict[str, Task] = {}
+"""Tasks by name."""
+T = TypeVar("T", bound=type[Task])
+
+
+def task(name: str) -> Callable[[T], T]:
+    """Register the decorated class as the task of a name; raises ConfigError for one that another
+    class has."""
+
+    def register(cls: T) -> T:
+        there = TASKS.get(name)
+        if there is not None and type(there).__qualname__ != cls.__qualname__:
+            raise ConfigError(f"the task {name} is registered twice; give one another name")
+        cls.name = name
+        TASKS[name] = cls()
+        return cls
+
+    return register
+
+
+def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tuple[Any, int]:
+    """Put the right answer among others, or some of many, at a place that says nothing; return all,
+    and the place."""
+    candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
+    rng.shuffle(candidates)
+    return tuple(candidates), candidates.index(right)

@@ -1,0 +1,169 @@
+"""diffllm evaluate run=<run or sweep> [key=value ...] [--json]: tasks and measures on checkpoints.
+
+The suite claims has retrieval and in-context tasks, generated from a seed for the run's tokenizer
+and length: needle, mqar, phonebook, induction, noisy_kv, icl. The model chooses among candidates by
+likelihood; whether it would generate the right one is told, too. The suite checkpoint measures on
+the run's held-out data: position (loss by position, distance and repetition), outliers (the pass of
+diffllm outliers), quantise (loss and needles with 8, 6 and 4 bits). Results are kept below
+<run>/evaluation/, an example a line, and not made again.
+
+suite=lm_eval runs tasks of lm-evaluation-harness, by its names for them: of its own, or of YAML
+files in a directory, include=DIR. Without tasks= they are the seven zero-shot ones of the paper on
+the Differential Transformer.
+
+diffllm evaluate run=outputs/mine
+diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
+diffllm evaluate run=outputs/mine suite=checkpoint
+diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6, asked: 2}'
+diffllm evaluate run=outputs/mine suite=lm_eval tasks=[hellaswag,arc_easy]
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from diffllm.checkpoint.directory import path_of
+from diffllm.config.saved import load_run_config
+from diffllm.data import Tokenizer
+from diffllm.data.tokenizer_files import tokenizer_of
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
+from diffllm.evaluation.suite import HARNESS, SUITES, Result, chosen, evaluate
+from diffllm.evaluation.wandb_results import record
+from diffllm.report.numbers import ascii_minus, in_digits
+from diffllm.run.model import decoder
+from diffllm.tasks.task import Level
+from diffllm.tools.arguments import a_path, parse, plugins_field
+from diffllm.tools.table import print_table, table
+
+
+@dataclass
+class Arguments:
+    """The arguments of `diffllm evaluate`."""
+
+    run: str = field(metadata=a_path("run directory, or that of a sweep"))
+    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
+    suite: str = field(
+        default="claims", metadata={"help": f"one of {', '.join([*SUITES, HARNESS])}"}
+    )
+    tasks: str = field(
+        default="", metadata={"help": "[a,b]: these alone; a file of examples ends in .jsonl"}
+    )
+    level: str = field(default="", metadata={"help": "{key: value}: of the one task in tasks"})
+    include: str = field(
+        default="", metadata=a_path("directory of lm-eval's YAML tasks, with suite=lm_eval")
+    )
+    limit: int | None = field(default=None, metadata={"help": "most examples, or documents"})
+    seed: int = field(default=0, metadata={"help": "of the examples"})
+    json: bool = field(default=False, metadata={"help": "true: as --json"})
+    wandb: bool = field(
+        default=False, metadata={"help": "true: a summary and a table in the run's wandb run, too"}
+    )
+    plugins: str = plugins_field()
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit={self.limit} must be at least 1")
+        if self.include and self.suite != HARNESS:
+            raise ConfigError(f"include={self.include} belongs to suite={HARNESS}")
+        if self.seed and self.suite == HARNESS:
+            raise ConfigError(f"seed={self.seed} draws examples, and suite={HARNESS} draws none")
+        if self.level and self.suite == HARNESS:
+            raise ConfigError(f"level={self.level} is of a generated task, not of suite={HARNESS}")
+
+
+def main(argv: list[str]) -> None:
+    """Evaluate, and print a table a run, or JSON alone."""
+    args = parse(Arguments, [word for word in argv if word != "--json"], __doc__)
+    names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
+    runs = runs_in(Path(args.run))
+    evaluations, asked = wanted(args, names)
+    as_json = args.json or "--json" in argv
+    found: dict[str, Any] = {}
+    for run in runs:
+        subject = opened(run, args.step)
+        found[str(run)] = results = dict(evaluate(subject, evaluations, asked))
+        if args.wandb and not record(subject, results):
+            print(f"{run}: its config disables wandb", file=sys.stderr)
+        if not as_json:
+            show(run, subject.checkpoint.name, found[str(run)])
+    if as_json:
+        print(json.dumps(found[args.run] if list(found) == [args.run] else found, indent=2))
+
+
+def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Asked]:
+    """Return what is to be evaluated, and how; raises ConfigError."""
+    if args.suite == HARNESS:
+        from diffllm.interop.harness import harness_tasks  # imports transformers
+
+        include = Path(args.include) if args.include else None
+        return harness_tasks(names, include), Asked(limit=args.limit)
+    evaluations, asked = chosen(args.suite, names, level_of(args.level))
+    return evaluations, replace(asked, seed=args.seed, limit=args.limit)
+
+
+def level_of(text: str) -> Level:
+    """Read settings of difficulty; raises ConfigError."""
+    try:
+        level = yaml.safe_load(text) or {}
+    except yaml.YAMLError:
+        level = None
+    if not isinstance(level, dict) or not all(isinstance(v, int | str) for v in level.values()):
+        raise ConfigError(f"level={text} must be settings like {{pairs: 16}}")
+    return level
+
+
+def runs_in(path: Path) -> list[Path]:
+    """List a run, or the runs of a sweep; raises CheckpointError without any."""
+    if (path / "config.yaml").is_file():
+        return [path]
+    runs = sorted(file.parent for file in path.glob("*/config.yaml"))
+    if not runs:
+        raise CheckpointError(f"{path} is neither a run nor a sweep: it has no config.yaml")
+    return runs
+
+
+def opened(run: Path, step: int) -> Subject:
+    """Open a checkpoint of a run, on the GPU where there is one."""
+    model, step = decoder(run, step)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = Tokenizer.from_file(tokenizer_of(run))
+    checkpoint = path_of(run / "checkpoints", step)
+    return Subject(model.to(device), tokenizer, checkpoint, run, load_run_config(run))
+
+
+def show(run: Path, step: str, results: dict[str, Result]) -> None:
+    """Print the scores of a run, a table for each unit."""
+    print(f"{run}, {step}")
+    for unit in dict.fromkeys(result["unit"] for result in results.values()):
+        own = {name: result for name, result in results.items() if result["unit"] == unit}
+        scores = [score for result in own.values() for score in result["scores"]]
+        guessed = any(score["chance"] is not None for score in scores)
+        print(f"\n{unit}")
+        made = table("task", "of", "value", "95% interval", *GUESSED * guessed, "examples")
+        for name, result in own.items():
+            for score in result["scores"]:
+                made.add_row(name, *cells(score, guessed))
+        print_table(made)
+
+
+GUESSED = ("chance", "generated")
+
+
+def cells(score: dict[str, Any], guessed: bool) -> list[str]:
+    """Return a row behind its task."""
+    chance = [decimals(score["chance"]), decimals(score.get("generated"))] if guessed else []
+    low, high = score["interval"] or (None, None)
+    interval = f"{decimals(low)} to {decimals(high)}" if score["interval"] else ""
+    return [score["of"], decimals(score["value"]), interval, *chance, str(score["examples"] or "")]
+
+
+def decimals(value: float | None) -> str:
+    """Say a number as the report does, in ASCII; nothing for none."""
+    return "" if value is None else ascii_minus(in_digits(value))

@@ -1,0 +1,53 @@
+"""Keys of a corpus that its source does not read are refused, and read ones are not."""
+
+import pytest
+from tiers import slow_but
+
+from diffllm import load_config
+from diffllm.errors import ConfigError
+
+MIXTURE = "data.sources={a: {source: files, paths: [a.jsonl]}}"
+TOKENS = ["data=tokens", "data.paths=[a.bin]", "data.tokenizer=t.model"]
+
+
+UNREAD = [
+    (["data.paths=[a.jsonl]", "data.sample_by=line"], "data.sample_by=line is of .txt files"),
+    (["data.paths=[a.parquet,'b*.json.gz']", "data.sample_by=line"], "data.sample_by=line"),
+    (
+        ["data.paths=[a.txt]", "data.split=test"],
+        "data.split=test is not read with source=files",
+    ),
+    (["data=stdlib", "data.sample_by=line"], "data.sample_by=line is not read with"),
+    (["data=stdlib", "data.text_column=body"], "data.text_column=body is not read with"),
+    (["data.dataset=a/b", "data.sample_by=line"], "data.sample_by=line is not read with"),
+    ([MIXTURE, "data.text_column=body"], "each source has its own, data.sources.NAME.text_co"),
+    ([MIXTURE, "data.prompt_column=q"], "each source has its own, data.sources.NAME.prompt_co"),
+    ([MIXTURE, "data.sample_by=line"], "each source has its own, data.sources.NAME.sample_by"),
+    ([MIXTURE, "data.split=test"], "each source has its own, data.sources.NAME.split"),
+    ([MIXTURE.replace("]}", "], split: test}")], "data.sources.a.split=test is not read with"),
+    ([*TOKENS, "data.deduplicate=true"], "data.deduplicate=true compares texts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    slow_but(UNREAD[::3], UNREAD),
+)
+def test_a_key_that_nothing_reads(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(words)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.paths=[a.jsonl,b.txt]", "data.sample_by=line"],
+        ["data.paths=['texts/*']", "data.sample_by=line", "data.text_column=body"],
+        ["data.dataset=a/b", "data.split=test", "data.text_column=body"],
+        [*TOKENS, "data.text_column=input_ids"],
+        [MIXTURE.replace("]}", "], text_column: body}"), "data.deduplicate=true"],
+    ],
+)
+def test_a_key_that_is_read(words: list[str]) -> None:
+    load_config(words)

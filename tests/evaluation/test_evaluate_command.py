@@ -1,0 +1,280 @@
+"""`diffllm evaluate`: what it prints, keeps and refuses."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from wandb_file import OfflineRun
+
+from diffllm import build_model, load_config
+from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.data import Tokenizer
+from diffllm.data.preparation.train_tokenizer import train_tokenizer
+from diffllm.evaluation import suite
+from diffllm.evaluation.answers import Answers, numbers_of
+from diffllm.evaluation.evaluation import Subject
+from diffllm.tasks.task import TASKS
+from diffllm.tools import main
+
+FAST = ["tasks=[mqar,icl]", "limit=8"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> bytes:
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefghij \n", k=60)) for _ in range(300)]
+    return train_tokenizer((text for text in texts), 320, 1)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: bytes) -> Path:
+    return made(tmp_path / "run", tokenizer, "seq_len=128")
+
+
+def made(run: Path, tokenizer: bytes, *words: str) -> Path:
+    """Make a run with a checkpoint of weights as they are drawn."""
+    cfg = load_config(["model=tiny", "model.vocab_size=320", "run.name=x", *words])
+    model = build_model(cfg.model)
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    (run / "tokenizer.model").write_bytes(tokenizer)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    write_parameters(run / "checkpoints", tensors, list(tensors))
+    return run
+
+
+def test_json_is_all_of_the_output(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", f"run={run}", *FAST, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said) == ["mqar", "icl"]
+    for result in said.values():
+        assert result["unit"] == "share of right answers"
+        for score in result["scores"]:
+            low, high = score["interval"]
+            assert low <= score["value"] <= high
+            assert 0 <= score["generated"] <= 1
+            assert 0 < score["chance"] <= 0.5
+        assert sum(score["examples"] for score in result["scores"]) <= 8
+    assert set(said["icl"]["scores"][0]["by_order"]) <= {"0", "1", "2", "3"}
+
+
+def test_a_table_names_levels(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", f"run={run}", *FAST]) == 0
+    said = capsys.readouterr().out
+    assert "step-00000000\n" in said
+    assert "share of right answers" in said
+    assert "pairs 4" in said
+    assert "shots 4" in said
+
+
+def test_results_are_kept_by_checkpoint_and_settings(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["evaluate", f"run={run}", *FAST, "--json"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    directory = run / "evaluation" / "step-00000000"
+    assert sorted(path.name for path in directory.iterdir()) == ["icl.jsonl", "mqar.jsonl"]
+    head, *lines = map(json.loads, (directory / "mqar.jsonl").read_text().splitlines())
+    assert head["key"]["evaluation"] == "mqar"
+    assert head["scores"] == json.loads(first)["mqar"]["scores"]
+    assert len(lines) == sum(score["examples"] for score in head["scores"])
+    right = [max(range(len(v)), key=v.__getitem__) for v in (x["log_likelihoods"] for x in lines)]
+    assert [line["correct"] for line in lines] == [
+        best == line["answer"] for best, line in zip(right, lines, strict=True)
+    ]
+    asked: list[str] = []
+    made_anew = Answers.lines
+
+    def made(self: Answers, subject: Subject, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        asked.append(self.name)
+        return made_anew(self, subject, settings)
+
+    monkeypatch.setattr(Answers, "lines", made)
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+    assert asked == []
+    (directory / "icl.jsonl").write_text("{")  # as after a crash of the disk
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+    assert asked == ["icl"]
+    assert main([*words, "seed=1"]) == 0
+    assert asked == ["icl", "mqar", "icl"]
+
+
+def test_a_sweep_is_all_its_runs(
+    tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("b", "a"):
+        made(tmp_path / "sweep" / name, tokenizer, "seq_len=128", f"seed={ord(name)}")
+    assert main(["evaluate", f"run={tmp_path / 'sweep'}", *FAST, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [Path(run).name for run in said] == ["a", "b"]
+    assert said[str(tmp_path / "sweep" / "a")] != said[str(tmp_path / "sweep" / "b")]
+
+
+def test_the_whole_suite_at_a_length_of_128(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", f"run={run}", "limit=4", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said) == list(suite.SUITES["claims"])
+    assert all(result["scores"] for result in said.values())
+
+
+@torch.no_grad()
+def test_what_cannot_be_is_one_line(
+    run: Path, tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = made(tmp_path / "short", tokenizer, "seq_len=16")
+    (tmp_path / "empty").mkdir()
+    for words, said in (
+        ([f"run={run}", "tasks=[nedle]"], "tasks: nedle is none of"),
+        ([f"run={run}", "suite=claim"], "suite=claim must be one of claims"),
+        ([f"run={run}", "limit=0"], "limit=0 must be at least 1"),
+        ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
+        ([f"run={tmp_path / 'empty'}"], "is neither a run nor a sweep"),
+        ([f"run={short}", "tasks=[phonebook]"], "the task phonebook needs"),
+        ([], "missing run=..."),
+    ):
+        capsys.readouterr()
+        assert main(["evaluate", *words]) == 2, words
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert said in error
+
+
+OWN = """
+from diffllm.tasks.task import Example, Task, task
+
+
+@task("copied")
+class Copied(Task):
+    def levels(self, length):
+        return [{"letters": 3}]
+
+    def example(self, rng, level, count):
+        letters = rng.sample("abcdefghij", level["letters"])
+        return Example(" ".join(letters) + "\\n", tuple(letters), 0)
+"""
+
+
+def test_a_task_of_ones_own_is_one_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "copied_task.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # so that it is gone at the end
+    monkeypatch.delitem(TASKS, "copied")
+    words = ["evaluate", f"run={run}", "plugins=[copied_task]", "tasks=[copied]", "limit=6"]
+    assert main([*words, "--json"]) == 0
+    (score,) = json.loads(capsys.readouterr().out)["copied"]["scores"]
+    assert (score["level"], score["examples"]) == ({"letters": 3}, 6)
+    assert score["chance"] == pytest.approx(1 / 3)
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_a_file_of_prompts_and_answers_is_a_task(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = write_lines(
+        tmp_path / "own.jsonl",
+        *({"prompt": f"a b{i}", "answer": " c", "candidates": [" c", " d"]} for i in range(60)),
+        {"prompt": "a b", "answer": " c", "level": {"kind": "open"}},
+        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # does not fit
+    )
+    words = ["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]
+    assert main(words) == 0
+    first, second = json.loads(capsys.readouterr().out)["own"]["scores"]
+    assert (first["of"], first["examples"], first["chance"]) == ("", 60, 0.5)
+    assert (second["of"], second["examples"], second["chance"]) == ("kind open", 1, 0)
+    assert second["value"] == second["generated"]
+    assert main([*words, "limit=10"]) == 0
+    assert json.loads(capsys.readouterr().out)["own"]["scores"][0]["examples"] == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"prompt": "a"}, "line 2: it has no answer"),
+        ({"prompt": 1, "answer": "b"}, "line 2: prompt is no text"),
+        ([], "line 2: it is not an object"),
+        ({"prompt": "a", "answer": "b", "candidates": ["c"]}, "line 2: candidates have to differ"),
+        ({"prompt": "a", "answer": "b", "candidates": "b"}, "line 2: candidates are no list"),
+        ({"prompt": "a", "answer": "b", "level": 3}, "line 2: level is no object"),
+    ],
+)
+def test_a_bad_line_of_a_file_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, said: str
+) -> None:
+    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
+    assert main(["evaluate", f"run={run}", f"tasks=[{own}]"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: tasks: {own}, {said}")
+
+
+def test_a_level_that_was_asked_for_is_tried_or_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
+    assert main([*words, "level={pairs: 6}"]) == 0
+    (score,) = json.loads(capsys.readouterr().out)["mqar"]["scores"]
+    assert (score["of"], score["examples"]) == ("pairs 6", 50)
+    mqar = write_lines(tmp_path / "mqar.jsonl", {"prompt": "a", "answer": "b"})
+    gone = tmp_path / "gone.jsonl"
+    for more, said in (
+        (["tasks=[mqar]", "level={pairs: 500}"], "the task mqar at {'pairs': 500} needs"),
+        (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, no pair"),
+        (["tasks=[mqar]", "level={pairs: 1}"], "level: mqar has no {'pairs': 1}"),
+        (["tasks=[mqar]", "level=[5"], "level=[5 must be settings like {pairs: 16}"),
+        (["level={pairs: 5}"], "level is of one task"),
+        (["suite=needle_4k"], "the task needle at {'length': 4000, 'needles': 1, 'asked': 1} n"),
+        ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
+        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
+    ):
+        assert main(["evaluate", f"run={run}", *more]) == 2, more
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {said}"), error
+
+
+def test_wandb_gets_a_summary_and_a_table(
+    tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(tmp_path / "run", tokenizer, "seq_len=128", "wandb.mode=offline")
+    words = ["evaluate", f"run={run}", "tasks=[mqar]", "limit=4", "--json"]
+    assert main([*words, "wandb=true"]) == 0
+    scores = json.loads(capsys.readouterr().out)["mqar"]["scores"]
+    offline = OfflineRun(run)
+    for score in scores:
+        assert offline.summary[f"evaluation/mqar/{score['of']}"] == score["value"]
+    (line,) = offline.history
+    assert line["evaluation/step-00000000.nrows"] == len(scores)
+    silent = made(tmp_path / "silent", tokenizer, "seq_len=128", "wandb.mode=disabled")
+    assert main(["evaluate", f"run={silent}", "tasks=[mqar]", "limit=4", "wandb=true"]) == 0
+    assert "its config disables wandb" in capsys.readouterr().err
+    assert not (silent / "wandb").exists()
+
+
+def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
+    assert main(["evaluate", f"run={run}", "tasks=[phonebook]"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: the run's tokenizer cannot spell ' ")
+    assert "an answer of the task phonebook: it makes" in error
+    assert not (run / "evaluation").exists()
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
+def test_a_limit_is_of_all_levels_together(limit: int | None, asked: list[int]) -> None:
+    levels = TASKS["mqar"].levels(128)[:3]
+    numbers = numbers_of(TASKS["mqar"], levels, limit)
+    assert [number for number in numbers if number] == asked

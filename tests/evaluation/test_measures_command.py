@@ -1,0 +1,162 @@
+"""`diffllm evaluate` with position, outliers and quantise: printed, kept, and refused in a line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from measured import data_words, made
+
+from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.evaluation.evaluation import EVALUATIONS, Line, Settings, Subject
+from diffllm.run.model import load_model
+from diffllm.tools import main
+
+NAMES = ["position", "outliers", "quantise"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("measures")
+    made(directory / "run", *data_words(directory), "seq_len=64", "attention=diff_v2")
+    return directory / "run"
+
+
+def copied(run: Path, to: Path) -> Path:
+    """The same run, without results."""
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns("evaluation"))
+    return to
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a command ends with."""
+    capsys.readouterr()
+    assert main(list(words)) == 2
+    (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error:"))
+    return line
+
+
+def test_the_suite_is_printed_kept_and_not_made_again(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = copied(run, tmp_path / "run")
+    words = ["evaluate", f"run={run}", "suite=checkpoint", "limit=9", "--json"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    said = json.loads(first)
+    assert list(said) == NAMES
+    assert [len(said[name]["scores"]) > 10 for name in NAMES] == [True] * 3
+    directory = run / "evaluation" / "step-00000000"
+    numbers = {"position": 9, "outliers": 2, "quantise": 16 * 9}
+    for name, number in numbers.items():
+        head, *lines = map(json.loads, (directory / f"{name}.jsonl").read_text().splitlines())
+        assert head["key"]["evaluation"] == name
+        assert head["scores"] == said[name]["scores"]
+        assert len(lines) == number
+    files = {path: path.read_bytes() for path in directory.iterdir()}
+    asked: list[str] = []
+    for name in NAMES:
+        cls = type(EVALUATIONS[name])
+        plain = cls.lines
+
+        def lines(
+            self: object, subject: Subject, settings: Settings, plain=plain, name=name
+        ) -> list[Line]:
+            asked.append(name)
+            return plain(self, subject, settings)
+
+        monkeypatch.setattr(cls, "lines", lines)
+    assert main(words) == 0
+    assert (capsys.readouterr().out, asked) == (first, [])
+    assert {path: path.read_bytes() for path in directory.iterdir()} == files
+    assert main(["evaluate", f"run={run}", "tasks=[position,outliers]", "limit=4"]) == 0
+    assert asked == ["position", "outliers"]
+    table = capsys.readouterr().out
+    for text in ("nats a token", "position 4-7", "distance none", "span repeated", "hidden top_1"):
+        assert text in table
+    copy = copied(run, tmp_path / "copy")
+    assert main(["evaluate", f"run={copy}", *words[2:]]) == 0
+    assert capsys.readouterr().out == first, "the same on the same data"
+
+
+def test_outliers_are_the_numbers_of_diffllm_outliers(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["outliers", f"run={run}", f"tokens={5 * 64}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", f"run={run}", "tasks=[outliers]", "limit=5", "--json"]) == 0
+    scores = {s["of"]: s for s in json.loads(capsys.readouterr().out)["outliers"]["scores"]}
+    kept = run / "evaluation" / "step-00000000" / "outliers.jsonl"
+    _, *lines = map(json.loads, kept.read_text().splitlines())
+    about = {"sequences": told["sequences"], "tokens": told["tokens"]}
+    assert lines == [layer | about for layer in told["layers"]]
+    assert about == {"sequences": 5, "tokens": 320}
+    for name in ("top_1", "top_2", "top_3", "top_10", "top_100", "median", "rms", "kurtosis"):
+        hidden = [layer["hidden"][name] for layer in told["layers"]]
+        score = scores[f"hidden {name}"]
+        assert score["value"] == max(hidden)
+        assert score["layer"] == hidden.index(max(hidden))
+        logits = {
+            (layer["layer"], key): numbers[name]
+            for layer in told["layers"]
+            for key, numbers in layer["logits"].items()
+        }
+        assert len(logits) == 4, "two maps, two layers"
+        score = scores[f"logits {name}"]
+        assert score["value"] == max(logits.values())
+        assert logits[score["layer"], score["map"]] == score["value"]
+
+
+def test_results_outlive_their_data_and_others_are_refused_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = data_words(tmp_path)
+    made(tmp_path / "run", *words, "seq_len=64")
+    own = f"run={tmp_path / 'run'}"
+    assert main(["evaluate", own, "tasks=[outliers]", "limit=2", "--json"]) == 0
+    first = capsys.readouterr().out
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "corpus.jsonl").unlink()
+    assert main(["evaluate", own, "tasks=[outliers]", "limit=2", "--json"]) == 0
+    assert capsys.readouterr().out == first
+    for name in NAMES:
+        assert "corpus.jsonl" in error_of(capsys, "evaluate", own, f"tasks=[{name}]", "limit=1")
+    other = copied(run, tmp_path / "other")
+    facts = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
+    for name in NAMES:
+        error = error_of(capsys, "evaluate", f"run={other}", f"tasks=[{name}]")
+        assert "is not what the run was trained on any more" in error
+
+
+def test_a_model_that_has_diverged_is_refused_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = copied(run, tmp_path / "run")
+    model, _ = load_model(own)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    tensors["layers.1.ffn.w2.weight"][0, 0] = torch.nan
+    shutil.rmtree(own / "checkpoints")
+    write_parameters(own / "checkpoints", tensors, list(tensors))
+    for name in NAMES:
+        error = error_of(capsys, "evaluate", f"run={own}", f"tasks=[{name}]", "limit=2")
+        assert "step-00000000: the " in error
+        assert "not finite" in error
+        assert not (own / "evaluation" / "step-00000000" / f"{name}.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["standard", "gated", "diff_v1", "standard_sink"])
+def test_every_measure_of_a_mixture_with_masked_documents(
+    tmp_path: Path, attention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moe = ("model.moe.n_experts=4", "model.moe.expert_dim=16", "model.moe.n_shared=1")
+    words = ("seq_len=64", f"attention={attention}", "data.mask_documents=true", *moe)
+    made(tmp_path / "run", *data_words(tmp_path), *words)
+    words = ("suite=checkpoint", "limit=8", "--json")
+    assert main(["evaluate", f"run={tmp_path / 'run'}", *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    scores = {score["of"]: score for score in said["quantise"]["scores"]}
+    assert len({score["value"] for score in scores.values()}) == len(scores) == 15
+    assert abs(scores["weights 8 per channel"]["value"]) < 0.1

@@ -1,0 +1,203 @@
+"""The evaluation `position` against loops over its definition, in float64."""
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from measured import data_words, made, subject_of
+
+from diffllm.data import TokenData, heldout_documents
+from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Line, Subject
+from diffllm.evaluation.position import octave, sums
+from diffllm.statistics.bootstrap import of_documents
+
+POSITION = EVALUATIONS["position"]
+Bins = dict[str, dict[str, list[float]]]
+
+
+def bin_of(number: int) -> str:
+    """The bin of a number, from a list of bins."""
+    ends = [(2**k, 2 ** (k + 1) - 1) for k in range(1, 20)]
+    if number < 2:
+        return str(number)
+    return next(f"{low}-{high}" for low, high in ends if low <= number <= high)
+
+
+def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -> Bins:
+    """Sums of a document's losses, each target by itself."""
+    found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
+    for i, token in enumerate(text):
+        same = [j for j in range(i) if text[j] == token]
+        bins = {
+            "all": "",
+            "position": bin_of(i),
+            "distance": bin_of(i - same[-1]) if same else "none",
+        }
+        seen = [text[j] for j in range(2, i) if text[j - 2 : j] == text[i - 2 : i]]
+        if i >= 2 and token in seen:
+            bins["span"] = "repeated"
+        elif i >= 2 and not seen:
+            bins["span"] = "first"
+        for kind, name in bins.items():
+            if predicted[i]:
+                nats, tokens = found[kind].get(name, [0.0, 0])
+                found[kind][name] = [nats + losses[i], tokens + 1]
+    return found
+
+
+def test_sums_are_those_of_the_definition() -> None:
+    rng = random.Random(0)
+    for length in (1, 2, 3, 40, 300):
+        text = rng.choices(range(6), k=length)
+        losses = [rng.random() for _ in text]
+        for share in (0.0, 0.3):
+            predicted = [rng.random() >= share for _ in text]
+            assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
+
+
+def test_spans_of_a_text_that_repeats_itself() -> None:
+    text = [*b"ab1.ab1.ab2."]
+    found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
+    #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that the text has not had in this order
+    assert found == {
+        "first": [2.0 + 3 + 4 + 5 + 11, 5],
+        "repeated": [6.0 + 7 + 8 + 9, 4],
+    }
+    assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1024)] == [
+        *("0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "1024-2047")
+    ]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "masked"])
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Subject, TokenData]:
+    directory = tmp_path_factory.mktemp("position")
+    words = (*data_words(directory), f"data.mask_documents={request.param}", "seq_len=48")
+    _, data = made(directory / "run", *words, "attention=diff_v2")
+    return subject_of(directory / "run"), data
+
+
+def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
+    return POSITION.lines(subject, POSITION.settings(subject, Asked(limit=limit)))
+
+
+@torch.no_grad()
+def test_lines_are_those_of_documents_read_one_by_one_in_float64(
+    measured: tuple[Subject, TokenData],
+) -> None:
+    subject, data = measured
+    stream, eos_id = data.split("heldout"), data.manifest.eos_id
+    every = heldout_documents(stream, eos_id)
+    assert max(every.lengths) > 48 > 20 > min(every.lengths), "some are cut"
+    lines = lines_of(subject)
+    assert [line["start"] for line in lines] == every.starts.tolist()
+    exact = copy.deepcopy(subject.model).double()
+    for line, length in zip(lines, every.lengths.tolist(), strict=True):
+        text = stream.tokens(line["start"], line["start"] + min(length, 48)).tolist()
+        logits = exact(torch.tensor([[eos_id, *text[:-1]]]))[0]
+        if subject.cfg.data.mask_documents:  # the EOS is the end of another document
+            logits = torch.cat((exact(torch.tensor([[eos_id]]))[0], exact(torch.tensor([text]))[0]))
+        logs = logits.log_softmax(-1)
+        losses = [-logs[i, token].item() for i, token in enumerate(text)]
+        expected = by_definition(text, losses, [True] * len(text))
+        assert line.keys() == {"start", *expected}
+        for kind, bins in expected.items():
+            assert line[kind].keys() == bins.keys()
+            for name, (nats, tokens) in bins.items():
+                assert line[kind][name] == [pytest.approx(nats, rel=1e-4), tokens]
+
+
+def test_scores_are_totals_over_tokens_with_intervals_over_documents(
+    measured: tuple[Subject, TokenData],
+) -> None:
+    subject, _ = measured
+    settings = POSITION.settings(subject, Asked())
+    lines = POSITION.lines(subject, settings)
+    scores = {score.of: score for score in POSITION.scores(settings, lines)}
+    bins = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63")
+    assert list(scores) == [
+        "all",
+        *(f"position {name}" for name in bins),
+        *(f"distance {name}" for name in (*bins[1:], "none")),
+        *("span repeated", "span first"),
+    ]
+    totals = dict.fromkeys(scores, 0.0)
+    tokens = dict.fromkeys(scores, 0)
+    for line in lines:
+        for kind in ("all", "position", "distance", "span"):
+            for name, (nats, count) in line[kind].items():
+                totals[f"{kind} {name}".strip()] += nats
+                tokens[f"{kind} {name}".strip()] += count
+    for name, score in scores.items():
+        assert score.value == pytest.approx(totals[name] / tokens[name])
+        assert score.more == {"tokens": tokens[name]}
+        if score.examples < 8:
+            assert score.interval is None
+        else:
+            assert score.interval is not None
+            assert score.interval[0] <= score.value <= score.interval[1]
+    assert scores["all"].interval != scores["position 0"].interval
+    assert sum(tokens[name] for name in scores if name.startswith("position")) == tokens["all"]
+    few = POSITION.scores(settings, lines[:7])
+    assert all(score.interval is None for score in few)
+    assert POSITION.scores(settings, lines) == list(scores.values())
+
+
+def test_a_limit_takes_documents_that_are_spread_and_the_same_every_time(
+    measured: tuple[Subject, TokenData],
+) -> None:
+    subject, data = measured
+    every = {line["start"]: line for line in lines_of(subject)}
+    smaller: set[int] = set()
+    for limit in (1, 5, 12, 10_000):
+        lines = lines_of(subject, limit)
+        starts = {line["start"] for line in lines}
+        assert len(lines) == len(starts) == min(limit, len(every))
+        assert smaller <= starts <= set(every)
+        smaller = starts
+        for line in lines:  # beside other documents, which are padded differently
+            assert line["all"][""] == pytest.approx(every[line["start"]]["all"][""], rel=1e-5)
+    twelve = [line["start"] / len(data.split("heldout")) for line in lines_of(subject, 12)]
+    assert min(twelve) < 0.2 < 0.8 < max(twelve)
+
+
+def test_tokens_that_are_only_context_are_in_no_sum(tmp_path: Path) -> None:
+    words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
+    more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=300")
+    _, data = made(tmp_path / "run", *words, *more)
+    stream = data.split("heldout")
+    assert stream.masked
+    lines = lines_of(subject_of(tmp_path / "run"))
+    chosen = heldout_documents(stream, data.manifest.eos_id, most=200)
+    for line, size in zip(lines, chosen.lengths.tolist(), strict=True):
+        start = line["start"]
+        predicted = stream.loss_mask(start, start + min(size, 64)).sum()
+        for kind in ("all", "position", "distance"):
+            assert sum(count for _, count in line[kind].values()) == predicted
+    assert json.loads(json.dumps(lines)) == lines
+
+
+@pytest.mark.parametrize(("documents", "least"), [(8, 0.9), (60, 0.92)])
+def test_intervals_cover_the_mean_of_documents_that_differ(documents: int, least: float) -> None:
+    """Intervals are made of 400 samples of documents whose losses go with their lengths."""
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        tokens = rng.integers(5, 200, documents)
+        loss = 3 + rng.normal(0, 0.5, documents) + (tokens < 50)
+        interval = of_documents(loss * tokens, tokens, draws=400)
+        assert interval is not None
+        short, mean_of_short, mean_of_all = 45 / 195, 27, 102
+        mean = 3 + short * mean_of_short / mean_of_all
+        covered += interval[0] <= mean <= interval[1]
+    assert least <= covered / 400 <= 0.98
+
+
+def test_seven_documents_give_no_interval() -> None:
+    assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
+    assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

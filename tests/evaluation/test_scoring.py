@@ -1,0 +1,137 @@
+"""Likelihoods of continuations are those of single texts, however they are batched and cached."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from diffllm import build_model, load_config
+from diffllm.evaluation import scoring
+from diffllm.evaluation.scoring import Question, question_of, score
+from diffllm.model import Transformer
+from diffllm.model.generate import generate
+from diffllm.tasks.task import Example
+
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+
+
+def model_of(variant: str) -> Transformer:
+    words = ["model=tiny", "model.vocab_size=64", "seq_len=96", "model.init_std=0.1"]
+    return build_model(load_config([*words, f"attention={variant}"]).model).eval()
+
+
+def questions() -> list[Question]:
+    """Contexts of many lengths, with continuations of one token and of several."""
+    rng = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(0, 64, (length,), generator=rng).tolist()
+
+    sizes = [(3, (1, 1)), (40, (2, 5, 1)), (7, (3, 3)), (80, (4, 9, 4, 4)), (1, (2,)), (80, (1, 1))]
+    return [Question(ids(length), [ids(n) for n in lengths]) for length, lengths in sizes]
+
+
+@torch.no_grad()
+def alone(model: Transformer, question: Question) -> list[float]:
+    """One text at a time, without a cache."""
+    found = []
+    for continuation in question.continuations:
+        ids = question.context + continuation
+        logs = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
+        own = logs[len(question.context) - 1 :]
+        found.append(own.gather(1, torch.tensor(continuation)[:, None]).sum().item())
+    return found
+
+
+def generated(model: Transformer, context: list[int], count: int) -> list[int]:
+    return generate(model, [context], count, temperature=0)[0][len(context) :]
+
+
+def with_generated(model: Transformer, question: Question) -> Question:
+    """The question with what the model itself would say as one more continuation."""
+    own = generated(model, question.context, 1 if question.single else 3)
+    return Question(question.context, [*question.continuations, own])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("cached_from", "tokens", "cache"), [(0, 200, 100), (50, 1, 1), (999, 500, 1)]
+)
+def test_batched_and_cached_equal_single(
+    monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
+) -> None:
+    monkeypatch.setattr(scoring, "TOKENS", tokens)
+    monkeypatch.setattr(scoring, "CACHE", cache)
+    model = model_of(variant)
+    asked = [with_generated(model, question) for question in questions()]
+    told: list[int] = []
+    found = score(model, asked, told.append, cached_from)
+    greedy = 0
+    for question, scores in zip(asked, found, strict=True):
+        values = [one.log_likelihood for one in scores]
+        assert values == pytest.approx(alone(model, question), abs=1e-5)
+        for one, ids in zip(scores, question.continuations, strict=True):
+            assert one.greedy == (generated(model, question.context, len(ids)) == ids)
+            greedy += one.greedy
+    assert sum(told) == len(asked)
+    assert greedy
+
+
+def test_batches_fill_by_length() -> None:
+    batches = list(scoring.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
+    assert batches == [[10, 10, 20], [30, 50], [50], [200]]
+
+
+class Letters:
+    """A tokenizer of characters, that merges a space with the letter behind it."""
+
+    eos_id = 0
+
+    def encode_batch(self, texts: list[str], threads: int) -> list[list[int]]:
+        return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
+
+
+def test_a_question_is_spelt_as_a_text_is() -> None:
+    example = Example("to be", (" ab", " ac", " b"), 1)
+    question = question_of(example, Letters())  # type: ignore[arg-type]
+    plain = [1 + ord(c) for c in "to be"]
+    assert question.context == [0, *plain]
+    assert question.continuations == [[2, 99], [2, 100], [33, 99]]
+    alike = question_of(Example("to", (" 12", " 13"), 0), Letters())  # type: ignore[arg-type]
+    assert alike.continuations == [[33, 50, 51], [33, 50, 52]]  # an answer is spelt from its start
+    only = question_of(Example("x", ("y",), 0), Letters())  # type: ignore[arg-type]
+    assert (only.context, only.continuations) == ([0, 121], [[122]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cache", [1, 2**18])
+def test_questions_about_one_text_read_it_once(
+    monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
+) -> None:
+    """Also where one is another's beginning, and where two texts come one after the other."""
+    monkeypatch.setattr(scoring, "CACHE", cache)
+    model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]
+    first, second = other.context[:60], [*other.context[:20], *other.context[:50]]
+    asked = [
+        Question(text + rest, continuations)
+        for text in (first, second)
+        for rest, continuations in (
+            ([1, 2, 3], [[4, 5], [6]]),
+            ([], [[1], [2, 3, 4]]),
+            ([1, 2, 3, 4, 5, 6], [[7, 8, 9]]),
+        )
+    ]
+    read: list[int] = []
+    plain = Transformer.forward
+
+    def forward(self: Transformer, tokens: torch.Tensor, *others: Any, **named: Any) -> Any:
+        read.append(tokens.shape[1])
+        return plain(self, tokens, *others, **named)
+
+    monkeypatch.setattr(Transformer, "forward", forward)
+    found = score(model, asked, cached_from=1)
+    monkeypatch.undo()
+    assert sum(length >= 50 for length in read) == 2
+    for question, scores in zip(asked, found, strict=True):
+        values = [one.log_likelihood for one in scores]
+        assert values == pytest.approx(alone(model, question), abs=1e-5)

@@ -1,0 +1,67 @@
+"""A corpus that was edited after its run began: the run goes on with it only where that is
+allowed."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked_runs import start
+from runs import overrides_of, prepared_corpus
+
+from diffllm import load_config
+from diffllm.data import prepare
+from diffllm.data.verified import mark_of
+
+STEPS = 6
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[Path, Path]:
+    """A corpus, and a run on it that has more steps to go."""
+    corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
+    start(corpus, run, f"steps={STEPS}", "eval.interval=100").finish()
+    return corpus, run
+
+
+def goes_on(corpus: Path, run: Path, *changed: str) -> None:
+    """The run is refused what has changed, and takes it where it is allowed."""
+    more = [f"steps={STEPS + 2}", "eval.interval=100", "run.allow_changes=[steps]"]
+    refused = start(corpus, run, *more).finish(2)
+    (error,) = [line for line in refused.splitlines() if line.startswith("error: ")]
+    assert "the checkpoint belongs to another order of data" in error
+    assert all(f"{key}: " in error for key in changed)
+    allowed = f"run.allow_changes=[steps,{','.join(changed)}]"
+    assert error.endswith(allowed)
+    said = start(corpus, run, *more[:2], allowed).finish()
+    assert f"continues after step {STEPS}" in said
+    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changes"].keys() == {"steps", *changed}
+
+
+def test_an_edited_text(begun: tuple[Path, Path], tmp_path: Path) -> None:
+    corpus, run = begun
+    lines = corpus.read_text().splitlines(keepends=True)
+    corpus.write_text("".join([*lines[:9], lines[9].replace("the end", "no end"), *lines[10:]]))
+    shutil.rmtree(tmp_path / "cache")
+    goes_on(corpus, run, "corpus", "tokenizer")
+
+
+@pytest.mark.slow
+def test_other_tokens_of_the_same_text(begun: tuple[Path, Path]) -> None:
+    """As another version of what cuts a text into tokens would make them."""
+    corpus, run = begun
+    data = prepare(load_config(overrides_of(corpus, run)).data)
+    split = data.manifest.splits["train"]
+    (shard,) = split.shards
+    path = data.directory / shard.file
+    mark_of(path).unlink()
+    content = np.fromfile(path, "<u2")[::-1]
+    content.tofile(path)
+    other = dataclasses.replace(shard, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    splits = {**data.manifest.splits, "train": dataclasses.replace(split, shards=[other])}
+    dataclasses.replace(data.manifest, splits=splits).save(data.directory)
+    goes_on(corpus, run, "tokens")

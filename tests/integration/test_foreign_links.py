@@ -1,0 +1,82 @@
+"""A run directory from elsewhere may hold links; nothing that they lead to is written or shown."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from forked_runs import tool, train
+from tiers import slow_but
+
+from diffllm.run.own_files import FILES
+
+WRITTEN = [
+    *FILES, "checkpoints/.step-00000004.incomplete", "heldout/step-00000004.npz", ".lock",
+    "traces/rank-00000.txt", "metrics.partial", ".metrics.jsonl.{pid}",
+]  # fmt: skip
+FEW = ["config.yaml", "metrics.jsonl", "report.html", ".lock"]
+CONTENT = "another's file, which nothing may write\n"
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A run that goes on after step 2."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    shutil.rmtree(run / "heldout")
+    (run / "summary.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize("name", slow_but(FEW, WRITTEN))
+def test_what_a_link_in_place_of_a_file_leads_to_stays(run, tiny, tmp_path, environment, name):
+    outside, file = tmp_path / "outside", run / name.format(pid=os.getpid())
+    outside.write_text(CONTENT)
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(outside)
+    before = (run / "metrics.jsonl").read_bytes()
+    words = [*tiny, "attention=standard", f"run.dir={run}", "run.report=true"]
+    result = train(words, tmp_path, environment)
+    assert outside.read_text() == CONTENT
+    if result.code:
+        (line,) = result.err.splitlines()
+        assert line.startswith("error: ")
+        assert str(file) in line or name == ".lock"
+        if name != "metrics.jsonl":
+            assert (run / "metrics.jsonl").read_bytes() == before
+    else:
+        assert json.loads((run / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize("name", slow_but(["config.yaml"], ["tokenizer.model", "config.yaml"]))
+@pytest.mark.parametrize("command", ["consolidate", "generate", "attention-map", "report"])
+def test_what_a_link_in_place_of_a_file_leads_to_is_not_read(
+    finished_run, tmp_path, environment, name, command
+):
+    run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
+    shutil.move(run / name, outside)
+    (run / name).symlink_to(outside)
+    words = {
+        "consolidate": [f"run={run}", f"out={tmp_path / 'out'}"],
+        "generate": [f"run={run}", "prompt=a"],
+        "attention-map": [f"run={run}", "prompt=a"],
+        "report": [str(run)],
+    }
+    result = tool([command, *words[command]], tmp_path, environment)
+    if (command, name) != ("report", "tokenizer.model"):
+        assert result.code == 2, result.out
+        assert f"{run / name} is" in result.err
+        assert "symbolic link" in result.err
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_figure_replaces_a_link_that_lies_in_the_run(finished_run, tmp_path, environment):
+    run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
+    outside.write_text(CONTENT)
+    (run / "figure.png").symlink_to(outside)
+    words = ["attention-map", f"run={run}", "prompt=a", f"out={run / 'figure.png'}"]
+    assert tool(words, tmp_path, environment).code == 0
+    assert outside.read_text() == CONTENT
+    assert (run / "figure.png").read_bytes().startswith(b"\x89PNG")

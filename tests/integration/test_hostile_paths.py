@@ -1,0 +1,191 @@
+"""Paths that lead nowhere, for every key and argument that is a path: one line that names it."""
+
+import dataclasses
+import importlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_origin
+
+import pytest
+from cli_helpers import changes, snapshot
+from forked_runs import tool, train
+from hostile.paths import hostile_path, hostile_paths
+from tiers import slow_but
+
+from diffllm import load_config
+from diffllm.config.values import PATHS, leaves
+from diffllm.errors import ConfigError
+from diffllm.tools import COMMANDS, module_of
+
+NO_PATHS = {
+    "run.name", "run.sweep", "run.study", "run.allow_changes", "run.swept", "plugins",
+    "model.match_params_to", "model.match_flops_to", "data.source", "data.text_column",
+    "data.prompt_column", "data.name", "data.data_dir", "data.split", "data.revision",
+    "data.sample_prompt", "wandb.project", "wandb.entity", "wandb.group", "wandb.mode",
+    "wandb.tags", "checkpoint.interval", "eval.suites",
+}  # fmt: skip
+"""Keys of text that no path stands in; each new key belongs here, or to PATHS."""
+OF_A_SOURCE = "data.sources={{code: {{source: files, paths: [{path}]}}}}"
+PREPARED = ["model=tiny", "wandb.mode=disabled", "run.name=nothing"]
+
+
+def keys_of_text() -> Iterator[str]:
+    for key, declared, _ in leaves(load_config(["model=tiny"])):
+        kinds = {declared, *get_args(declared)}
+        if str in kinds and get_origin(declared) is not dict:
+            yield key
+
+
+def arguments() -> Iterator[tuple[str, str]]:
+    """The commands and their arguments that are paths."""
+    for command in COMMANDS:
+        tool_module = importlib.import_module(f"diffllm.tools.{module_of(command)}")
+        if own := getattr(tool_module, "Arguments", None):
+            for field in dataclasses.fields(own):
+                if field.metadata.get("path"):
+                    yield command, field.name
+
+
+KEYS = sorted(filter(PATHS.fullmatch, keys_of_text()))
+OTHERS = {
+    "prompt": "a", "entity": "e", "project": "p", "gap": "0.1", "out": "out", "hf": "model",
+}  # fmt: skip
+
+
+def test_every_key_of_text_is_a_path_or_is_none():
+    for key in keys_of_text():
+        assert bool(PATHS.fullmatch(key)) != (key in NO_PATHS), key
+    assert set(KEYS) > {"run.dir", "data.paths", "data.cache_dir", "data.tokenizer", "resume"}
+
+
+def test_every_argument_that_is_a_path_says_so():
+    marked = set(arguments())
+    assert {("generate", "run"), ("consolidate", "out"), ("power", "pilot")} < marked
+    for command in COMMANDS:
+        tool_module = importlib.import_module(f"diffllm.tools.{module_of(command)}")
+        own = getattr(tool_module, "Arguments", None)
+        names = {field.name for field in dataclasses.fields(own)} if own else set()
+        for name in names & {"run", "out", "pilot", "config_dir", "dir", "file"}:
+            assert (command, name) in marked
+
+
+def overrides(key: str, path: str) -> list[str]:
+    value = f"['{path}']" if key == "data.paths" else f"'{path}'"
+    more = {"data.paths": ["data=files"], "data.dataset": ["data=hub"]}
+    return ["model=tiny", *more.get(key, []), f"{key}={value}"]
+
+
+@pytest.mark.parametrize("key", slow_but(["run.dir"], KEYS))
+def test_each_path_is_refused_with_its_key(tmp_path, key):
+    for what, path in hostile_paths(tmp_path).items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(overrides(key, path))
+        assert key in str(caught.value), what
+
+
+def test_the_paths_of_a_mixture_are_checked_too(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
+        load_config(
+            ["model=tiny", "data=mixture", OF_A_SOURCE.format(path="'~nosuchuser/*.jsonl'")]
+        )
+
+
+def test_the_variable_that_names_the_cache_is_named(monkeypatch):
+    monkeypatch.setenv("DIFFLLM_CACHE", "~nosuchuser/cache")
+    with pytest.raises(ConfigError, match="DIFFLLM_CACHE=~nosuchuser/cache: ~nosuchuser has no"):
+        load_config(["model=tiny"])
+
+
+def test_a_path_of_another_machine_is_no_reason_not_to_read_a_run(finished_run, tmp_path):
+    from diffllm.config.saved import load_run_config
+
+    text = (finished_run / "config.yaml").read_text()
+    before, _, after = text.partition("\n  tokenizer: null\n")
+    assert after
+    (tmp_path / "config.yaml").write_text(
+        f"{before}\n  tokenizer: ~nosuchuser/tokenizer.model\n{after}"
+    )
+    assert load_run_config(tmp_path).data.tokenizer == "~nosuchuser/tokenizer.model"
+
+
+@pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
+def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key):
+    (tmp_path / "work").mkdir()
+    what, path = hostile_path(random.Random(key), tmp_path / "places")
+    before = snapshot(tmp_path)
+    result = train([*overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment)
+    assert result.code == 2, what
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: ")
+    assert key in line
+    assert not changes(before, snapshot(tmp_path))
+
+
+@pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
+def test_an_argument_with_one_is_refused_by_its_name(
+    finished_run, tmp_path, environment, command, name
+):
+    module = importlib.import_module(f"diffllm.tools.{module_of(command)}")
+    others = {"run": str(finished_run), **OTHERS}
+    needed = [
+        f"{field.name}={others[field.name]}"
+        for field in dataclasses.fields(module.Arguments)
+        if field.name != name and field.name in others
+    ]
+    (tmp_path / "work").mkdir()
+    for what, path in hostile_paths(tmp_path / "places").items():
+        before = snapshot(tmp_path)
+        result = tool([command, *needed, f"{name}={path}"], tmp_path / "work", environment)
+        assert result.code == 2, f"{what}: {result.out}{result.err}"
+        (line,) = result.err.splitlines()
+        assert line.startswith(f"error: {name}="), what
+        assert not changes(before, snapshot(tmp_path)), what
+
+
+POSITIONS = {
+    "report": ["report", "{path}"],
+    "power": ["power", "{path}", "gap=0.1"],
+    "study": ["study", "verdict", "{path}", "out=x"],
+    "study out": ["study", "verdict", "{study}", "out={path}"],
+    "recipe": ["count", "data={path}.yaml"],
+    "config-dir": ["count", "--config-dir", "{path}"],
+    "named run": ["train", *PREPARED, "run.name={long}"],
+    "named sweep": ["train", *PREPARED, "run.sweep={long}"],
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["report"], POSITIONS))
+def test_a_word_with_one_is_refused(tmp_path, environment, name):
+    work, study = tmp_path / "work", tmp_path / "study.yaml"
+    work.mkdir()
+    study.write_text(
+        "claim: c\nbase: []\narms: {a: [], b: []}\nbaseline: a\nseeds: [0, 1]\n"
+        "rule: {kind: difference, arm: b, against: a, below: 0}\n"
+    )
+    for what, path in hostile_paths(tmp_path / "places").items():
+        words = [w.format(path=path, long="n" * 300, study=study) for w in POSITIONS[name]]
+        before = snapshot(tmp_path)
+        result = tool(words, work, environment)
+        assert result.code == 2, f"{what}: {result.out}{result.err}"
+        (line,) = result.err.splitlines()
+        assert line.startswith("error: "), what
+        assert not changes(before, snapshot(tmp_path)), what
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache_dir"])
+def test_without_a_home_there_is_none(tmp_path, environment, key, monkeypatch):
+    import pwd
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match=rf"{key}=~/x: ~ has no meaning here"):
+        load_config(["model=tiny", "data.cache_dir=x", f"{key}='~/x'"])
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
+    assert load_config(["model=tiny", f"run.dir={tmp_path}/{'n' * 255}"]).run.dir
+    assert Path(tmp_path, "n" * 255).parent.is_dir()

@@ -1,0 +1,152 @@
+"""Saying something never ends a run, and a result that cannot be said is one line."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_helpers import Result, metrics, tool_command, train_command
+from faulty_streams import FAULTS, with_faults
+from forked_runs import ForkedRun, Gate, forked_call
+from runs import metric_lines, overrides_of, prepared_corpus
+from tiers import slow_but
+
+PROMPT = "data.sample_prompt='naïve ∑ 雪'"
+NAME = "größe-雪"
+PAIRS = [(out, err) for out in ("", *FAULTS) for err in ("", *FAULTS) if out or err]
+SHOWN = [("full", "full"), ("ascii", "ascii")]
+"""The pairs of faults that a fast test shows."""
+
+
+def assert_whole(run: Path, steps: int) -> None:
+    """All that a finished run leaves is there."""
+    assert json.loads((run / "summary.json").read_text())["steps"] == steps
+    assert metrics(run)[-1]["step"] == steps
+    assert (run / "run.log").read_text().count(f"step {steps}/{steps}") == 1
+
+
+@pytest.mark.parametrize(("stdout", "stderr"), slow_but(SHOWN, PAIRS))
+def test_a_run_ends_well_whatever_its_streams(tmp_path, environment, tiny, stdout, stderr):
+    """Its name and its prompt have characters that a stream may lack."""
+    words = [*tiny, PROMPT, f"run.dir='outputs/{NAME}'"]
+    ended = forked_call(with_faults("train", stdout, stderr), words, tmp_path, environment)
+    assert ended.code == 0, ended
+    assert "Traceback" not in ended.err
+    assert_whole(tmp_path / "outputs" / NAME, 4)
+    if stdout == "ascii":
+        assert "gr\\xf6\\xdfe" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
+def test_two_ranks_end_well_whatever_their_streams(tmp_path, fault):
+    run = tmp_path / "run"
+    words = overrides_of(prepared_corpus(tmp_path), run)
+    main = with_faults("planted", fault, fault)
+    ForkedRun([*words, "steps=6", PROMPT], ranks=2, main=main).finish()
+    assert_whole(run, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", slow_but(["no reader"], FAULTS))
+def test_a_sweep_ends_well_whatever_its_streams(tmp_path, environment, tiny, fault):
+    """Also of the run that fails, whose error is in its log."""
+    words = ["-m", *tiny, "seq_len=32,99999", "run.sweep=both", "steps=2"]
+    ended = forked_call(with_faults("train", fault, fault), words, tmp_path, environment)
+    assert ended.code == 1, ended
+    sweep = tmp_path / "outputs" / "both"
+    assert json.loads((sweep / "seq_len32" / "summary.json").read_text())["steps"] == 2
+    assert "\nerror: the train split has " in (sweep / "seq_len99999.log").read_text()
+
+
+@pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
+def test_a_preparation_ends_well_whatever_its_streams(tmp_path, environment, corpus, fault):
+    words = [
+        *("prepare", "data=files", f"data.paths=[{corpus}]", "data.vocab_size=400"),
+        *("model=tiny", "model.vocab_size=512", f"data.cache_dir='{tmp_path / NAME}'"),
+        *("prepare.processes=2", "data.packing=best_fit"),
+    ]
+    ended = forked_call(with_faults("tool", fault, fault), words, tmp_path, environment)
+    assert ended.code == 0, ended
+    assert list((tmp_path / NAME / "tokens").glob("*/manifest.json"))
+
+
+def test_a_terminal_that_goes_away_costs_a_run_nothing(tmp_path):
+    """While the bar is drawn."""
+    run = tmp_path / "run"
+    words = [*overrides_of(prepared_corpus(tmp_path), run), "steps=8", "log_interval=1"]
+    reader, terminal = os.openpty()
+    gate = Gate(run, 4)
+    process = ForkedRun(words, said=[os.ttyname(terminal)])
+    process.wait_for(gate.reached, "step 4")
+    assert b"loss" in os.read(reader, 1 << 16)
+    os.close(reader)
+    os.close(terminal)
+    gate.open()
+    assert process.codes() == [0]
+    assert [line["step"] for line in metric_lines(run)] == list(range(1, 9))
+    assert_whole(run, 8)
+
+
+RESULTS = {
+    "count": ["count", "model=tiny"],
+    "count --help": ["count", "--help"],
+    "usage": ["--help"],
+    "generate --help": ["generate", "--help"],
+    "report": ["report", "{run}", "out={out}"],
+    "generate": ["generate", "run={run}", "prompt=∑", "max_new_tokens=2"],
+    "checkpoints": ["checkpoints", "run={run}"],
+    "train --help": ["train", "--help"],
+    "train --cfg": ["train", "--cfg", "job", "model=tiny"],
+}
+"""Commands whose result is what they print."""
+CASES = [(name, fault) for name in RESULTS for fault in FAULTS]
+
+
+def shown(name: str, fault: str, finished_run: Path, tmp_path: Path, environment) -> Result:
+    words = [word.format(run=finished_run, out=tmp_path / "out") for word in RESULTS[name]]
+    return forked_call(with_faults("tool", fault, ""), words, tmp_path, environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    slow_but([("count", "full"), ("train --help", "closed"), ("count", "no reader")], CASES),
+)
+def test_a_result_that_cannot_be_said(name, fault, finished_run, tmp_path, environment):
+    """A reader that has had enough is no mistake; anything else is one, said in a line."""
+    ended = shown(name, fault, finished_run, tmp_path, environment)
+    assert "Traceback" not in ended.err
+    if fault in ("no reader", "ascii"):
+        assert ended.code == 0, ended
+        assert not [line for line in ended.err.splitlines() if line.startswith("error")]
+    else:
+        assert ended.code == 2, ended
+        (line,) = ended.err.splitlines()
+        assert line.startswith("error: standard output cannot be written: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        pytest.param(lambda tiny: train_command([*tiny, "run.name=a"]), 0, marks=pytest.mark.slow),
+        pytest.param(lambda tiny: tool_command(["--help"]), 2),
+    ],
+)
+def test_the_last_flush_of_an_interpreter_changes_no_exit_code(
+    tmp_path, environment, tiny, words, code
+):
+    """Which forked commands do not make."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=120
+        )
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
+def test_an_error_that_cannot_be_said_is_an_exit_code(fault, tmp_path, environment, tiny):
+    for command, words in (("train", [*tiny, "steps=-1"]), ("tool", ["nonsense"])):
+        ended = forked_call(with_faults(command, fault, fault), words, tmp_path, environment)
+        assert ended.code == 2
+        assert list(tmp_path.iterdir()) == []

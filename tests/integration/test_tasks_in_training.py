@@ -1,0 +1,66 @@
+"""`eval.suites`: tasks that a model is asked while it is trained, through train.py."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from forked_runs import tool, train
+
+RUN = [
+    "data=synthetic", "data.task=mqar", "data.level={pairs: 4}", "data.examples=2000",
+    "data.num_workers=0", "model=tiny", "seq_len=96", "global_batch_size=4", "log_interval=2",
+    "eval.interval=2", "eval.sequences=4", "checkpoint.interval=2", "wandb.mode=disabled",
+    "run.report=false",
+]  # fmt: skip
+ASKED = ["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 4}}", "eval.suites_interval=3"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tasks")
+
+
+def test_shares_stand_in_the_metrics_and_are_those_of_the_checkpoint(
+    place: Path, environment: Mapping[str, str]
+) -> None:
+    words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
+    result = train(words, place, environment)
+    assert result.code == 0, result
+    assert " mqar 0." in result.out
+    lines = read(place / "run")
+    found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
+    assert list(found) == [3, 4]
+    words = ["tasks=[mqar]", "level={pairs: 4}", "limit=64", "--json"]
+    result = tool(["evaluate", f"run={place}/run", *words], place, environment)
+    (score,) = json.loads(result.out)["mqar"]["scores"]
+    assert found[4] == score["value"]
+    assert lines[4]["tasks_generated/mqar"] == score["generated"]
+
+
+def read(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval.suites=[nedle]"], "eval.suites: nedle is none of"),
+        (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 90}}"], "the task mqar at"),
+        (["eval.levels={mqar: {pairs: 4}}"], "eval.levels: mqar is not in eval.suites"),
+        (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
+        (["eval.suites=[needle_4k]"], "the task needle at"),
+        (["eval.suites_interval=0"], "eval.suites_interval=0"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(
+    place: Path, environment: Mapping[str, str], words: list[str], said: str
+) -> None:
+    run = place / "refused"
+    words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
+    result = train(words, place, environment)
+    assert result.code == 2, result
+    (line,) = (line for line in result.err.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: {said}"), line
+    assert not run.exists()

@@ -1,0 +1,92 @@
+"""Commands that read a checkpoint while its run deletes it go on with the next one, or say so."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiers import slow_but
+
+from diffllm import checkpoint as checkpoints
+from diffllm.checkpoint import directory, reader, state_file
+from diffllm.errors import CheckpointError
+from diffllm.run.model import load_model
+from diffllm.tools import main
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A run that has just saved step 8, which becomes visible when step 4 goes."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    return run
+
+
+def next_one(run: Path) -> None:
+    """Make the newest checkpoint that of another step, as one that was saved meanwhile."""
+    from checkpoint_files import sign
+
+    old, new = (run / "checkpoints" / f"step-{step:08d}" for step in (4, 8))
+    if old.is_dir():
+        old.rename(new)
+        state = (new / "state.json").read_text()
+        (new / "state.json").write_text(state.replace('"step": 4', '"step": 8'))
+        sign(new)
+
+
+def vanishing(monkeypatch: pytest.MonkeyPatch, run: Path, module: object, name: str) -> list[str]:
+    """Have the run delete its checkpoint just before a function of this name reads it."""
+    real: Callable[..., object] = getattr(module, name)
+    called: list[str] = []
+
+    def late(path: Path, *args: object, **more: object) -> object:
+        called.append(name)
+        next_one(run)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(module, name, late)
+    return called
+
+
+PLACES = [(state_file, "verify"), (state_file, "read_state"), (reader, "read_index")]
+
+
+@pytest.mark.parametrize(("module", "name"), PLACES)
+@pytest.mark.parametrize(
+    "command",
+    slow_but(
+        ["generate", "consolidate", "checkpoints"],
+        ["generate", "consolidate", "checkpoints", "report"],
+    ),
+)
+def test_the_next_one_is_read(run, tmp_path, monkeypatch, capfd, command, module, name):
+    words = {
+        "generate": [f"run={run}", "prompt=a", "max_new_tokens=1"],
+        "consolidate": [f"run={run}"],
+        "checkpoints": [f"run={run}"],
+        "report": [str(run)],
+    }
+    called = vanishing(monkeypatch, run, module, name)
+    assert main([command, *words[command]]) == 0
+    said = capfd.readouterr()
+    assert said.err == ""
+    assert called or command == "report" or (command, name) == ("checkpoints", "read_index")
+    if command == "consolidate":
+        assert "step 8: " in said.out
+        assert [path.name for path in (run / "consolidated").iterdir()] == ["step-00000008"]
+
+
+def test_one_that_was_asked_for_by_its_step_is_named(run, monkeypatch):
+    vanishing(monkeypatch, run, reader, "read_index")
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; there are"):
+        load_model(run, 4)
+
+
+def test_a_run_that_deletes_faster_than_anyone_reads_is_said(run, monkeypatch):
+    def gone(path: Path, *_: object) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "exists", lambda path: "step-" not in path.name)
+    with pytest.raises(CheckpointError, match="was deleted while it was read"):
+        directory.with_checkpoint(run, 4, gone)
+    assert checkpoints.find_checkpoint(run, 4).name == "step-00000004"

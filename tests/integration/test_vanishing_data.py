@@ -1,0 +1,142 @@
+"""Tokens that vanish or change under a run: it saves the steps it has made, says so in one line,
+and goes on once they are there again."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_runs import Gate, finish, start
+from runs import prepared_corpus
+from tiers import slow_but
+
+from diffllm.checkpoint import list_checkpoints
+
+STEPS = 12
+WORDS = (f"steps={STEPS}", "eval.interval=6", "checkpoint.interval=100", "log_interval=4")
+
+
+def truncated(split: str) -> Callable[[Path], None]:
+    def cut(directory: Path) -> None:
+        os.truncate(directory / f"{split}-00000-00000.bin", 100)
+
+    return cut
+
+
+def overwritten(directory: Path) -> None:
+    shard = directory / "train-00000-00000.bin"
+    with shard.open("r+b") as file:
+        file.write(bytes(shard.stat().st_size))
+
+
+def removed(directory: Path) -> None:
+    (directory / "heldout-00000-00000.bin").unlink()
+
+
+def deleted(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "train cut off": truncated("train"),
+    "train written over": overwritten,
+    "heldout cut off": truncated("heldout"),
+    "heldout removed": removed,
+    "all deleted": deleted,
+}
+CASES = [(damage, ranks, workers) for damage in DAMAGE for ranks in (1, 2) for workers in (0, 1)]
+FAST = [("train cut off", 1, 0)]
+
+
+def samples(run: Path, rank: int) -> dict[int, list[str]]:
+    """The last that a rank trained on, step by step."""
+    lines = (run / f"samples-{rank}.jsonl").read_text().splitlines()
+    return {line["step"]: line["samples"] for line in map(json.loads, lines)}
+
+
+def error_of(text: str) -> str:
+    assert "Traceback" not in text, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with its tokens."""
+    path = tmp_path_factory.mktemp("vanishing")
+    prepared_corpus(path)
+    return path
+
+
+def undisturbed(workplace: Path, ranks: int) -> Path:
+    """A run from end to end, made when it is first asked for."""
+    run = workplace / f"undisturbed-{ranks}"
+    if not run.is_dir():
+        finish(workplace / "corpus.jsonl", run, *WORDS, ranks=ranks)
+    return run
+
+
+@pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
+def test_tokens_that_go_while_they_are_trained_on(
+    workplace: Path, tmp_path: Path, damage: str, ranks: int, workers: int
+) -> None:
+    corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
+    shutil.copytree(workplace / "cache", tmp_path / "cache")
+    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+    run, gate = tmp_path / "run", Gate(tmp_path / "run", 4)
+    words = (*WORDS, f"data.num_workers={workers}")
+    process = start(Path(corpus), run, *words, ranks=ranks)
+    process.wait_for(gate.reached, "step 3")
+    DAMAGE[damage](directory)
+    gate.open()
+    line = error_of(process.finish(2))
+    made = max(samples(run, 0))
+    assert 3 <= made < STEPS  # what was read before, and what lies in what is left
+    assert str(directory) in line
+    assert line.endswith(f"stopped after step {made}, saved")
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{made:08d}"]
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
+    finish(Path(corpus), run, *words, ranks=ranks)
+    for rank in range(ranks):
+        assert samples(run, rank) == samples(undisturbed(workplace, ranks), rank)
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
+def test_tokens_that_are_damaged_before_the_first_step(
+    workplace: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Which their size does not show."""
+    corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
+    shutil.copytree(workplace / "cache", tmp_path / "cache")
+    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+    DAMAGE["train written over"](directory)
+    text = start(Path(corpus), tmp_path / "run", *WORDS, ranks=ranks).finish(2)
+    assert "train-00000-00000.bin: damaged" in error_of(text)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+def test_tokens_that_go_before_the_last_evaluation(
+    workplace: Path, tmp_path: Path, ranks: int
+) -> None:
+    """All steps are saved by then, and only the evaluation is made again."""
+    corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
+    shutil.copytree(workplace / "cache", tmp_path / "cache")
+    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+    run, gate = tmp_path / "run", Gate(tmp_path / "run", "heldout")
+    process = start(Path(corpus), run, *WORDS, ranks=ranks)
+    process.wait_for(gate.reached, "the last evaluation")
+    DAMAGE["heldout cut off"](directory)
+    gate.open()
+    assert "heldout-00000-00000.bin: cut off" in error_of(process.finish(2))
+    shutil.rmtree(directory)
+    shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
+    finish(Path(corpus), run, *WORDS, ranks=ranks)
+    losses = [
+        json.loads((path / "summary.json").read_text())["heldout_loss"]
+        for path in (run, undisturbed(workplace, ranks))
+    ]
+    assert losses[0] == losses[1]

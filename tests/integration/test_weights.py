@@ -1,0 +1,149 @@
+"""Runs start from weights alone: of a run, a checkpoint, an export or an import, on any ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from forked_runs import finish, train
+from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
+from tiers import slow_but
+
+from diffllm.tools import main
+
+WORDS = (
+    "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",
+    "log_interval=1", "precision=fp32", "diagnostics.interval=4", "data.num_workers=0",
+)  # fmt: skip
+STILL = ("optim.lr=1e-20", "optim.weight_decay=0", "steps=1")
+"""One step that changes nothing."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_corpus(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def sources(corpus: Path) -> dict[str, Path]:
+    """A run of softmax attention, a checkpoint of it, and what goes out and comes in of it."""
+    place = corpus.parent
+    run = place / "source"
+    finish(corpus, run, *WORDS, "attention=standard", "model.rope.theta=5000")
+    assert main(["export", f"run={run}", f"out={place / 'hf'}"]) == 0
+    assert main(["import", f"hf={place / 'hf'}", f"out={place / 'imported'}"]) == 0
+    words = [f"out={place / 'converted'}", "attention=diff_v2"]
+    assert main(["import", f"hf={place / 'hf'}", *words]) == 0
+    return {
+        "run": run,
+        "checkpoint": run / "checkpoints" / "step-00000004",
+        "export": place / "hf",
+        "import": place / "imported",
+        "converted": place / "converted",
+    }
+
+
+def heldout(run: Path) -> float:
+    return json.loads((run / "summary.json").read_text())["heldout_loss"]
+
+
+NAMES = ("run", "checkpoint", "export", "import", "converted")
+
+
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+@pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
+def test_a_run_starts_where_its_source_ended(
+    corpus: Path, sources: dict[str, Path], tmp_path: Path, name: str, ranks: int
+) -> None:
+    words = [*WORDS, *STILL, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
+    said = finish(corpus, tmp_path / "run", *words, ranks=ranks)
+    assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
+    variant = "diff_v2" if name == "converted" else "standard"
+    assert f"{variant} / tiny" in said
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())["weights"]
+    steps = {"run": 4, "checkpoint": 4, "export": None, "import": 0, "converted": 0}
+    assert facts["step"] == steps[name]
+    assert "optimizer and data begin anew" in said
+
+
+def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(
+    corpus: Path, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in ("run", "export"):
+        words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
+        finish(corpus, tmp_path / name, *words)
+    assert metric_lines(tmp_path / "run") == metric_lines(tmp_path / "export")
+    assert_same_weights(tmp_path / "run", tmp_path / "export", 4)
+    assert metric_lines(tmp_path / "run") != metric_lines(sources["run"])
+    before = metric_lines(tmp_path / "export")
+    shutil.rmtree(tmp_path / "export" / "checkpoints" / "step-00000004")
+    (tmp_path / "export" / "summary.json").unlink()
+    assert "continues after step 2" in finish(corpus, tmp_path / "export", *words)
+    assert metric_lines(tmp_path / "export") == before
+    assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text())
+
+
+def test_the_model_and_the_tokenizer_come_from_there(
+    environment: dict[str, str], corpus: Path, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    words = [
+        f"resume=weights:{sources['export']}", f"data.paths=[{corpus}]", *WORDS, *STILL,
+        f"data.cache_dir={corpus.parent / 'cache'}", "seq_len=64", "global_batch_size=8",
+        "eval.sequences=4", "eval.tokens=200", "wandb.mode=disabled", "run.report=false",
+        f"run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    ended = train(words, tmp_path, environment)
+    assert ended.code == 0, ended
+    assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
+    assert "differs:" not in ended.out
+
+
+def test_what_differs_is_named(corpus: Path, sources: dict[str, Path], tmp_path: Path) -> None:
+    words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
+    said = finish(corpus, tmp_path / "run", *words)
+    assert "differs: model.rope.theta: 5000.0 there, 1000.0 here;" in said
+
+
+NO_FITS = {
+    "a variant": ("run", ["attention=diff_v2"], "attention=diff_v2 out=... converts"),
+    "another": ("export", ["attention=gated"], "has attention=standard, and the run gated"),
+    "a width": ("run", ["model.dim=64"], "is a checkpoint of another model: layers.0.attention"),
+    "layers": ("export", ["model.n_layers=1"], "is a checkpoint of another model: layers.1"),
+    "scaled": ("run", ["model.init_match=write"], "scales initial values"),
+    "tokens": ("run", ["data.tokenizer=null", "data.vocab_size=310"], "of another tokenizer than"),
+}
+
+
+@pytest.mark.parametrize("what", slow_but(["a variant", "layers", "tokens"], NO_FITS))
+def test_weights_that_do_not_fit_are_one_line(
+    environment: dict[str, str],
+    corpus: Path,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    what: str,
+) -> None:
+    name, words, said = NO_FITS[what]
+    words = [*WORDS, f"resume=weights:{sources[name]}", *words]
+    ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
+    assert ended.code == 2, ended
+    assert said in ended.err.splitlines()[-1]
+    assert ended.err.count("error: ") == 1, ended
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_that_holds_no_weights_is_one_line(
+    environment: dict[str, str], corpus: Path, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    for resume, said in (
+        (f"weights:{tmp_path / 'none'}", "neither a run, one of its checkpoints"),
+        ("weights:", "needs a path"),
+        (f"{sources['import']}", "holds parameters alone"),
+    ):
+        ended = train(
+            [*overrides_of(corpus, tmp_path / "run"), *WORDS, f"resume={resume}"],
+            tmp_path,
+            environment,
+        )
+        assert ended.code == 2, ended
+        assert said in ended.err, ended
+        assert ended.err.count("\n") == 1, ended

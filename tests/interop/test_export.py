@@ -1,0 +1,68 @@
+"""An export computes in transformers, without diffllm, the same as the run's model."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exported_runs import CASES
+
+import diffllm
+from diffllm.model.generate import generate
+from diffllm.tools import main
+
+pytest.importorskip("transformers", "5")
+
+TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "new"),
+    [
+        pytest.param(("diff_v2",), 24, id="one"),
+        pytest.param(
+            ("standard", "diff_v1", "diff_v2", "mixture"), 24, id="main", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            tuple(CASES), 256, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]
+        ),
+    ],
+)
+@torch.no_grad()
+def test_an_export_is_the_model(
+    make_run: Callable[..., Path], tmp_path: Path, names: tuple[str, ...], new: int
+) -> None:
+    requests, mine = [], []
+    for name in names:
+        run = make_run(name, *CASES[name][1])
+        assert main(["export", f"run={run}", f"out={tmp_path / 'hf' / name}"]) == 0
+        model, tokenizer = diffllm.load_model(run)
+        ids = torch.randint(2, 400, (2, 48), generator=torch.Generator().manual_seed(0))
+        prompts = [ids[0, :10].tolist(), ids[1, :6].tolist()]
+        greedy = [
+            generate(model, [prompt], max_new_tokens=new, temperature=0.0, vocab_size=416)[0]
+            for prompt in prompts
+        ]
+        mine.append({"logits": model(ids), "greedy": greedy, "tokens": tokenizer.encode(TEXT)})
+        directory = str(tmp_path / "hf" / name)
+        requests.append({"directory": directory, "ids": ids.tolist(), "new": new, "text": TEXT})
+    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    script = str(Path(__file__).with_name("reading.py"))
+    command = [sys.executable, script, str(tmp_path / "requests.json"), str(tmp_path / "out.pt")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, own, theirs in zip(names, mine, torch.load(tmp_path / "out.pt"), strict=True):
+        assert theirs["class"] == CASES[name][0], name
+        assert own["logits"].std() > 0.3, name
+        torch.testing.assert_close(own["logits"], theirs["logits"], rtol=0, atol=1e-5, msg=name)
+        for kind, expected in (
+            ("greedy", own["greedy"][0]), ("uncached", own["greedy"][0]),
+            ("padded_first", own["greedy"][0]), ("padded_second", own["greedy"][1]),
+            ("second", own["greedy"][1]),
+        ):  # fmt: skip
+            assert theirs[kind][0].tolist() == expected, (name, kind)
+        assert theirs["tokens"] == own["tokens"], name
+        assert theirs["decoded"] == TEXT, name

@@ -1,0 +1,54 @@
+"""A fast tokenizer gives the ids of the sentencepiece model that it was made of."""
+
+import random
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tiers import slow_but
+
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.errors import DataError
+from diffllm.interop.fast import fast_tokenizer
+
+PIECES = (
+    "\u2581", " ", "  ", "\n", "\r\n", "\t", "\0", "\x7f", "\U0001f600", "é", "e\u0301", "中", "ﬁ",
+    "</s>", "<s>", "<unk>", "<0x0A>", "def ", "return", "    ", "aaaa", "abab", "ab", "a", "0",
+    "12", "_", "==", "(", "):", "\u200b", "\ufeff", "\U0010ffff",
+)  # fmt: skip
+
+
+def drawn(rng: random.Random) -> str:
+    """A text of odd pieces, of any characters, or of runs of one."""
+    kind, size = rng.randrange(4), rng.randrange(30)
+    if kind == 0:
+        return "".join(rng.choices(PIECES, k=size))
+    if kind == 1:
+        ranges = ((0, 127), (0, 0xD7FF), (0xE000, 0x10FFFF))
+        return "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(size))
+    if kind == 2:
+        return rng.choice(" aA0_-=\n\t.x") * size + rng.choice(PIECES)
+    return "".join(rng.choices("abdefnrtu _=.\n", k=size))
+
+
+@pytest.mark.parametrize("number", slow_but([0], range(50)))
+def test_ids_and_texts_are_the_same(tokenizer: Path, number: int) -> None:
+    rng = random.Random(number)
+    texts = [drawn(rng) for _ in range(20_000)]
+    slow, fast = Tokenizer.from_file(tokenizer), fast_tokenizer(tokenizer)
+    encoded = fast.encode_batch(texts, add_special_tokens=False)
+    expected = slow.encode_batch(texts, threads=1)
+    wrong = [t for t, a, b in zip(texts, expected, encoded, strict=True) if a != b.ids]
+    assert wrong == []
+    assert fast.decode_batch([each.ids for each in encoded]) == texts
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "unigram.model").open("wb") as model:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([f"words of text {i}" for i in range(200)]),
+            model_writer=model, vocab_size=40, model_type="unigram", minloglevel=2,
+        )  # fmt: skip
+    assert SentencePieceProcessor(model_file=str(tmp_path / "unigram.model"))
+    with pytest.raises(DataError, match="only BPE models become fast tokenizers"):
+        fast_tokenizer(tmp_path / "unigram.model")

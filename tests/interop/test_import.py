@@ -1,0 +1,292 @@
+"""Models of transformers come in as they are, go out again, and become DIFF V2 and back."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exported_runs import CASES, MIXTURE
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiers import slow_but
+from torch import Tensor
+
+import diffllm
+from diffllm.config.saved import load_run_config
+from diffllm.data import Tokenizer
+from diffllm.tools import main
+
+transformers = pytest.importorskip("transformers", "5")
+
+SMALL = {
+    "vocab_size": 416, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+IDS = torch.randint(2, 400, (2, 40), generator=torch.Generator().manual_seed(0))
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+FOREIGN = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "qwen3": ("Qwen3", {"num_attention_heads": 6}),
+    "qwen3_yarn": (
+        "Qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                             "original_max_position_embeddings": 32}},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "norm_topk_prob": True, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+    ),
+    "diffllama": ("DiffLlama", {}),
+}  # fmt: skip
+
+
+def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn.Module:
+    """Save a model of transformers with random weights, and its tokenizer; return it."""
+    family, settings = FOREIGN[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+    model.to(options.pop("dtype", torch.float32)).save_pretrained(path, **options)
+    shutil.copy(tokenizer, path / "tokenizer.model")
+    return getattr(transformers, f"{family}ForCausalLM").from_pretrained(path, dtype="float32")
+
+
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "diffllama"], FOREIGN))
+@torch.no_grad()
+def test_a_model_from_elsewhere_computes_the_same(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    theirs = saved(name, tmp_path / "hf", tokenizer)
+    assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
+    ours, text = diffllm.load_model(tmp_path / "run")
+    expected = theirs(IDS).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(ours(IDS), expected, rtol=0, atol=2e-5)
+    assert text.encode("def f(x)") == Tokenizer.from_file(tokenizer).encode("def f(x)")
+
+
+@pytest.mark.parametrize(
+    "options",
+    slow_but([{"max_shard_size": "60KB"}], [{"dtype": torch.bfloat16}, {"max_shard_size": "60KB"}]),
+)
+@torch.no_grad()
+def test_shards_and_bf16_are_read(tmp_path: Path, tokenizer: Path, options: dict) -> None:
+    theirs = saved("llama", tmp_path / "hf", tokenizer, **options)
+    assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
+    ours, _ = diffllm.load_model(tmp_path / "run")
+    torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
+
+
+def parameters(run: Path) -> dict[str, Tensor]:
+    model, _ = diffllm.load_model(run)
+    return {**dict(model.named_parameters()), **model.router_state()}
+
+
+@pytest.mark.parametrize("name", slow_but(["mixture"], CASES))
+def test_out_and_in_again_is_the_same_to_the_last_bit(
+    make_run: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    architecture, words = CASES[name]
+    run, out, back = make_run(name, *words), tmp_path / "hf", tmp_path / "back"
+    own = ["own=true"] if architecture == "DiffLlamaForCausalLM" else []
+    assert main(["export", f"run={run}", f"out={out}", *own]) == 0
+    assert main(["import", f"hf={out}", f"out={back}"]) == 0
+    before, after = parameters(run), parameters(back)
+    if architecture == "Qwen3MoeForCausalLM":  # which has no place for what our routers count
+        before = {key: value for key, value in before.items() if ".router.load" not in key}
+        before = {key: value for key, value in before.items() if ".router.bias" not in key}
+    for key, tensor in before.items():
+        assert torch.equal(after[key], tensor), key
+    with torch.no_grad():
+        one, other = (diffllm.load_model(path)[0](IDS) for path in (run, back))
+    assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_a_folded_head_norm_stays_in_the_output(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = make_run("diff_v1", "attention=diff_v1")
+    for source, step in ((run, "one"), (tmp_path / "one-run", "two")):
+        assert main(["export", f"run={source}", f"out={tmp_path / step}"]) == 0
+        assert main(["import", f"hf={tmp_path / step}", f"out={tmp_path / f'{step}-run'}"]) == 0
+    files = [tmp_path / step / "model.safetensors" for step in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    one, other = (diffllm.load_model(path)[0](IDS) for path in (run, tmp_path / "two-run"))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+KINDS = {
+    "dense": (),
+    "qk_norm": ("model.qk_norm=true",),
+    "mixture": MIXTURE,
+    "tied": ("model.tie_embeddings=true",),
+}
+
+
+@pytest.mark.parametrize("kind", slow_but(["qk_norm"], KINDS))
+@torch.no_grad()
+def test_softmax_attention_becomes_diff_v2_and_back(
+    make_run: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
+    run = make_run("source", "attention=standard", *KINDS[kind])
+    two, back = tmp_path / "two", tmp_path / "back"
+    assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
+    assert load_run_config(two).run.choices["attention"] == "diff_v2"
+    assert main(["import", f"hf={two}", f"out={back}", "attention=standard"]) == 0
+    assert load_run_config(back).run.choices["attention"] == "standard_2x_heads"
+    source, converted, again = (diffllm.load_model(path)[0](IDS) for path in (run, two, back))
+    assert source.std() > 0.3
+    assert torch.equal(source, converted)
+    torch.testing.assert_close(source, again, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
+)
+@torch.no_grad()
+def test_a_constant_lambda_goes_into_the_output(
+    make_run: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
+    run = make_run(name, f"attention=diff_v2_{name}", *words)
+    assert main(["import", f"hf={run}", f"out={tmp_path / 'out'}", "attention=standard"]) == 0
+    one, other = (diffllm.load_model(path)[0](IDS) for path in (run, tmp_path / "out"))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_noise_moves_second_queries_alone(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run, out = make_run("source", "attention=standard"), tmp_path / "out"
+    words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
+    assert main(["import", f"hf={run}", f"out={out}", *words]) == 0
+    source = parameters(run)["layers.0.attention.wq.weight"]
+    width = load_run_config(run).model.head_dim
+    pairs = parameters(out)["layers.0.attention.wq.weight"].unflatten(0, (-1, 2, width))
+    assert torch.equal(pairs[:, 0].flatten(0, 1), source)
+    moved = (pairs[:, 1].flatten(0, 1) - source).square().mean().sqrt()
+    assert 0.09 < moved / source.square().mean().sqrt() < 0.11
+
+
+def changed_config(directory: Path, **values: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def changed_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "architecture": (
+        lambda d: changed_config(d, architectures=["GemmaForCausalLM"]),
+        "GemmaForCausalLM, which is none of LlamaForCausalLM, Qwen3ForCausalLM",
+    ),
+    "rope": (
+        lambda d: changed_config(d, rope_parameters={"rope_type": "longrope", "factor": 2.0}),
+        "RoPE of type longrope, which is none of default, linear, llama3, yarn",
+    ),
+    "bias": (lambda d: changed_config(d, attention_bias=True), "only False is computed here"),
+    "no size": (lambda d: changed_config(d, hidden_size=None), "has no hidden_size"),
+    "text size": (lambda d: changed_config(d, hidden_size="64"), "hidden_size='64'"),
+    "no config": (lambda d: (d / "config.json").unlink(), "neither a run"),
+    "bad json": (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    "missing": (lambda d: changed_tensors(d, lambda t: t.pop(Q)), f"lacks {Q}"),
+    "extra": (
+        lambda d: changed_tensors(d, lambda t: t.update(more=torch.ones(2))),
+        "tensors that are not known here: more",
+    ),
+    "shape": (
+        lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(2, 3)})),
+        f"{Q} is [2, 3], and config.json asks for [64, 48]",
+    ),
+    "dtype": (
+        lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(64, 48, dtype=torch.int8)})),
+        f"{Q} is of dtype I8",
+    ),
+    "cut": (
+        lambda d: (d / "model.safetensors").write_bytes(
+            (d / "model.safetensors").read_bytes()[:-100]
+        ),
+        "model.safetensors is damaged",
+    ),
+    "pickle": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        "pytorch_model.bin, a pickle",
+    ),
+    "nothing": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "tokenizer": (
+        lambda d: (d / "tokenizer.model").unlink(), "neither tokenizer.model nor tokenizer.json"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", slow_but(["rope", "missing", "cut", "pickle"], SPOILT))
+def test_a_spoilt_directory_is_one_line(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    source = tmp_path / "hf"
+    saved("llama", source, tokenizer)
+    spoil, said = SPOILT[what]
+    spoil(source)
+    capsys.readouterr()
+    assert main(["import", f"hf={source}", f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1, error
+    assert said in error
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tokenizer_with_more_pieces_than_rows_is_refused(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setitem(SMALL, "vocab_size", 300)
+    saved("llama", tmp_path / "hf", tokenizer)
+    assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
+    assert "400 pieces, more than the 300 rows" in capsys.readouterr().err
+
+
+def test_arguments_that_cannot_be(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run("two", "attention=diff_v2")
+    out = f"out={tmp_path / 'out'}"
+    for words, said in (
+        ([f"hf={run}", f"out={run}"], "is there already"),
+        ([f"hf={tmp_path / 'none'}", out], "neither a directory nor owner/name"),
+        ([f"hf={run}", out, "attention=diff_v2"], "is made of softmax attention"),
+        ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
+        ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
+        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is for attention=diff_v2"),
+        ([f"hf={run}", out, "perturb=-1"], "perturb=-1.0 must be between"),
+    ):
+        assert main(["import", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert said in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["two"]
+
+
+def test_exports_hold_what_the_index_says(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run("two", "attention=diff_v2")
+    assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}", "max_shard_size=100KB"]) == 0
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "hf" / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118

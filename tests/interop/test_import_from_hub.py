@@ -1,0 +1,56 @@
+"""A model of a hub comes in at one commit, with no code and no pickle of its repository."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffllm
+from diffllm.tools import main
+
+HUB = Path(__file__).parents[1] / "data" / "fake_hub.py"
+NAME, SHA = "someone/corpus", "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("revision", ["", "@main"])
+def test_a_model_comes_at_one_commit(
+    make_run: Callable[..., Path], tmp_path: Path, revision: str
+) -> None:
+    run, repository = make_run("two", "attention=diff_v2"), tmp_path / "repository"
+    assert main(["export", f"run={run}", f"out={repository}", "max_shard_size=100KB"]) == 0
+    (repository / "pytorch_model.bin").write_bytes(b"not to be fetched")
+    words = [sys.executable, str(HUB), str(repository), str(tmp_path / "log"), "no file"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            environment = {
+                **os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address,
+                "HF_HOME": str(tmp_path / "home"),
+            }  # fmt: skip
+            command = [sys.executable, "-m", "diffllm", "import"]
+            asked_for = {NAME + revision: 0, "nobody/nothing": 2}
+            for i, (name, code) in enumerate(asked_for.items()):
+                ended = subprocess.run(
+                    [*command, f"hf={name}", f"out=back-{i}"],
+                    env=environment, cwd=tmp_path, capture_output=True, text=True,
+                )  # fmt: skip
+                assert ended.returncode == code, ended.stderr
+            assert ended.stderr.startswith("error: hf=nobody/nothing: no such directory, and")
+            assert ended.stderr.count("\n") == 1
+        finally:
+            server.kill()
+    facts = json.loads((tmp_path / "back-0" / "run.json").read_text())["imported"]
+    assert (facts["from"], facts["revision"]) == (NAME, SHA)
+    asked = (tmp_path / "log").read_text()
+    assert "modeling_diffllm.py" not in asked
+    assert "pytorch_model.bin" not in asked
+    mine, theirs = (diffllm.load_model(path)[0] for path in (run, tmp_path / "back-0"))
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,178 @@
+"""Results of evaluations in the report: means, gaps paired by seed, maps, and what is left out."""
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_runs import write_run
+
+from diffllm.evaluation.results import SHARE, keep, newest_results, results_of
+from diffllm.report.comparison import Comparison, read
+from diffllm.report.evaluations import reaching
+from diffllm.report.page import page
+from diffllm.report.table import csv_text
+from diffllm.report.text import whole_text
+from diffllm.statistics.intervals import estimate
+
+KEY = {"evaluation": "mqar", "tokenizer": "t", "levels": [{"pairs": 4}, {"pairs": 8}]}
+EASY = {"standard": [0.5, 0.6, 0.7], "diff_v2": [0.6, 0.8, 0.75]}
+HARD = {"standard": [0.2, 0.3, 0.1], "diff_v2": [0.4, 0.3, 0.3]}
+
+
+def write_result(
+    run: Path, *scores: dict[str, Any], step: int = 20, name: str = "mqar", **key: Any
+) -> None:
+    first = {"key": {**KEY, "checkpoint": str(run), **key}, "unit": SHARE, "scores": list(scores)}
+    keep(results_of(run, step) / f"{name}.jsonl", first, [])
+
+
+def score(of: str, value: float | None, **more: Any) -> dict[str, Any]:
+    return {"of": of, "value": value, "chance": 0.25, "examples": 50, **more}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("evaluated")
+    for variant in EASY:
+        for seed in range(3):
+            run = place / f"{variant}{seed}"
+            write_run(run, f"attention={variant}", f"seed={seed}")
+            depths = {"by_depth": {"0.0": EASY[variant][seed] / 2, "1.0": 0.9}}
+            easy = score("pairs 4", EASY[variant][seed], **depths)
+            write_result(run, easy, score("pairs 8", HARD[variant][seed]))
+    return place
+
+
+@pytest.fixture
+def runs(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "runs")
+
+
+def compared(runs: Path) -> Comparison:
+    return read([runs])[0]
+
+
+def test_means_and_gaps_are_over_the_same_seeds(runs: Path) -> None:
+    (mqar,) = compared(runs).evaluated
+    assert (mqar.name, mqar.unit) == ("mqar", SHARE)
+    assert [line.of for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
+    assert mqar.lines[1].chance == 0.25
+    for line, values in zip(mqar.lines[1:], (EASY, HARD), strict=True):
+        standard, diff_v2 = line.cells
+        assert standard
+        assert diff_v2
+        assert standard.gap is None
+        assert standard.mean == estimate(values["standard"])
+        assert diff_v2.mean == estimate(values["diff_v2"])
+        pairs = zip(values["diff_v2"], values["standard"], strict=True)
+        assert diff_v2.gap == estimate([own - base for own, base in pairs])
+    of_all = mqar.lines[0].cells[1]
+    assert of_all
+    means = [(a + b) / 2 for a, b in zip(EASY["diff_v2"], HARD["diff_v2"], strict=True)]
+    assert of_all.mean.mean == pytest.approx(sum(means) / 3)
+
+
+def test_page_table_and_text_have_them(runs: Path) -> None:
+    comparison = compared(runs)
+    html = page(comparison)
+    assert "Evaluations" in html
+    assert "mqar, share of right answers" in html
+    assert "+0.117 (" in html  # pairs 4
+    assert "by depth" in html
+    text = whole_text(comparison)
+    assert "mqar  standard  0.400\nmqar  diff_v2   0.525  +0.125 (" in text
+    first, second = csv.DictReader(io.StringIO(csv_text(comparison)))
+    assert float(first["mqar: pairs 8"]) == pytest.approx(0.2)
+    assert first["mqar: pairs 8, gap"] == ""
+    assert float(second["mqar: pairs 8, gap"]) == pytest.approx(2 / 15)
+    assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
+
+
+def test_a_fact_is_a_map_of_each_row(runs: Path) -> None:
+    (mqar,) = compared(runs).evaluated
+    standard, diff_v2 = mqar.grids
+    assert (standard.fact, standard.row, diff_v2.row) == ("depth", 0, 1)
+    assert standard.levels == ["pairs 4"]
+    assert [value for value, _ in standard.lines] == ["0.0", "1.0"]
+    assert standard.lines[0][1] == [pytest.approx(0.3)]
+
+
+def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(runs: Path) -> None:
+    run = runs / "diff_v21"
+    (run / "evaluation/step-00000020/mqar.jsonl").unlink()
+    write_result(run, score("pairs 4", 0.0), step=10)
+    comparison = compared(runs)
+    (mqar,) = comparison.evaluated
+    cell = mqar.lines[1].cells[1]
+    assert cell
+    assert cell.gap
+    assert (cell.mean.seeds, cell.gap.seeds) == (2, 2)
+    assert any("diff_v21 left out, evaluated after other tokens" in n for n in comparison.notes)
+
+
+def test_other_levels_are_not_compared(runs: Path) -> None:
+    for seed in range(3):
+        write_result(runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
+    comparison = compared(runs)
+    standard_first = [line.cells for line in comparison.evaluated[0].lines]
+    assert all((a is None) != (b is None) for a, b in standard_first)
+    assert any(note.startswith("mqar: ") for note in comparison.notes)
+
+
+def test_a_score_that_is_no_number_is_in_no_mean(runs: Path) -> None:
+    write_result(runs / "standard0", score("pairs 4", None), score("pairs 8", 0.2))
+    (mqar,) = compared(runs).evaluated
+    standard, diff_v2 = mqar.lines[1].cells
+    assert standard
+    assert diff_v2
+    assert diff_v2.gap
+    assert (standard.mean.seeds, diff_v2.mean.seeds, diff_v2.gap.seeds) == (2, 3, 2)
+
+
+def test_names_in_a_result_are_no_markup(runs: Path) -> None:
+    for run in runs.iterdir():
+        forged = {"of": "<b>", "value": 0.5, "by_<i>": {"<i>": 0.5}}
+        write_result(run, forged, {"of": "x", "value": "y", "by_z": 3})
+    html = page(compared(runs))
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+    assert "<i>" not in html
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"key": {}, "unit": 3, "scores": []}', "\x00",
+             '{"key": {}, "unit": "x", "scores": [3]}', '{"key": {}, "unit": "x", "scores": 4}'],
+)  # fmt: skip
+def test_what_is_no_result_is_passed_over(runs: Path, text: str) -> None:
+    place = results_of(runs / "standard0", 20)
+    (place / "mqar.jsonl").write_text(text)
+    (place / "directory.jsonl").mkdir()
+    (place.parent / "step-x").mkdir()
+    (place.parent / "step-00000099").write_text("a file")
+    assert newest_results(runs / "standard0") == (0, {})
+    assert compared(runs).evaluated[0].lines[1].cells[0]
+
+
+def test_tokens_to_a_level_are_told(runs: Path) -> None:
+    for variant, reached in (("standard", [None, 20, None]), ("diff_v2", [10, 20, 20])):
+        for seed, at in enumerate(reached):
+            lines = [
+                {"step": step, "tokens": 256 * step, "tasks/mqar": 0.95 if at == step else 0.5}
+                for step in (10, 20)
+            ]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (runs / f"{variant}{seed}" / "metrics.jsonl").write_text(text)
+    comparison = compared(runs)
+    ((name, (standard, diff_v2)),) = reaching(comparison.rows)
+    assert name == "mqar"
+    assert standard
+    assert diff_v2
+    assert (standard.count, standard.median) == (1, None)
+    assert (diff_v2.count, diff_v2.median) == (3, 5120)
+    html = page(comparison)
+    assert "Tokens to 90%" in html
+    assert "<span>5.12k</span><small>3 of 3</small>" in html

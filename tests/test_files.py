@@ -1,0 +1,153 @@
+"""Files that are whole or not there, and locks, also where the system offers little."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from gloo import forked
+
+from diffllm.errors import ConfigError
+from diffllm.files import Lock, hold, locks, open_to_append, replace_file
+from diffllm.files.locks import Held
+
+
+def test_a_file_and_its_name_are_synced_before_and_after_it_is_renamed(tmp_path, monkeypatch):
+    """Without, a power cut may leave an empty file under the new name."""
+    order: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        order.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    replace_file(tmp_path / "summary.json", "{}")
+    assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
+    assert (tmp_path / "summary.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["file", ".file.{pid}"])
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    name = name.format(pid=os.getpid())
+    outside = tmp_path / "outside"
+    outside.write_text("another's")
+    (tmp_path / name).symlink_to(outside)
+    replace_file(tmp_path / "file", "mine")
+    assert outside.read_text() == "another's"
+    assert not (tmp_path / "file").is_symlink()
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
+
+
+def test_what_is_no_file_is_not_replaced_nor_appended_to(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    for name in ("pipe", "directory"):
+        with pytest.raises(OSError, match=r"Not a regular file|Is a directory"):
+            replace_file(tmp_path / name, "")
+    for name in ("pipe", "directory", "link"):
+        with pytest.raises(OSError):  # noqa: PT011
+            open_to_append(tmp_path / name)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+# Locks
+
+
+@pytest.fixture(params=[None, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def flock(request, monkeypatch):
+    """A file system with locks, or one that answers a request for one with this error."""
+    if request.param is not None:
+        monkeypatch.setattr(fcntl, "flock", missing(request.param))
+        monkeypatch.setattr(locks, "BEAT_S", 0.02)
+        monkeypatch.setattr(locks, "SILENT_S", 1.0)
+    return request.param
+
+
+def missing(number: int):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return flock
+
+
+def test_one_holds_a_lock_at_a_time(tmp_path, flock):
+    first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
+    first.acquire()
+    with pytest.raises(Held):
+        second.acquire(wait=False)
+    first.release()
+    second.acquire(wait=False)
+    second.release(remove=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"], "the first has made it"
+
+
+def test_who_made_a_lock_can_take_it_along(tmp_path, flock):
+    lock = Lock(tmp_path / "lock")
+    lock.acquire()
+    lock.release(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_waits_comes_next(tmp_path, flock):
+    first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
+    first.acquire()
+    waiting = threading.Thread(target=second.acquire)
+    waiting.start()
+    first.release(remove=True)
+    waiting.join()
+    with pytest.raises(Held):
+        Lock(tmp_path / "lock").acquire(wait=False)
+    second.release()
+
+
+def hold_until_killed(path: str, number: int | None) -> None:
+    """Hold a run directory as another host would, and say so."""
+    if number is not None:
+        fcntl.flock = missing(number)
+    locks.socket.gethostname = lambda: "another-host"
+    held = hold(Path(path), "run directory", "run.dir=...")
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)  # as a loader's
+    child.start()
+    Path(path, "holds").write_text(str(child.pid))
+    signal.pause()
+    held.release()
+
+
+def test_a_directory_is_free_again_once_its_holder_was_killed_on_another_host(tmp_path, flock):
+    process = forked(hold_until_killed, (str(tmp_path), flock))
+    process.start()
+    holds = tmp_path / "holds"
+    while not holds.exists() or not holds.read_text():
+        assert process.is_alive()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    try:
+        hold(tmp_path, "run directory", "run.dir=...").release()
+    finally:
+        os.kill(int(holds.read_text()), signal.SIGKILL)
+
+
+def test_a_directory_whose_holder_is_alive_is_refused(tmp_path, flock):
+    held = hold(tmp_path, "run directory", "run.dir=...")
+    with pytest.raises(ConfigError, match="is in use by another process"):
+        hold(tmp_path, "run directory", "run.dir=...")
+    held.release()
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        hold(tmp_path, "run directory", "run.dir=...")
+    assert not (tmp_path / "elsewhere").exists()

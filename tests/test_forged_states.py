@@ -1,0 +1,178 @@
+"""A checkpoint whose state was changed and signed anew is used if it makes sense, or left out."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_files import sign, write_checkpoint
+from hostile.damage import BOMB, DEEP, change
+from single_process import gloo_group
+from test_consolidate import trained_run
+from tiers import slow_but
+
+from diffllm.checkpoint import faults, newest_good, read_state
+from diffllm.config.recipes import overrides_of
+from diffllm.config.saved import load_run_config
+from diffllm.config.yaml_file import MOST_NODES, read_yaml
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.state import LoopState
+from diffllm.study.file import load_study
+from diffllm.tools import main
+
+SEED = 20261122
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trained")
+    with gloo_group():
+        trained_run(path, ["attention=standard"])
+    return path
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A run with a whole checkpoint before the one that is damaged."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    write_checkpoint(run / "checkpoints", 1)
+    return run
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-00000003"
+
+
+def chosen(run: Path) -> str:
+    path = newest_good([run / "checkpoints" / "step-00000001", newest(run)])
+    assert path
+    return path.name
+
+
+def assert_usable(path: Path) -> None:
+    """A run can go on from the state, or start from its parameters."""
+    saved = read_state(path)
+    if saved["loop"] is None:  # parameters alone
+        return
+    state = LoopState.of(saved["loop"])
+    state.spikes.update(1.0, 1.0)
+    assert state.step == saved["step"] >= 0
+    assert saved["ranks"] >= 1
+    json.dumps(state.state_dict()).encode()
+
+
+@pytest.mark.parametrize("tier", ["few", pytest.param("many", marks=pytest.mark.slow)])
+def test_a_changed_field_is_a_fault_or_means_something(run, tier):
+    rng = random.Random(SEED if tier == "few" else os.environ["FUZZ_SEED"])
+    file = newest(run) / "state.json"
+    real = file.read_text()
+    outcomes = set()
+    for _ in range(60 if tier == "few" else 3000):
+        content = json.loads(real)
+        said = change(rng, content)
+        file.write_text(json.dumps(content))
+        sign(newest(run))
+        path = chosen(run)
+        outcomes.add(path)
+        if path == newest(run).name:
+            assert_usable(newest(run)), said
+    assert outcomes == {"step-00000001", "step-00000003"}
+
+
+@pytest.mark.parametrize("name", ["step", "data", "order", "spikes", "wandb_id"])
+def test_a_state_without_a_field_is_a_fault(run, name):
+    file = newest(run) / "state.json"
+    content = json.loads(file.read_text())
+    del content["loop"][name]
+    file.write_text(json.dumps(content))
+    sign(newest(run))
+    assert faults(newest(run)) == [f"state.json has no usable loop.{name}"]
+    assert chosen(run) == "step-00000001"
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_none(run, capfd):
+    newest(run).rename(run / "checkpoints" / "step-00000007")
+    (fault,) = faults(run / "checkpoints" / "step-00000007")
+    assert fault == "manifest.json is of step 3, not of the 7 in its name"
+    assert main(["checkpoints", f"run={run}"]) == 1
+    assert "is of step 3" in capfd.readouterr().out
+    paths = [run / "checkpoints" / f"step-{step:08d}" for step in (1, 7)]
+    assert newest_good(paths) == paths[0]
+
+
+def test_a_state_of_another_step_than_the_manifest_is_a_fault(run):
+    file = newest(run) / "state.json"
+    file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
+    sign(newest(run))
+    assert faults(newest(run)) == ["state.json is of step 2, not of the 3 in its name"]
+
+
+@pytest.mark.parametrize("name", [r"\ud800", r"a\udfffb"])
+def test_half_a_character_in_a_manifest_is_a_fault(run, name, capfd):
+    file = newest(run) / "manifest.json"
+    file.write_text(file.read_text().replace('"files": {', f'"files": {{"{name}": {{}}, '))
+    assert chosen(run) == "step-00000001"
+    assert "holds half of a surrogate pair" in capfd.readouterr().err
+    for words in (["generate", "prompt=a"], ["consolidate", "step=3"], ["checkpoints"]):
+        assert main([words[0], f"run={run}", *words[1:]]) in (1, 2)
+        assert "half of a surrogate pair" in "".join(capfd.readouterr())
+
+
+def test_what_only_has_the_name_of_a_checkpoint_is_passed_over(run, capfd):
+    for name in ("step-00000009", ".step-00000009.incomplete"):
+        (run / "checkpoints" / name).write_text("a file")
+    (run / "checkpoints" / ".step-00000010.incomplete").symlink_to("nowhere")
+    assert main(["checkpoints", f"run={run}", "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    assert [(one["step"], one["state"]) for one in listed] == [
+        (1, "good"), (3, "good"), (9, "incomplete"),
+    ]  # fmt: skip
+    assert main(["consolidate", f"run={run}"]) == 0
+
+
+# YAML whose aliases never end
+
+
+@pytest.mark.parametrize("text", [BOMB, f"{BOMB}seed: *a11\n", "a: &a 1\nseed: *a\n"])
+def test_aliases_in_the_config_of_a_run_are_refused(run, text, capfd):
+    file = run / "config.yaml"
+    file.write_text(text + file.read_text())
+    with pytest.raises(CheckpointError, match="it has aliases"):
+        load_run_config(run)
+    for words in (["generate", "prompt=a"], ["consolidate"]):
+        assert main([words[0], f"run={run}", *words[1:]]) == 2
+        assert "config.yaml is not a config of this version: it has aliases" in (
+            capfd.readouterr().err
+        )
+
+
+READERS = [load_study, lambda path: overrides_of(f"data={path}"), read_yaml]
+
+
+@pytest.mark.parametrize("read", slow_but([load_study], READERS))
+def test_aliases_that_never_end_are_refused_in_a_file_of_a_user(tmp_path, read):
+    file = tmp_path / "file.yaml"
+    file.write_text(BOMB)
+    with pytest.raises(ConfigError, match=f"it has more than {MOST_NODES:,} keys and values"):
+        read(file)
+    file.write_text("a: &a [*a]\n")
+    with pytest.raises(ConfigError, match="an alias stands inside of what it means"):
+        read(file)
+    file.write_text(f"a: {DEEP}")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        read(file)
+
+
+def test_aliases_that_end_are_what_they_stand_for(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text("a: &a [1, 2]\nb: *a\nc: {<<: &d {e: 3}, f: 4}\ng: *d\n")
+    content, _ = read_yaml(file)
+    assert content == {"a": [1, 2], "b": [1, 2], "c": {"e": 3, "f": 4}, "g": {"e": 3}}
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "file.yaml")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read_yaml(tmp_path / "file.yaml")
