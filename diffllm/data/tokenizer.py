@@ -46,7 +46,8 @@ class Tokenizer:
             return FastTokenizer(path)
         try:
             processor = SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, TypeError) as error:
+            processor.id_to_piece(list(range(processor.vocab_size())))  # all are text
+        except (RuntimeError, TypeError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: not a sentencepiece model") from error
         return Tokenizer(processor, str(path))
 
