@@ -1,5 +1,6 @@
 """Generated tasks: one right answer that the text gives away, and no way to it but reading."""
 
+import math
 import random
 import re
 from collections import Counter
@@ -90,17 +91,22 @@ SHORTCUTS: dict[str, Callable[[Example], list[str]]] = {
 }
 
 
-def margin(given: list[Example]) -> float:
-    """The share that chance alone may add: 4 standard deviations, at least NEAR."""
-    chance = sum(1 / len(e.candidates) for e in given) / len(given)
-    return max(NEAR, 4 * (chance * (1 - chance) / len(given)) ** 0.5)
+def enough(name: str, level: Level) -> list[Example]:
+    """So many examples, CASES or more, that NEAR is 4 standard deviations of a guess's share."""
+    (first,) = examples(name, level, 1)
+    chance = 1 / len(first.candidates)
+    return examples(name, level, max(CASES, math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2)))
+
+
+def share_by_chance(given: list[Example]) -> float:
+    return sum(1 / len(e.candidates) for e in given) / len(given)
 
 
 @pytest.mark.parametrize(("name", "number"), slow_but([(name, 0) for name in NAMES], levels()))
 def test_reading_finds_every_answer_and_no_shortcut_does(name: str, number: int) -> None:
     level = TASKS[name].levels(LENGTH)[number]
-    given = examples(name, level, CASES)
-    chance = sum(1 / len(e.candidates) for e in given) / CASES
+    given = enough(name, level)
+    chance = share_by_chance(given)
     for example in given:
         assert len(set(example.candidates)) == len(example.candidates)
         assert example.candidates[example.answer] == oracle(name, example)
@@ -109,14 +115,15 @@ def test_reading_finds_every_answer_and_no_shortcut_does(name: str, number: int)
         for example in given:
             liked = shortcut(example)
             right += (example.candidates[example.answer] in liked) / len(liked)
-        assert right / CASES < chance + margin(given), (name, level, what, right / CASES, chance)
+        share = right / len(given)
+        assert share < chance + NEAR, (name, level, what, share, chance)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_unigram_model_is_at_chance(name: str) -> None:
     """Counts of a text's tokens, of this one's and of others', say nothing of the answer."""
     level = TASKS[name].levels(LENGTH)[0]
-    given = examples(name, level, CASES)
+    given = enough(name, level)
     others = Counter(token for e in examples(name, level, 200) for token in e.prompt.split())
     right = 0.0
     for example in given:
@@ -127,8 +134,7 @@ def test_a_unigram_model_is_at_chance(name: str) -> None:
         ]
         best = [i for i, score in enumerate(scores) if score == max(scores)]
         right += (example.answer in best) / len(best)
-    chance = sum(1 / len(e.candidates) for e in given) / CASES
-    assert abs(right / CASES - chance) < margin(given)
+    assert abs(right / len(given) - share_by_chance(given)) < NEAR
 
 
 @pytest.mark.parametrize("name", NAMES)
