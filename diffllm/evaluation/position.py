@@ -100,13 +100,15 @@ class Position(Evaluation):
             for name in sorted({name for line in lines for name in line[kind]}, key=place):
                 own = [line[kind][name] for line in lines if name in line[kind]]
                 nats, tokens = np.array(own).T
+                first = name.partition("-")[0]
+                level = {"level": {kind: int(first)}} if first.isdigit() else {}
                 found.append(
                     Score(
                         f"{kind} {name}".strip(),
                         float(nats.sum() / tokens.sum()),
                         of_documents(nats, tokens),
                         len(own),
-                        more={"tokens": int(tokens.sum())},
+                        more={"tokens": int(tokens.sum()), **level},
                     )
                 )
         return found

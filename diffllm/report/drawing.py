@@ -22,6 +22,8 @@ LANE = 6
 ROUND = [1, 2, 2.5, 5, 10]
 NUMBERED = 24
 """Layers up to which each has its number below a figure."""
+NUMBERED_LEVELS = 12
+"""Levels up to which each has its number below a figure."""
 MANY = 6
 """Rows from which on bands are fainter."""
 FEW = 24
@@ -107,6 +109,30 @@ def draw_layers(
     layers = sorted({int(x) for band in bands if band is not None for x in band.x})
     every = -(-len(layers) // NUMBERED)
     axes.set_xticks(layers[::every], [f"{layer}" for layer in layers[::every]])
+    return figure
+
+
+def draw_levels(
+    bands: Bands,
+    styles: list[RowStyle],
+    unit: str,
+    setting: str,
+    labels: Sequence[str],
+    guesses: Sequence[float | None],
+) -> Figure:
+    """Means as lines and seeds as bands, over levels of a setting side by side.
+
+    Args:
+        labels: the value of the setting at each level.
+        guesses: what a guess scores at each level, dotted.
+    """
+    figure, axes = draw_bands(bands, styles, unit, False, setting)
+    guessed = [(i, guess) for i, guess in enumerate(guesses) if guess is not None]
+    if guessed:
+        axes.plot(*zip(*guessed, strict=True), color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
+    axes.margins(x=0.04)
+    every = -(-len(labels) // NUMBERED_LEVELS)
+    axes.set_xticks(range(0, len(labels), every), labels[::every])
     return figure
 
 

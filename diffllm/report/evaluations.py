@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from diffllm.evaluation.results import SHARE, Line, newest_results
+from diffllm.report.difficulty import Curves, curves
 from diffllm.report.find import listed
 from diffllm.report.numbers import finite
 from diffllm.report.rows import Row
@@ -51,6 +52,7 @@ class Evaluated(NamedTuple):
     unit: str
     lines: list[ScoreLine]
     grids: list[Grid]
+    curves: list[Curves]
 
 
 def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
@@ -98,7 +100,7 @@ def gathered(
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
     lines = [score_line(of, results, bases) for of in labels]
     kept = [line for line in lines if any(line.cells)]
-    return Evaluated(name, unit, kept, grids(results)) if kept else None
+    return Evaluated(name, unit, kept, grids(results), curves(results)) if kept else None
 
 
 def overall(unit: str, scores: list[Line]) -> list[Line]:

@@ -31,7 +31,8 @@ from diffllm.metrics.table import (
 from diffllm.report import bands
 from diffllm.report.budgets import BUDGETS, same, spent_band
 from diffllm.report.comparison import Comparison
-from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
+from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers, draw_levels
+from diffllm.report.evaluations import Evaluated
 from diffllm.report.find import listed
 from diffllm.report.gap_statistics import family, survives
 from diffllm.report.groups import keys_apart
@@ -106,8 +107,9 @@ class PageSection(NamedTuple):
 
 def sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
-) -> tuple[list[Card], list[PageSection]]:
-    """The figures of the first screen, and the sections that have a figure besides these.
+) -> tuple[list[Card], list[PageSection], dict[str, list[Card]]]:
+    """The figures of the first screen, the sections that have a figure besides these, and the
+    figures of each evaluation.
 
     Args:
         hidden: rows that figures leave out until asked for: scales are those of the others.
@@ -125,7 +127,8 @@ def sections(
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
             found.append(PageSection(title, intro.format(**draw.fields), cards))
-    return first, found
+    evaluated = {each.name: draw.evaluation(each) for each in comparison.evaluated}
+    return first, found, evaluated
 
 
 class Figures:
@@ -342,6 +345,23 @@ class Figures:
         log = plot.log and values.max() > 0
         drawing = draw_layers(curves, self.styles, metric.unit, log, mark)
         return [self.card(plot, caption + scale_note(values, log), drawing, "layer")]
+
+    def evaluation(self, evaluated: Evaluated) -> list[Card]:
+        """The scores over each setting by which levels differ."""
+        cards = []
+        for each in evaluated.curves:
+            labels = [f"{value:g}" for value in each.values]
+            drawing = draw_levels(
+                each.bands, self.styles, evaluated.unit, each.setting, labels, each.guesses
+            )
+            title = f"{evaluated.name} by {each.setting}"
+            name, data = self.next_name(), scales(drawing.axes[0], each.setting)
+            svg = to_svg(drawing, name, self.styles, labels=",".join(labels), **data)
+            caption = f"At {each.title}." if each.title else ""
+            if any(guess is not None for guess in each.guesses):
+                caption += " Dotted: a guess."
+            cards.append(Card(name, title, caption.strip(), svg, ()))
+        return cards
 
     def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:
         """A panel for every row that logged it."""

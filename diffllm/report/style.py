@@ -192,7 +192,7 @@ def scales(axes: Axes, across: str) -> dict[str, str]:
     before its pixel.
 
     Args:
-        across: what goes to the right, "tokens" or "layer".
+        across: what goes to the right, as "tokens" or "layer".
     """
     height = axes.figure.get_size_inches()[1] * 72  # type: ignore[union-attr]
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
