@@ -36,25 +36,27 @@ Result = dict[str, Any]
 """The "unit" of an evaluation, and its "scores", a dict for each, see `Score`."""
 
 
-def chosen(suite: str, names: Sequence[str], level: Level) -> tuple[list[Evaluation], Asked]:
+def chosen(
+    suite: str, names: Sequence[str], levels: Sequence[Level]
+) -> tuple[list[Evaluation], Asked]:
     """Return the evaluations of a suite, or those named, and the levels that are asked of them.
 
     Raises ConfigError for unknown ones, and for a level without the one task that it is of.
 
     Args:
         names: a task, an evaluation, or the path of a file of examples that ends in .jsonl.
-        level: settings of the task that is named alone, empty for those that fit.
+        levels: those of the task that is named alone, none for those that fit.
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} must be one of {', '.join([*SUITES, HARNESS])}")
     wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
-    if level and len(wanted) != 1:
+    if levels and len(wanted) != 1:
         raise ConfigError("level is of one task: name it by tasks=[...]")
     found = [named(name) for name in wanted]
-    levels = {name: own for name, own in SUITES[suite].items() if own and name in wanted}
-    if level:
-        levels = {found[0].name: [level]}
-    return found, Asked(levels=levels)
+    if levels:
+        return found, Asked(levels={found[0].name: levels})
+    own = {name: fixed for name, fixed in SUITES[suite].items() if fixed and name in wanted}
+    return found, Asked(levels=own)
 
 
 def named(name: str) -> Evaluation:

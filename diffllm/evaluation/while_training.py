@@ -12,7 +12,7 @@ from diffllm.evaluation.answers import Answers, line, questions, share
 from diffllm.evaluation.evaluation import Asked
 from diffllm.evaluation.scoring import Question, score_batches
 from diffllm.evaluation.suite import SUITES, chosen
-from diffllm.tasks.task import Example, Level
+from diffllm.tasks.task import Example, Level, levels_of
 
 
 def wanted(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
@@ -24,7 +24,7 @@ def wanted(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
     for name in cfg.eval.suites:
         suite, tasks = (name, []) if name in SUITES else ("claims", [name])
         try:
-            evaluations, asked = chosen(suite, tasks, {})
+            evaluations, asked = chosen(suite, tasks, [])
         except ConfigError as error:
             raise ConfigError(f"eval.suites: {str(error).removeprefix('tasks: ')}") from None
         for each in evaluations:
@@ -35,15 +35,15 @@ def wanted(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
                 )
             found[each] = asked.levels.get(each.name, ())
     names = [each.name for each in found]
+    own: dict[str, Sequence[Level]] = {}
     for name, level in cfg.eval.levels.items():
         if name not in names:
             raise ConfigError(f"eval.levels: {name} is not in eval.suites={cfg.eval.suites}")
-        if not isinstance(level, dict):
-            raise ConfigError(f"eval.levels: {name} must be settings like {{pairs: 16}}")
-    return {
-        each: [cfg.eval.levels[each.name]] if each.name in cfg.eval.levels else levels
-        for each, levels in found.items()
-    }
+        try:
+            own[name] = levels_of(level)
+        except ConfigError as error:
+            raise ConfigError(f"eval.levels: {name} {error}") from None
+    return {each: own.get(each.name, levels) for each, levels in found.items()}
 
 
 class TasksWhileTraining:

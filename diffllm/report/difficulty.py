@@ -52,7 +52,7 @@ def curves(rows: Sequence[Mapping[Any, Scores]]) -> list[Curves]:
 def over_first(
     levels: Mapping[str, dict[str, Any]], rows: Sequence[Mapping[Any, Scores]]
 ) -> list[Curves]:
-    """Gather the curves over the first setting that makes any; the levels have the same settings."""
+    """Gather the curves over the first setting that makes any, of levels with the same ones."""
     for setting in next(iter(levels.values())):
         others: dict[str, dict[float, str]] = {}
         for of, level in levels.items():

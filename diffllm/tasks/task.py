@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, ClassVar, TypeVar
 
 from diffllm.errors import ConfigError
@@ -35,6 +36,18 @@ class Example:
     """The index of the right one."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further values, beside the level, that results may be told apart by."""
+
+
+def levels_of(settings: Any) -> list[Level]:
+    """List the levels that settings name: one, or where values are lists every combination.
+
+    Raises ConfigError for what are no settings.
+    """
+    axes = settings.values() if isinstance(settings, Mapping) else [None]
+    values = [each if isinstance(each, list) else [each] for each in axes]
+    if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
+        raise ConfigError("must be settings like {pairs: 16}, or {pairs: [4, 8, 16]}")
+    return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
 
 class Task(ABC):

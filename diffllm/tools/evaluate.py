@@ -15,6 +15,7 @@ diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
 diffllm evaluate run=outputs/mine suite=checkpoint
 diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6, asked: 2}'
+diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
 diffllm evaluate run=outputs/mine suite=lm_eval tasks=[hellaswag,arc_easy]
 """
 
@@ -38,7 +39,7 @@ from diffllm.evaluation.suite import HARNESS, SUITES, Result, chosen, evaluate
 from diffllm.evaluation.wandb_results import record
 from diffllm.report.numbers import ascii_minus, in_digits
 from diffllm.run.model import decoder
-from diffllm.tasks.task import Level
+from diffllm.tasks.task import Level, levels_of
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 
@@ -55,7 +56,9 @@ class Arguments:
     tasks: str = field(
         default="", metadata={"help": "[a,b]: these alone; a file of examples ends in .jsonl"}
     )
-    level: str = field(default="", metadata={"help": "{key: value}: of the one task in tasks"})
+    level: str = field(
+        default="", metadata={"help": "{key: value or list}: of the one task in tasks"}
+    )
     include: str = field(
         default="", metadata=a_path("directory of lm-eval's YAML tasks, with suite=lm_eval")
     )
@@ -104,19 +107,18 @@ def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Ask
 
         include = Path(args.include) if args.include else None
         return harness_tasks(names, include), Asked(limit=args.limit)
-    evaluations, asked = chosen(args.suite, names, level_of(args.level))
+    evaluations, asked = chosen(args.suite, names, levels_in(args.level))
     return evaluations, replace(asked, seed=args.seed, limit=args.limit)
 
 
-def level_of(text: str) -> Level:
-    """Read settings of difficulty; raises ConfigError."""
+def levels_in(text: str) -> list[Level]:
+    """Read levels, none from an empty text; raises ConfigError."""
     try:
-        level = yaml.safe_load(text) or {}
-    except yaml.YAMLError:
-        level = None
-    if not isinstance(level, dict) or not all(isinstance(v, int | str) for v in level.values()):
-        raise ConfigError(f"level={text} must be settings like {{pairs: 16}}")
-    return level
+        return levels_of(yaml.safe_load(text)) if text else []
+    except (yaml.YAMLError, ConfigError):
+        raise ConfigError(
+            f"level={text} must be settings like {{pairs: 16}}, or {{pairs: [4, 8, 16]}}"
+        ) from None
 
 
 def runs_in(path: Path) -> list[Path]:

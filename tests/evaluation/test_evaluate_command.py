@@ -226,6 +226,10 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
     assert main([*words, "level={pairs: 6}"]) == 0
     (score,) = json.loads(capsys.readouterr().out)["mqar"]["scores"]
     assert (score["of"], score["examples"]) == ("pairs 6", 50)
+    assert main([*words, "level={words: [40, 64], pairs: [4, 6]}", "limit=8"]) == 0
+    scores = json.loads(capsys.readouterr().out)["mqar"]["scores"]
+    levels = [(score["level"]["words"], score["level"]["pairs"]) for score in scores]
+    assert levels == [(40, 4), (40, 6), (64, 4), (64, 6)]
     mqar = write_lines(tmp_path / "mqar.jsonl", {"prompt": "a", "answer": "b"})
     gone = tmp_path / "gone.jsonl"
     for more, said in (
@@ -233,6 +237,9 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
         (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, no pair"),
         (["tasks=[mqar]", "level={pairs: 1}"], "level: mqar has no {'pairs': 1}"),
         (["tasks=[mqar]", "level=[5"], "level=[5 must be settings like {pairs: 16}"),
+        (["tasks=[mqar]", "level={pairs: []}"], "level={pairs: []} must be settings like {pairs"),
+        (["tasks=[mqar]", "level={pairs: [[4]]}"], "level={pairs: [[4]]} must be settings like"),
+        (["tasks=[mqar]", "level={}"], "level: mqar has pairs, words; pairs is missing"),
         (["level={pairs: 5}"], "level is of one task"),
         (["suite=needle_4k"], "the task needle at {'length': 4000, 'needles': 1, 'asked': 1} n"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),

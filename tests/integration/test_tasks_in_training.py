@@ -50,6 +50,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 90}}"], "the task mqar at"),
         (["eval.levels={mqar: {pairs: 4}}"], "eval.levels: mqar is not in eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
+        (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: []}}"], "eval.levels: mqar must be"),
         (["eval.suites=[needle_4k]"], "the task needle at"),
         (["eval.suites_interval=0"], "eval.suites_interval=0"),
     ],

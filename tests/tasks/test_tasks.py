@@ -192,7 +192,7 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match=r"the task phonebook needs \d+ tokens, and the m"):
         TASKS["phonebook"].fitting(10, count)
     with pytest.raises(ConfigError, match="tasks: nedle is none of icl, induction, mqar"):
-        suite.chosen("claims", ["nedle"], {})
+        suite.chosen("claims", ["nedle"], [])
     with pytest.raises(ConfigError, match="suite=claim must be one of claims"):
         suite.chosen("claim", [], {})
 
