@@ -10,6 +10,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from diffllm.files import replace_file
+from diffllm.metrics.table import metric_of
 from diffllm.report import bands
 from diffllm.report.drawing import draw_bands, draw_curves
 from diffllm.report.intervals import draw_gaps
@@ -152,7 +153,16 @@ def draw_rules(found: Verdict, styles: list[RowStyle], width: float = WIDTH) -> 
 
 
 def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
-    """The gaps of held-out loss to the baseline, over tokens; nothing where none was measured."""
+    """The study's metric over tokens where it was logged all along, or else the gaps of held-out
+    loss to the baseline; nothing where none was measured."""
+    name = found.study.metric
+    logged = [bands.band_of(row, lambda run: run.series(name)) for row in rows]
+    if any(curve is not None and len(curve.x) > 1 for curve in logged):
+        levels = [rule.reaches for rule in found.study.rules if rule.reaches is not None]
+        mark = (levels[0], short(levels[0])) if levels else None
+        figure = draw_curves(logged, styles, metric_of(name).unit, logged, mark=mark)
+        svg = to_svg(figure, "f2", styles, **scales(figure.axes[0], "tokens"))
+        return [("f2", f"{name} over training", svg, "Mean and range over seeds.")]
     curves = [bands.gap_band(row) for row in rows]
     if not any(curve is not None and len(curve.drawn) for curve in curves):
         return []

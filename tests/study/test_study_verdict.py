@@ -366,3 +366,6 @@ def test_a_level_that_is_reached_sooner(tmp_path, v2, half, verdict):
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert numbers["rules"][0]["reaches"] == 0.9
     assert numbers["rules"][0]["gap"] is None
+    html = page(found)
+    assert "tasks/mqar over training" in html
+    assert "Gap to half" not in html
