@@ -1,5 +1,6 @@
 """A comparison in words and plain text: a sentence a variant, and a table for a terminal."""
 
+import math
 import os
 from textwrap import wrap
 
@@ -21,11 +22,16 @@ NOTES = 10
 """Notes that are printed at most; the page has all."""
 SMALL = 0.01
 """Gaps below it have four decimals."""
+TINY = 1e-3
+"""Gaps below it with all of their interval have two significant digits."""
 
 
 def with_interval(estimate: Estimate, signed: bool = False) -> str:
     """ "-0.200 (-0.313 to -0.088)"; the mean alone where there is no interval."""
+    known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
     digits = 3 if abs(estimate.mean) >= SMALL else 4
+    if known and (widest := max(map(abs, known))) < TINY:
+        digits = 1 - math.floor(math.log10(widest))
     mean, low, high = (
         fixed(x, digits, signed) for x in (estimate.mean, estimate.low, estimate.high)
     )
