@@ -152,8 +152,8 @@ class Encoding:
     def tokens_of(
         self, documents: Sequence[Document], threads: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode documents, each with its EOS; say also how many tokens of each are in turn only
-        context and to be predicted.
+        """Encode documents, each with its EOS; where there are prompts, say also how many tokens of
+        each are in turn only context and to be predicted.
 
         What is only context is encoded apart, so that no token is of both.
         """
@@ -162,7 +162,7 @@ class Encoding:
         for ids in tokens:
             ids.append(self.tokenizer.eos_id)
         if not self.has_prompts:
-            return tokens, [[0, len(ids)] for ids in tokens]
+            return tokens, []
         before = [piece.decode() for document in documents for piece in document.prompt]
         encoded = iter(self.tokenizer.encode_batch(before, threads))
         apart = [

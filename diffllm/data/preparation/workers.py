@@ -4,6 +4,7 @@ A worker claims a part by a lock on a file, which the operating system opens aga
 dies, however it does. So preparations that meet on one directory share the work.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -111,6 +112,7 @@ def work_through(
     parent = os.getpid()
 
     def run(slot: int, errors: Connection) -> None:
+        gc.freeze()  # or each collection looks through all that the parent has, which stays
         for ignored in IGNORED:
             signal.signal(ignored, signal.SIG_IGN)
         threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
