@@ -4,6 +4,7 @@ or both are rounded."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,13 @@ class Arm:
     name: str
     weights: Rounding | None = None
     activations: Rounding | None = None
+
+    @property
+    def level(self) -> dict[str, Any]:
+        """The number of bits, and what has so few; empty without rounding."""
+        if (rounding := self.weights or self.activations) is None:
+            return {}
+        return {"bits": rounding.bits, "rounded": self.name.replace(f" {rounding.bits}", "", 1)}
 
 
 def arms() -> list[Arm]:
@@ -118,7 +126,7 @@ class Quantise(Evaluation):
                     float(change.sum() / tokens.sum()),
                     of_documents(change, tokens),
                     len(tokens),
-                    more={"loss": loss},
+                    more={"loss": loss, "level": arm.level},
                 )
             )
         asked = [arm.name for arm in ARMS[1:] if arm.name in needles]

@@ -57,8 +57,9 @@ def over_first(
         others: dict[str, dict[float, str]] = {}
         for of, level in levels.items():
             if (value := finite(level[setting])) is not None:
-                rest = ", ".join(f"{k} {v}" for k, v in level.items() if k != setting)
-                others.setdefault(rest, {})[value] = of
+                rest = {k: v for k, v in level.items() if k != setting}
+                words = (v if isinstance(v, str) else f"{k} {v}" for k, v in rest.items())
+                others.setdefault(", ".join(words), {})[value] = of
         found = [
             along(title, setting, dict(sorted(at.items())), rows)
             for title, at in others.items()

@@ -351,16 +351,15 @@ class Figures:
         cards = []
         for each in evaluated.curves:
             labels = [f"{value:g}" for value in each.values]
-            drawing = draw_levels(
-                each.bands, self.styles, evaluated.unit, each.setting, labels, each.guesses
-            )
+            unit = evaluated.unit.partition(",")[0]
+            drawing = draw_levels(each.bands, self.styles, unit, each.setting, labels, each.guesses)
             title = f"{evaluated.name} by {each.setting}"
             name, data = self.next_name(), scales(drawing.axes[0], each.setting)
             svg = to_svg(drawing, name, self.styles, labels=",".join(labels), **data)
-            caption = f"At {each.title}." if each.title else ""
-            if any(guess is not None for guess in each.guesses):
-                caption += " Dotted: a guess."
-            cards.append(Card(name, title, caption.strip(), svg, ()))
+            others = f"{each.title[:1].upper()}{each.title[1:]}." if each.title else ""
+            guessed = any(guess is not None for guess in each.guesses)
+            caption = " ".join(filter(None, [others, "Dotted: a guess." * guessed]))
+            cards.append(Card(name, title, caption, svg, ()))
         return cards
 
     def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:

@@ -40,6 +40,17 @@ def test_settings_that_never_vary_are_passed_over() -> None:
     assert (curve.title, curve.setting, curve.values) == ("words 64", "pairs", [2, 4, 8])
 
 
+def test_a_word_among_the_settings_stands_for_itself() -> None:
+    run = {
+        f"{what} {bits}": {"value": 1 / bits, "level": {"bits": bits, "rounded": what}}
+        for what in ("weights", "activations")
+        for bits in (8, 6, 4)
+    }
+    assert [(each.title, each.values) for each in curves([{0: run}])] == [
+        ("weights", [4, 6, 8]), ("activations", [4, 6, 8]),
+    ]  # fmt: skip
+
+
 def test_two_levels_or_none_make_no_curve() -> None:
     assert curves([{0: by_name(score(0.5, pairs=4), score(0.2, pairs=8))}]) == []
     assert curves([{0: {"all": {"of": "all", "value": 1.0}}}, {}]) == []
