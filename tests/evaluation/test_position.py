@@ -135,7 +135,10 @@ def test_scores_are_totals_over_tokens_with_intervals_over_documents(
                 tokens[f"{kind} {name}".strip()] += count
     for name, score in scores.items():
         assert score.value == pytest.approx(totals[name] / tokens[name])
-        assert score.more == {"tokens": tokens[name]}
+        kind, _, numbers = name.partition(" ")
+        start = numbers.partition("-")[0]
+        level = {"level": {kind: int(start)}} if start.isdigit() else {}
+        assert score.more == {"tokens": tokens[name], **level}
         if score.examples < 8:
             assert score.interval is None
         else:
