@@ -42,19 +42,17 @@ def keep(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
     write_atomic(file, text)
 
 
-def newest_results(run: Path) -> tuple[int, dict[str, Line]]:
-    """Read the first lines of the results of the newest checkpoint that has any, by evaluation, and
-    its step; those that cannot be read are left out."""
-    for place in sorted((run / DIRECTORY).glob("step-*"), reverse=True):
+def all_results(run: Path) -> dict[int, dict[str, Line]]:
+    """Read the first lines of the results of each checkpoint that has any, by evaluation, by step,
+    the oldest first; those that cannot be read are left out."""
+    found: dict[int, dict[str, Line]] = {}
+    for place in sorted((run / DIRECTORY).glob("step-*")):
         if not re.fullmatch(r"step-\d{8}", place.name) or not place.is_dir():
             continue
-        found = {}
-        for file in sorted(place.glob("*.jsonl")):
-            if first := first_line(file):
-                found[file.stem] = first
-        if found:
-            return int(place.name.removeprefix("step-")), found
-    return 0, {}
+        files = sorted(place.glob("*.jsonl"))
+        if own := {file.stem: first for file in files if (first := first_line(file))}:
+            found[int(place.name.removeprefix("step-"))] = own
+    return found
 
 
 def first_line(file: Path) -> Line | None:

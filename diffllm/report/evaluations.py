@@ -1,18 +1,23 @@
 """Evaluations of checkpoints beside each other: means over seeds, and gaps over the same seeds."""
 
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from diffllm.evaluation.results import SHARE, Line, newest_results
+from diffllm.evaluation.results import SHARE, Line, all_results
 from diffllm.report.difficulty import Curves, curves
+from diffllm.report.equal_loss import Checkpoint, loss_at, loss_of_all, scores_at
 from diffllm.report.find import listed
 from diffllm.report.numbers import finite
 from diffllm.report.rows import Row
+from diffllm.report.runs import Run
 from diffllm.statistics.intervals import Estimate, estimate
 from diffllm.statistics.survival import Times
 
 ALL = "mean of all levels"
+Results = dict[str, Line]
+"""Scores of a run by name, or results of a checkpoint by evaluation."""
 LEVEL = 0.9
 """The share of right answers whose first time is told."""
 
@@ -45,6 +50,14 @@ class Grid(NamedTuple):
     """A value of the fact, and the mean over seeds at each level."""
 
 
+class AtEqualLoss(NamedTuple):
+    """The scores of an evaluation at a loss that all evaluated runs reached."""
+
+    loss: float
+    """Of the held-out sample, in nats a token."""
+    lines: list[ScoreLine]
+
+
 class Evaluated(NamedTuple):
     """An evaluation of all rows."""
 
@@ -53,6 +66,7 @@ class Evaluated(NamedTuple):
     lines: list[ScoreLine]
     grids: list[Grid]
     curves: list[Curves]
+    equal: AtEqualLoss | None = None
 
 
 def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
@@ -61,33 +75,36 @@ def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
     Args:
         notes: gets a sentence for each evaluation that not all runs were asked alike.
     """
-    by_run = {run.path: newest_results(run.path) for row in rows for run in row.runs}
-    names = dict.fromkeys(name for _, found in by_run.values() for name in found)
+    by_run = {run.path: all_results(run.path) for row in rows for run in row.runs}
+    names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
     return [made for name in names if (made := gathered(name, rows, by_run, notes))]
 
 
 def gathered(
-    name: str, rows: Sequence[Row], by_run: dict[Any, tuple[int, dict[str, Line]]], notes: list[str]
+    name: str, rows: Sequence[Row], by_run: Mapping[Path, dict[int, Results]], notes: list[str]
 ) -> Evaluated | None:
     """Gather one evaluation, of the runs that were asked the same as the first of them."""
     asked: str | None = None
-    results: list[dict[tuple[int, int], dict[str, Line]]] = []
+    results: list[dict[tuple[int, int], Results]] = []
+    along: list[dict[tuple[int, int], list[Checkpoint]]] = []
     unit, others = "", []
     for row in rows:
-        own = {}
+        own, own_along = {}, {}
         for run in row.runs:
-            step, found = by_run[run.path]
-            if name not in found:
+            steps = by_run[run.path]
+            step = max(steps, default=0)
+            if name not in steps.get(step, {}):
                 continue
-            key = {k: v for k, v in found[name]["key"].items() if k != "checkpoint"}
-            question = json.dumps([step * run.cfg.global_batch_size * run.cfg.seq_len, key])
-            asked, unit = asked or question, unit or found[name]["unit"]
+            newest = steps[step][name]
+            question = json.dumps([tokens_at(run, step), key_of(newest)])
+            asked, unit = asked or question, unit or newest["unit"]
             if question == asked:
-                scores = found[name]["scores"]
-                own[run.seeds] = {score["of"]: score for score in [*overall(unit, scores), *scores]}
+                own[run.seeds] = by_name(newest)
+                own_along[run.seeds] = checkpoints(run, name, steps)
             else:
                 others.append(str(run.path))
         results.append(own)
+        along.append(own_along)
     if others:
         notes.append(
             f"{name}: {listed(others, 3)} left out, evaluated after other tokens, with another "
@@ -98,9 +115,61 @@ def gathered(
         return None
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
+    if not (kept := score_lines(labels, results, bases)):
+        return None
+    equal = at_equal_loss(labels, along, bases)
+    return Evaluated(name, unit, kept, grids(results), curves(results), equal)
+
+
+def tokens_at(run: Run, step: int) -> int:
+    return step * run.cfg.global_batch_size * run.cfg.seq_len
+
+
+def key_of(result: Line) -> Line:
+    """Return all that a result depends on but the checkpoint."""
+    return {k: v for k, v in result["key"].items() if k != "checkpoint"}
+
+
+def by_name(result: Line) -> Results:
+    """Return the scores of a result by name, the mean over its levels first."""
+    scores = [*overall(result["unit"], result["scores"]), *result["scores"]]
+    return {score["of"]: score for score in scores}
+
+
+def checkpoints(run: Run, name: str, steps: Mapping[int, Results]) -> list[Checkpoint]:
+    """List the checkpoints of a run that were asked the same as the newest, with their losses."""
+    newest = key_of(steps[max(steps)][name])
+    return [
+        Checkpoint(loss, by_name(found[name]))
+        for step, found in steps.items()
+        if name in found and key_of(found[name]) == newest
+        if (loss := loss_at(run, tokens_at(run, step))) is not None
+    ]
+
+
+def at_equal_loss(
+    labels: Iterable[str],
+    along: list[dict[tuple[int, int], list[Checkpoint]]],
+    bases: list[int | None],
+) -> AtEqualLoss | None:
+    """Set the scores at a loss that all runs reached beside each other; None unless two rows have
+    any."""
+    loss = loss_of_all([run for own in along for run in own.values()])
+    if loss is None:
+        return None
+    read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in along]
+    results = [{seeds: scores for seeds, scores in own.items() if scores} for own in read]
+    if sum(map(bool, results)) < 2:
+        return None
+    return AtEqualLoss(loss, score_lines(labels, results, bases))
+
+
+def score_lines(
+    labels: Iterable[str], results: list[dict[tuple[int, int], Results]], bases: list[int | None]
+) -> list[ScoreLine]:
+    """Set the scores of all rows beside each other, those that some row has."""
     lines = [score_line(of, results, bases) for of in labels]
-    kept = [line for line in lines if any(line.cells)]
-    return Evaluated(name, unit, kept, grids(results), curves(results)) if kept else None
+    return [line for line in lines if any(line.cells)]
 
 
 def overall(unit: str, scores: list[Line]) -> list[Line]:
@@ -115,7 +184,7 @@ def overall(unit: str, scores: list[Line]) -> list[Line]:
 
 
 def score_line(
-    of: str, results: list[dict[tuple[int, int], dict[str, Line]]], bases: list[int | None]
+    of: str, results: list[dict[tuple[int, int], Results]], bases: list[int | None]
 ) -> ScoreLine:
     """Set one score of all rows beside each other."""
     values = [
@@ -136,7 +205,7 @@ def score_line(
     return ScoreLine(of, finite(every[0].get("chance")), cells)
 
 
-def grids(results: list[dict[tuple[int, int], dict[str, Line]]]) -> list[Grid]:
+def grids(results: list[dict[tuple[int, int], Results]]) -> list[Grid]:
     """Gather what scores say by further facts, their keys beginning with "by_"."""
     every = [score for own in results for scores in own.values() for score in scores.values()]
     facts = dict.fromkeys(
@@ -156,9 +225,7 @@ def grids(results: list[dict[tuple[int, int], dict[str, Line]]]) -> list[Grid]:
     return found
 
 
-def over_seeds(
-    own: dict[tuple[int, int], dict[str, Line]], of: str, fact: str, value: str
-) -> float | None:
+def over_seeds(own: dict[tuple[int, int], Results], of: str, fact: str, value: str) -> float | None:
     """Return the mean over seeds at a level and a value of a fact; None without any."""
     found = [scores[of].get(fact, {}).get(value) for scores in own.values() if of in scores]
     known = [x for each in found if (x := finite(each)) is not None]
@@ -181,11 +248,14 @@ def reaching(rows: Sequence[Row]) -> list[tuple[str, list[Times | None]]]:
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:
-    """Return the columns of a row in report.csv: each score, and its gap with its interval."""
+    """Return the columns of a row in report.csv: each score, and its gap with its interval, at the
+    end and at equal loss."""
     found: dict[str, float | None] = {}
     for each in evaluated:
-        for line in each.lines:
+        equal = each.equal.lines if each.equal else []
+        for line, where in [*((x, "") for x in each.lines), *((x, ", equal loss") for x in equal)]:
             cell, name = line.cells[row], f"{each.name}: {line.of}" if line.of else each.name
+            name += where
             gap = cell.gap if cell else None
             found[name] = cell.mean.mean if cell else None
             found[f"{name}, gap"] = gap.mean if gap else None

@@ -13,7 +13,7 @@ the Differential Transformer.
 
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
-diffllm evaluate run=outputs/mine suite=checkpoint
+diffllm evaluate run=outputs/mine suite=checkpoint every=true
 diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6, asked: 2}'
 diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
 diffllm evaluate run=outputs/mine suite=lm_eval tasks=[hellaswag,arc_easy]
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import yaml
 
+from diffllm.checkpoint import list_checkpoints, step_of
 from diffllm.checkpoint.directory import path_of
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
@@ -50,6 +51,9 @@ class Arguments:
 
     run: str = field(metadata=a_path("run directory, or that of a sweep"))
     step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
+    every: bool = field(
+        default=False, metadata={"help": "true: every checkpoint, for scores at equal loss"}
+    )
     suite: str = field(
         default="claims", metadata={"help": f"one of {', '.join([*SUITES, HARNESS])}"}
     )
@@ -73,6 +77,8 @@ class Arguments:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit} must be at least 1")
+        if self.every and self.step:
+            raise ConfigError(f"step={self.step} is one checkpoint, and every=true all")
         if self.include and self.suite != HARNESS:
             raise ConfigError(f"include={self.include} belongs to suite={HARNESS}")
         if self.seed and self.suite == HARNESS:
@@ -89,15 +95,23 @@ def main(argv: list[str]) -> None:
     evaluations, asked = wanted(args, names)
     as_json = args.json or "--json" in argv
     found: dict[str, Any] = {}
-    for run in runs:
-        subject = opened(run, args.step)
-        found[str(run)] = results = dict(evaluate(subject, evaluations, asked))
+    for run, step in [(path, step) for path in runs for step in steps_of(path, args)]:
+        subject = opened(run, step)
+        name = str(subject.checkpoint if args.every else run)
+        found[name] = results = dict(evaluate(subject, evaluations, asked))
         if args.wandb and not record(subject, results):
             print(f"{run}: its config disables wandb", file=sys.stderr)
         if not as_json:
-            show(run, subject.checkpoint.name, found[str(run)])
+            show(run, subject.checkpoint.name, results)
     if as_json:
         print(json.dumps(found[args.run] if list(found) == [args.run] else found, indent=2))
+
+
+def steps_of(run: Path, args: Arguments) -> list[int]:
+    """List the steps of a run to evaluate, 0 for its newest checkpoint."""
+    if not args.every:
+        return [args.step]
+    return [step_of(path) for path in list_checkpoints(run / "checkpoints")] or [0]
 
 
 def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Asked]:

@@ -62,6 +62,13 @@ def test_json_is_all_of_the_output(run: Path, capsys: pytest.CaptureFixture[str]
     assert set(said["icl"]["scores"][0]["by_order"]) <= {"0", "1", "2", "3"}
 
 
+def test_every_checkpoint_and_one_of_them_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", f"run={run}", "every=true", "step=7"]) == 2
+    assert "step=7 is one checkpoint, and every=true all" in capsys.readouterr().err
+
+
 def test_a_table_names_levels(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", f"run={run}", *FAST]) == 0
     said = capsys.readouterr().out

@@ -36,6 +36,11 @@ def test_shares_stand_in_the_metrics_and_are_those_of_the_checkpoint(
     (score,) = json.loads(result.out)["mqar"]["scores"]
     assert found[4] == score["value"]
     assert lines[4]["tasks_generated/mqar"] == score["generated"]
+    words = ["tasks=[mqar]", "level={pairs: 4}", "limit=4", "every=true", "--json"]
+    result = tool(["evaluate", f"run={place}/run", *words], place, environment)
+    assert list(json.loads(result.out)) == [
+        f"{place}/run/checkpoints/step-{step:08d}" for step in (2, 4)
+    ]
 
 
 def read(run: Path) -> dict[int, dict[str, float]]:

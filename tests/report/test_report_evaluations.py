@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
-from diffllm.evaluation.results import SHARE, keep, newest_results, results_of
+from diffllm.evaluation.results import SHARE, all_results, keep, results_of
 from diffllm.report.comparison import Comparison, read
 from diffllm.report.evaluations import reaching
 from diffllm.report.page import page
@@ -164,7 +164,7 @@ def test_what_is_no_result_is_passed_over(runs: Path, text: str) -> None:
     (place / "directory.jsonl").mkdir()
     (place.parent / "step-x").mkdir()
     (place.parent / "step-00000099").write_text("a file")
-    assert newest_results(runs / "standard0") == (0, {})
+    assert all_results(runs / "standard0") == {}
     assert compared(runs).evaluated[0].lines[1].cells[0]
 
 

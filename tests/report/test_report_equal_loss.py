@@ -1,0 +1,101 @@
+"""Scores at a loss that all runs reached."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_runs import write_run
+
+from diffllm.evaluation.results import keep, results_of
+from diffllm.report.comparison import Comparison, read
+from diffllm.report.equal_loss import Checkpoint, loss_of_all, scores_at
+from diffllm.report.page import page
+from diffllm.report.table import csv_text
+
+STEPS = (5, 10, 20)
+
+
+def checkpoint(loss: float, value: float | None) -> Checkpoint:
+    return Checkpoint(loss, {"top_1": {"of": "top_1", "value": value, "chance": None}})
+
+
+def test_the_loss_is_that_of_the_run_that_came_least_far() -> None:
+    slow = [checkpoint(5.0, 1), checkpoint(4.0, 2)]
+    fast = [checkpoint(4.5, 1), checkpoint(3.0, 4)]
+    assert loss_of_all([slow, fast]) == 4.0
+    assert loss_of_all([slow, fast, []]) == 4.0
+    assert loss_of_all([slow, slow]) is None
+    assert loss_of_all([slow]) is None
+    assert loss_of_all([]) is None
+
+
+def test_a_score_is_read_between_the_two_checkpoints_around_it() -> None:
+    run = [checkpoint(6.0, 0.0), checkpoint(5.0, 1.0), checkpoint(3.0, 5.0)]
+    assert scores_at(4.5, run)["top_1"]["value"] == pytest.approx(2.0)
+    assert scores_at(5.0, run)["top_1"]["value"] == 1.0
+    assert scores_at(3.0, run)["top_1"]["value"] == 5.0
+    assert scores_at(2.9, run) == {}
+    assert scores_at(6.1, run) == {}
+    assert scores_at(4.0, [checkpoint(5.0, None), checkpoint(3.0, 5.0)])["top_1"]["value"] is None
+
+
+def write(place: Path, seeds: int = 3, **more: Any) -> Comparison:
+    """Runs of standard that end at loss 4, and of diff_v2, which are 0.5 lower at each step."""
+    for variant, ahead in (("standard", 0.0), ("diff_v2", 0.5)):
+        for seed in range(seeds):
+            run = place / f"{variant}{seed}"
+            write_run(run, f"attention={variant}", f"seed={seed}")
+            lines = []
+            for step in STEPS:
+                loss = 5.0 - step / 20 - ahead
+                lines.append({"step": step, "tokens": 256 * step, "eval/loss": loss})
+                score = {"of": "top_1", "value": loss + seed / 10, "chance": None, "examples": 9}
+                key = {"checkpoint": f"{run} {step}", **more.get(f"{variant} {step}", {})}
+                first = {"key": key, "unit": "magnitude", "scores": [score]}
+                keep(results_of(run, step) / "outliers.jsonl", first, [])
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (run / "metrics.jsonl").write_text(text)
+    return read([place])[0]
+
+
+def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> None:
+    comparison = write(tmp_path)
+    (outliers,) = comparison.evaluated
+    ahead = outliers.lines[0].cells[1]
+    assert ahead
+    assert ahead.gap
+    assert ahead.gap.mean == pytest.approx(-0.5)
+    assert outliers.equal
+    assert outliers.equal.loss == 4.0
+    (line,) = outliers.equal.lines
+    for cell in line.cells:
+        assert cell
+        assert cell.mean.mean == pytest.approx(4.1)
+    assert line.cells[1]
+    assert line.cells[1].gap
+    assert line.cells[1].gap.mean == pytest.approx(0, abs=1e-12)
+    html = page(comparison)
+    assert "outliers at equal loss" in html
+    assert "At 4.000 nats a token of the held-out sample" in html
+    _, second = csv.DictReader(io.StringIO(csv_text(comparison)))
+    assert float(second["outliers: top_1, gap"]) == pytest.approx(-0.5)
+    assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
+
+
+def test_checkpoints_that_were_asked_otherwise_are_not_read(tmp_path: Path) -> None:
+    other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
+    (outliers,) = write(tmp_path, **other).evaluated
+    assert outliers.equal is None
+
+
+def test_one_checkpoint_a_run_makes_no_table(tmp_path: Path) -> None:
+    write(tmp_path)
+    for file in tmp_path.glob("*/evaluation/step-000000[01][05]/*"):
+        file.unlink()
+    comparison = read([tmp_path])[0]
+    (outliers,) = comparison.evaluated
+    assert outliers.equal is None
+    assert "at equal loss" not in page(comparison)
