@@ -353,12 +353,11 @@ class Figures:
             labels = [f"{value:g}" for value in each.values]
             unit = evaluated.unit.partition(",")[0]
             drawing = draw_levels(each.bands, self.styles, unit, each.setting, labels, each.guesses)
-            title = f"{evaluated.name} by {each.setting}"
+            title = ", ".join(filter(None, [f"{evaluated.name} by {each.setting}", each.title]))
             name, data = self.next_name(), scales(drawing.axes[0], each.setting)
             svg = to_svg(drawing, name, self.styles, labels=",".join(labels), **data)
-            others = f"{each.title[:1].upper()}{each.title[1:]}." if each.title else ""
             guessed = any(guess is not None for guess in each.guesses)
-            caption = " ".join(filter(None, [others, "Dotted: a guess." * guessed]))
+            caption = "Dotted: a guess." if guessed else ""
             cards.append(Card(name, title, caption, svg, ()))
         return cards
 
