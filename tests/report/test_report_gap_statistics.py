@@ -83,7 +83,7 @@ def test_the_first_screen_says_which_gaps_survive(four, shown):
 
 
 def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
-    (card, *_), _ = sections(four, row_styles(four.rows))
+    (card, *_), *_ = sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     marks = re.findall(r'class="row (row-\d)">(?:(?!<g class).)*? style="([^"]*)"><use', card.svg)
     hollow = {row: "var(--surface)" in style for row, style in marks}
