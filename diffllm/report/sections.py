@@ -357,7 +357,7 @@ class Figures:
             name, data = self.next_name(), scales(drawing.axes[0], each.setting)
             svg = to_svg(drawing, name, self.styles, labels=",".join(labels), **data)
             guessed = any(guess is not None for guess in each.guesses)
-            caption = "Dotted: a guess." if guessed else ""
+            caption = "Thin and dotted: a guess." if guessed else ""
             cards.append(Card(name, title, caption, svg, ()))
         return cards
 

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import sample_comparison as sample
 
+from diffllm.report.difficulty import curves
+from diffllm.report.evaluations import Cell, Evaluated, ScoreLine
 from diffllm.report.page import page
+from diffllm.statistics.intervals import Estimate
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -75,7 +78,7 @@ function ask(page, view) {
   };
   answers.pointed = {
     loss: pointed("Held-out loss", 1), gap: pointed("Gap to standard over training", 1),
-    layers: pointed("Kurtosis, by layer", 1),
+    layers: pointed("Kurtosis, by layer", 1), pairs: pointed("mqar by pairs", 0.55),
     map: pointed("Mean context RMS, by layer and time", 1),
   };
   const headers = all("#main thead th");
@@ -115,6 +118,7 @@ FRAME = """<iframe src="{file}" style="border:0;display:block;width:{width}px;he
 color-scheme:{theme}"></iframe>"""
 
 FOUR = "four variants"
+PAIRS = (4, 8, 16)
 ODD = {
     make.__name__: make
     for make in (sample.hostile, sample.barely_started, sample.not_finite, sample.incomparable)
@@ -154,7 +158,17 @@ def asked(folder: Path, texts: dict[str, str], views: Any = None) -> dict[Any, d
 
 @pytest.fixture(scope="module")
 def comparison():
-    return sample.compared(sample.FOUR, 2, 40, probes=True)
+    made = sample.compared(sample.FOUR, 2, 40, probes=True)
+    made.evaluated = [mqar(len(made.rows))]
+    return made
+
+
+def mqar(rows: int) -> Evaluated:
+    """Shares of right answers at 4, 8 and 16 pairs."""
+    levels = {f"pairs {n}": {"value": 2 / n, "chance": 1 / n, "level": {"pairs": n}} for n in PAIRS}
+    cells = [Cell(Estimate(0.5), None)] * rows
+    lines = [ScoreLine(of, score["chance"], cells) for of, score in levels.items()]
+    return Evaluated("mqar", "share of right answers", lines, [], curves([{0: levels}] * rows))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +235,10 @@ def test_pointing_at_a_figure_shows_values_and_runs(comparison, views):
         assert sum("mean of 2 seeds" in line for line in said["loss"]) == 1  # of the nearest
         assert said["layers"][0] == "layer 7"
         assert re.fullmatch(r"layer 7, .* tokens\d.*", said["map"][0])
+        head, *lines = said["pairs"]
+        assert head == "pairs 8"
+        assert len(lines) == len(comparison.rows)
+        assert all(line.endswith("0.25") for line in lines)
 
 
 @pytest.mark.parametrize("name", ODD)
