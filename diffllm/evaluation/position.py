@@ -100,8 +100,8 @@ class Position(Evaluation):
             for name in sorted({name for line in lines for name in line[kind]}, key=place):
                 own = [line[kind][name] for line in lines if name in line[kind]]
                 nats, tokens = np.array(own).T
-                first = name.partition("-")[0]
-                level = {"level": {kind: int(first)}} if first.isdigit() else {}
+                start = start_of(name)
+                level = {} if start is None else {"level": {kind: start}}
                 found.append(
                     Score(
                         f"{kind} {name}".strip(),
@@ -169,7 +169,13 @@ def octave(number: int) -> str:
     return f"{low}-{2 * low - 1}"
 
 
+def start_of(name: str) -> int | None:
+    """Return the least number of a bin that `octave` has named; None for other bins."""
+    start = name.partition("-")[0]
+    return int(start) if start.isdigit() else None
+
+
 def place(name: str) -> tuple[Any, ...]:
     """Return what bins are sorted by: numbers first, then words, "repeated" before "first"."""
-    start = name.partition("-")[0]
-    return (0, int(start)) if start.isdigit() else (1, name == "first")
+    start = start_of(name)
+    return (1, name == "first") if start is None else (0, start)

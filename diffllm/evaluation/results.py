@@ -16,6 +16,8 @@ DIRECTORY = "evaluation"
 SHARE = "share of right answers"
 """The unit of tasks."""
 Line = dict[str, Any]
+Lines = Mapping[str, Line]
+"""Scores of a run by name, or results of a checkpoint by evaluation."""
 
 
 def results_of(run: Path, step: int) -> Path:
@@ -42,10 +44,10 @@ def keep(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
     write_atomic(file, text)
 
 
-def all_results(run: Path) -> dict[int, dict[str, Line]]:
+def all_results(run: Path) -> dict[int, Lines]:
     """Read the first lines of the results of each checkpoint that has any, by evaluation, by step,
     the oldest first; those that cannot be read are left out."""
-    found: dict[int, dict[str, Line]] = {}
+    found: dict[int, Lines] = {}
     for place in sorted((run / DIRECTORY).glob("step-*")):
         if not re.fullmatch(r"step-\d{8}", place.name) or not place.is_dir():
             continue

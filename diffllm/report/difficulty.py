@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diffllm.evaluation.results import Lines
 from diffllm.report.bands import Band, over_seeds
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Series
 
 FEWEST = 3
 """Levels that make a curve."""
-
-Scores = Mapping[str, Mapping[str, Any]]
-"""The scores of a run by name; "level" has the numbers that a score stands at."""
 
 
 class Curves(NamedTuple):
@@ -31,8 +29,9 @@ class Curves(NamedTuple):
     """The score of a guess at each level."""
 
 
-def curves(rows: Sequence[Mapping[Any, Scores]]) -> list[Curves]:
-    """Gather the curves that scores of an evaluation make.
+def curves(rows: Sequence[Mapping[Any, Lines]]) -> list[Curves]:
+    """Gather the curves that scores of an evaluation make; "level" of a score has the numbers that
+    it stands at.
 
     Args:
         rows: the scores of each row's runs, by seed.
@@ -50,7 +49,7 @@ def curves(rows: Sequence[Mapping[Any, Scores]]) -> list[Curves]:
 
 
 def over_first(
-    levels: Mapping[str, dict[str, Any]], rows: Sequence[Mapping[Any, Scores]]
+    levels: Mapping[str, dict[str, Any]], rows: Sequence[Mapping[Any, Lines]]
 ) -> list[Curves]:
     """Gather the curves over the first setting that makes any, of levels with the same ones."""
     for setting in next(iter(levels.values())):
@@ -71,18 +70,21 @@ def over_first(
 
 
 def along(
-    title: str, setting: str, at: Mapping[float, str], rows: Sequence[Mapping[Any, Scores]]
+    title: str, setting: str, at: Mapping[float, str], rows: Sequence[Mapping[Any, Lines]]
 ) -> Curves:
     """Set the scores of all rows beside each other, level by level."""
-    places = np.arange(len(at))
-    bands, guesses = [], dict.fromkeys(at.values())
+    places, runs = np.arange(len(at)), [scores for row in rows for scores in row.values()]
+    bands = []
     for row in rows:
-        series = []
-        for scores in row.values():
-            known = [finite(scores.get(of, {}).get("value")) for of in at.values()]
-            series.append(Series(places, np.array(known, dtype=np.float64)))  # None is NaN
-            for of in at.values():
-                if guesses[of] is None:
-                    guesses[of] = finite(scores.get(of, {}).get("chance"))
-        bands.append(over_seeds(series))
-    return Curves(title, setting, list(at), bands, list(guesses.values()))
+        known = [[number(scores, of, "value") for of in at.values()] for scores in row.values()]
+        bands.append(over_seeds(Series(places, np.array(y, np.float64)) for y in known))
+    guesses = [
+        next((x for run in runs if (x := number(run, of, "chance")) is not None), None)
+        for of in at.values()
+    ]
+    return Curves(title, setting, list(at), bands, guesses)
+
+
+def number(scores: Lines, of: str, key: str) -> float | None:
+    """Return a number of a score; None where it has none, or is not there."""
+    return finite(scores.get(of, {}).get(key))

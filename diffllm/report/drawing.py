@@ -105,10 +105,8 @@ def draw_layers(
         mark: a value to draw a line at, and its name.
     """
     figure, axes = draw_bands(bands, styles, unit, log, "layer", mark=mark)
-    axes.margins(x=0.04)
     layers = sorted({int(x) for band in bands if band is not None for x in band.x})
-    every = -(-len(layers) // NUMBERED)
-    axes.set_xticks(layers[::every], [f"{layer}" for layer in layers[::every]])
+    put_numbers(axes, layers, [f"{layer}" for layer in layers], NUMBERED)
     return figure
 
 
@@ -118,7 +116,7 @@ def draw_levels(
     unit: str,
     setting: str,
     labels: Sequence[str],
-    guesses: Sequence[float | None],
+    guesses: Sequence[float | None] = (),
 ) -> Figure:
     """Means as lines and seeds as bands, over levels of a setting side by side.
 
@@ -130,10 +128,15 @@ def draw_levels(
     guessed = [(i, guess) for i, guess in enumerate(guesses) if guess is not None]
     if guessed:
         axes.plot(*zip(*guessed, strict=True), color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
-    axes.margins(x=0.04)
-    every = -(-len(labels) // NUMBERED_LEVELS)
-    axes.set_xticks(range(0, len(labels), every), labels[::every])
+    put_numbers(axes, range(len(labels)), labels, NUMBERED_LEVELS)
     return figure
+
+
+def put_numbers(axes: Axes, places: Sequence[int], labels: Sequence[str], most: int) -> None:
+    """Labels below the axes, so few of them that there are `most`."""
+    axes.margins(x=0.04)
+    every = -(-len(labels) // most)
+    axes.set_xticks(places[::every], labels[::every])
 
 
 def room_beside(mark: tuple[float, str] | None) -> float:

@@ -1,16 +1,14 @@
 """Scores of evaluations at a loss that all runs reached: each between two of its checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from diffllm.evaluation.results import Line, Lines
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
-
-Scores = Mapping[str, Mapping[str, Any]]
-"""Scores by name."""
 
 
 class Checkpoint(NamedTuple):
@@ -18,7 +16,7 @@ class Checkpoint(NamedTuple):
 
     loss: float
     """On the held-out sample, as it was logged at the same step; nats a token."""
-    scores: Scores
+    scores: Lines
 
 
 def loss_at(run: Run, tokens: int) -> float | None:
@@ -38,7 +36,7 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
     return loss if any(min(each.loss for each in run) < loss for run in evaluated) else None
 
 
-def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> dict[str, dict[str, Any]]:
+def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
     """Return the scores of a run at a loss, those of the two checkpoints around it interpolated;
     none where it was not evaluated on both sides.
 
@@ -47,7 +45,7 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> dict[str, dict[
     """
     for each in checkpoints:
         if each.loss == loss:
-            return {of: dict(score) for of, score in each.scores.items()}
+            return each.scores
     for before, after in pairwise(checkpoints):
         if before.loss > loss > after.loss:
             share = (before.loss - loss) / (before.loss - after.loss)
@@ -59,7 +57,7 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> dict[str, dict[
     return {}
 
 
-def between(before: Mapping[str, Any], after: Mapping[str, Any], share: float) -> dict[str, Any]:
+def between(before: Line, after: Line, share: float) -> Line:
     """Return a score so far on the way from one to another; no value where one has none."""
     first, last = finite(before.get("value")), finite(after.get("value"))
     value = None if first is None or last is None else (1 - share) * first + share * last

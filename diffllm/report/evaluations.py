@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diffllm.evaluation.results import SHARE, Line, all_results
+from diffllm.evaluation.results import SHARE, Line, Lines, all_results
 from diffllm.report.difficulty import Curves, curves
 from diffllm.report.equal_loss import Checkpoint, loss_at, loss_of_all, scores_at
 from diffllm.report.find import listed
@@ -16,8 +16,6 @@ from diffllm.statistics.intervals import Estimate, estimate
 from diffllm.statistics.survival import Times
 
 ALL = "mean of all levels"
-Results = dict[str, Line]
-"""Scores of a run by name, or results of a checkpoint by evaluation."""
 LEVEL = 0.9
 """The share of right answers whose first time is told."""
 
@@ -81,11 +79,11 @@ def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
 
 
 def gathered(
-    name: str, rows: Sequence[Row], by_run: Mapping[Path, dict[int, Results]], notes: list[str]
+    name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]], notes: list[str]
 ) -> Evaluated | None:
     """Gather one evaluation, of the runs that were asked the same as the first of them."""
     asked: str | None = None
-    results: list[dict[tuple[int, int], Results]] = []
+    results: list[dict[tuple[int, int], Lines]] = []
     along: list[dict[tuple[int, int], list[Checkpoint]]] = []
     unit, others = "", []
     for row in rows:
@@ -130,13 +128,13 @@ def key_of(result: Line) -> Line:
     return {k: v for k, v in result["key"].items() if k != "checkpoint"}
 
 
-def by_name(result: Line) -> Results:
+def by_name(result: Line) -> Lines:
     """Return the scores of a result by name, the mean over its levels first."""
     scores = [*overall(result["unit"], result["scores"]), *result["scores"]]
     return {score["of"]: score for score in scores}
 
 
-def checkpoints(run: Run, name: str, steps: Mapping[int, Results]) -> list[Checkpoint]:
+def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
     """List the checkpoints of a run that were asked the same as the newest, with their losses."""
     newest = key_of(steps[max(steps)][name])
     return [
@@ -165,7 +163,7 @@ def at_equal_loss(
 
 
 def score_lines(
-    labels: Iterable[str], results: list[dict[tuple[int, int], Results]], bases: list[int | None]
+    labels: Iterable[str], results: list[dict[tuple[int, int], Lines]], bases: list[int | None]
 ) -> list[ScoreLine]:
     """Set the scores of all rows beside each other, those that some row has."""
     lines = [score_line(of, results, bases) for of in labels]
@@ -184,7 +182,7 @@ def overall(unit: str, scores: list[Line]) -> list[Line]:
 
 
 def score_line(
-    of: str, results: list[dict[tuple[int, int], Results]], bases: list[int | None]
+    of: str, results: list[dict[tuple[int, int], Lines]], bases: list[int | None]
 ) -> ScoreLine:
     """Set one score of all rows beside each other."""
     values = [
@@ -205,7 +203,7 @@ def score_line(
     return ScoreLine(of, finite(every[0].get("chance")), cells)
 
 
-def grids(results: list[dict[tuple[int, int], Results]]) -> list[Grid]:
+def grids(results: list[dict[tuple[int, int], Lines]]) -> list[Grid]:
     """Gather what scores say by further facts, their keys beginning with "by_"."""
     every = [score for own in results for scores in own.values() for score in scores.values()]
     facts = dict.fromkeys(
@@ -225,7 +223,7 @@ def grids(results: list[dict[tuple[int, int], Results]]) -> list[Grid]:
     return found
 
 
-def over_seeds(own: dict[tuple[int, int], Results], of: str, fact: str, value: str) -> float | None:
+def over_seeds(own: dict[tuple[int, int], Lines], of: str, fact: str, value: str) -> float | None:
     """Return the mean over seeds at a level and a value of a fact; None without any."""
     found = [scores[of].get(fact, {}).get(value) for scores in own.values() if of in scores]
     known = [x for each in found if (x := finite(each)) is not None]

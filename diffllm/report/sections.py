@@ -350,15 +350,14 @@ class Figures:
         """The scores over each setting by which levels differ."""
         cards = []
         for each in evaluated.curves:
-            labels = [f"{value:g}" for value in each.values]
+            labels = [f"{value:.10g}" for value in each.values]
             unit = evaluated.unit.partition(",")[0]
             drawing = draw_levels(each.bands, self.styles, unit, each.setting, labels, each.guesses)
             title = ", ".join(filter(None, [f"{evaluated.name} by {each.setting}", each.title]))
-            name, data = self.next_name(), scales(drawing.axes[0], each.setting)
-            svg = to_svg(drawing, name, self.styles, labels=",".join(labels), **data)
             guessed = any(guess is not None for guess in each.guesses)
             caption = "Thin and dotted: a guess." if guessed else ""
-            cards.append(Card(name, title, caption, svg, ()))
+            named = ",".join(labels)
+            cards.append(self.card(Curve(title), caption, drawing, each.setting, labels=named))
         return cards
 
     def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:
@@ -381,9 +380,9 @@ class Figures:
         bar = to_svg(draw_bar(maps), name, self.styles)
         return [Card(name, plot.title, caption, bar, panels, plot.folded)]
 
-    def card(self, plot: Plot, caption: str, drawing: Figure, across: str) -> Card:
+    def card(self, plot: Plot, caption: str, drawing: Figure, across: str, **data: str) -> Card:
         """A drawing under a name that the page has once."""
-        name, data = self.next_name(), scales(drawing.axes[0], across)
+        name, data = self.next_name(), data | scales(drawing.axes[0], across)
         svg = to_svg(drawing, name, self.styles, **data)
         return Card(name, plot.title, caption, svg, (), plot.folded)
 

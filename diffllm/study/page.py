@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from diffllm.files import replace_file
 from diffllm.metrics.table import metric_of
 from diffllm.report import bands
-from diffllm.report.drawing import draw_bands, draw_curves
+from diffllm.report.drawing import draw_curves, draw_levels
 from diffllm.report.intervals import draw_gaps
 from diffllm.report.numbers import MISSING, compact, short
 from diffllm.report.rows import Row
@@ -188,8 +188,8 @@ def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[
         curves.append(bands.over_seeds(Series(places, np.array(y, np.float64)) for y in seeds))
     if not any(curves):
         return []
-    figure, axes = draw_bands(curves, styles, "nats a token", False, "learning rate")
-    axes.set_xticks(places, [f"{lr:g}" for lr in rates])
+    labels = [f"{lr:g}" for lr in rates]
+    figure = draw_levels(curves, styles, "nats a token", "learning rate", labels)
     caption = "Final held-out loss: mean and range over seeds; a cross where one diverged next."
     return [("f2", "Loss over learning rates", to_svg(figure, "f2", styles), caption)]
 

@@ -128,11 +128,13 @@ def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Ask
 def levels_in(text: str) -> list[Level]:
     """Read levels, none from an empty text; raises ConfigError."""
     try:
-        return levels_of(yaml.safe_load(text)) if text else []
-    except (yaml.YAMLError, ConfigError):
-        raise ConfigError(
-            f"level={text} must be settings like {{pairs: 16}}, or {{pairs: [4, 8, 16]}}"
-        ) from None
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError:
+        settings = None  # which are no settings either
+    try:
+        return levels_of(settings) if text else []
+    except ConfigError as error:
+        raise ConfigError(f"level={text} {error}") from None
 
 
 def runs_in(path: Path) -> list[Path]:

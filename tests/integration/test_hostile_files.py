@@ -50,7 +50,16 @@ RESULT = json.dumps(
     {
         "key": {"evaluation": "mqar"},
         "unit": "share of right answers",
-        "scores": [{"of": "pairs 4", "value": 0.5, "chance": 0.25, "by_place": {"0": 0.5}}],
+        "scores": [
+            {
+                "of": f"pairs {n}",
+                "value": 0.5,
+                "chance": 0.25,
+                "level": {"pairs": n},
+                "by_place": {"0": 0.5},
+            }
+            for n in (2, 4, 8)
+        ],
     }
 )
 
