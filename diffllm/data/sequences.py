@@ -64,5 +64,6 @@ def read_sequences(stream: Stream, seq_len: int, places: np.ndarray) -> Batch:
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if stream.masked:
         masks = [stream.loss_mask(start + 1, start + seq_len + 1) for start in starts]
-        targets[torch.from_numpy(~np.stack(masks))] = -1
+        # In place it would change the inputs as well: both are views where there is one sequence.
+        targets = targets.masked_fill(torch.from_numpy(~np.stack(masks)), -1)
     return inputs, targets

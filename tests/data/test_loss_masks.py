@@ -136,6 +136,10 @@ def test_targets_of_a_stream(make_stream: MakeStream, masked: TokenStream) -> No
     plain = StreamSequences(make_stream(tokens, directory="plain"), 16)
     everything = np.arange(len(plain))
     inputs, targets = StreamSequences(masked, 16).read(everything)
+    for place in everything:
+        one = StreamSequences(masked, 16).read(everything[place : place + 1])
+        assert torch.equal(one[0], inputs[place : place + 1])
+        assert torch.equal(one[1], targets[place : place + 1])
     same, whole = plain.read(everything)
     assert torch.equal(inputs, same)
     wanted = torch.from_numpy(mask[1 : 1 + whole.numel()]).view_as(whole)
