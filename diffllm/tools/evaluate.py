@@ -102,6 +102,7 @@ def main(argv: list[str]) -> None:
         if args.wandb and not record(subject, results):
             print(f"{run}: its config disables wandb", file=sys.stderr)
         if not as_json:
+            print(end="\n" * (len(found) > 1))
             show(run, subject.checkpoint.name, results)
     if as_json:
         print(json.dumps(found[args.run] if list(found) == [args.run] else found, indent=2))
