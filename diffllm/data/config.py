@@ -47,6 +47,7 @@ READ_BY = {
 COLUMNS = ("text_column", "prompt_column")
 READ = {
     "stdlib": (),
+    "packages": (),
     "synthetic": (),
     "files": ("paths", *COLUMNS, "sample_by"),
     "hub": ("dataset", "name", "data_dir", "split", "revision", *COLUMNS),
@@ -59,7 +60,7 @@ TABLES = (".parquet", ".jsonl", ".json", ".bin", ".ds")
 MIXTURE, TOKENS = "mixture", "tokens"
 PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
 """Sources that are no text of documents: their preparation is another one."""
-OURS = ("stdlib", "files", "hub", *PREPARED_ELSEWHERE)
+OURS = ("stdlib", "packages", "files", "hub", *PREPARED_ELSEWHERE)
 
 
 @dataclass
@@ -103,8 +104,8 @@ class TextConfig:
             if value and self.source in OURS and self.source not in read:
                 needs = f"data={source}" if where == "data." else f"{where}source={source}"
                 raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
-        if self.prompt_column and self.source in ("stdlib", TOKENS):
-            raise ConfigError(f"{where}prompt_column needs columns, which {self.source} has not")
+        if self.prompt_column and self.source in ("stdlib", "packages", TOKENS):
+            raise ConfigError(f"{where}prompt_column is not supported with data={self.source}")
         if self.prompt_column == self.text_column:
             raise ConfigError(f"{where}prompt_column has to be another than {where}text_column")
         if self.source == "files" and not self.paths:

@@ -91,6 +91,8 @@ class Manifest:
     cut: bool = False
     """True if the corpus is a single document, whose end is held out."""
     skipped_duplicates: int = 0
+    note: str = ""
+    """How the corpus differs from a reference that is known; empty if it does not."""
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":

@@ -22,7 +22,9 @@ FACTS: dict[str, tuple[type, ...]] = {
         ("parameters", "active_parameters", "flops_per_token", "heldout_tokens", "ranks"),
         NUMBER,
     ),
-    **dict.fromkeys(("corpus", "tokenizer", "device", "compute_dtype", "torch"), TEXT),
+    **dict.fromkeys(
+        ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
+    ),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": SUMMARY,

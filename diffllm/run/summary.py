@@ -47,6 +47,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         f"{choices['data']}: {training_text(splits['train'])}, {heldout_text(data)}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}",
+        *([f"corpus: {data.manifest.note}"] if data.manifest.note else []),
         *sources_text(cfg, data),
         *packing_text(cfg, data),
         f"wandb: {wandb_text(cfg, path)}",
@@ -144,6 +145,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "active_parameters": t.model.active_parameters(),
         "flops_per_token": t.model.flops_per_token(),
         "corpus": data.manifest.corpus,
+        "corpus_note": data.manifest.note,
         "tokenizer": data.manifest.pieces_hash,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "heldout_tokens": heldout_tokens(heldout, eos_id, cfg.eval.tokens),

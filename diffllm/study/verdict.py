@@ -287,6 +287,8 @@ def not_comparable(
     for run in runs:
         problem = strayed(run.path, run.cfg, wanted[run.path])
         problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
+    notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
+    problems += [f"corpus: {note}" for note in sorted(notes)]
     for fact in ALIKE:
         known = sorted({str(run.facts.get(fact)) for run in runs})
         if len(known) > 1:

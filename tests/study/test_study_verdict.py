@@ -158,6 +158,15 @@ def test_runs_on_other_text_are_not_comparable(tmp_path):
     assert "runs differ in corpus" in found.reasons[0]
 
 
+def test_runs_on_other_packages_than_the_reference_are_not_comparable(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
+    note = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
+    arms = {"half": HALF, "v2": [4.3, 4.312, 4.289]}
+    write_arms(study, tmp_path / "out", arms, corpus_note=note)
+    found = judge(study, tmp_path / "out")
+    assert (found.verdict, found.reasons) == ("not comparable", [f"corpus: {note}"])
+
+
 def test_a_run_that_was_changed_is_not_comparable(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF, "v2": [4.3, 4.312, 4.289]})

@@ -51,6 +51,7 @@ class MixtureData:
                 for name in first.splits
             },
             cut=any(manifest.cut for manifest in (first, *others)),
+            note="; ".join(f"{name}: {each[name].note}" for name in each if each[name].note),
         )
 
     def tokenizer(self) -> Tokenizer:

@@ -215,6 +215,7 @@ class TokensJob:
             splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
             cut=self.cut,
             skipped_duplicates=sum(r.skipped_duplicates for r in records),
+            note=self.corpus.note,
         )
 
 

@@ -69,6 +69,8 @@ class Corpus:
     place: str | None = None
     """Hash of where it lies and how it is read, whatever its content; None where that is not
     known."""
+    note: str = ""
+    """How the content differs from a reference that is known; empty if it does not."""
     skipped_empty: int = 0
     """Number of files left out because they hold nothing but whitespace."""
     skipped_undecodable: int = 0

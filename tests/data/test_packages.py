@@ -1,0 +1,99 @@
+"""`data=packages`: the same text on every machine, and a note if it is another text."""
+
+import importlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffllm.data.config import DataConfig
+from diffllm.data.text import packages
+from diffllm.data.text.corpus import Corpus, open_corpus
+from diffllm.data.text.file_index import file_facts
+from diffllm.data.text.packages import REFERENCE, REFERENCE_SHA256, Package
+from diffllm.errors import DataError
+
+MakeConfig = Callable[..., DataConfig]
+FILES = {
+    "aaa/__init__.py": "# wheels for Windows change this file\n",
+    "aaa/core.py": "def core(): pass\n",
+    "aaa/version.py": "version = '1'\n",
+    "aaa/old/module.py": "built = 'for one Python version'\n",
+    "aaa/sub/blank.py": "\n",
+    "aaa/sub/z.py": "z = 1\n",
+    "bbb/__init__.py": "",
+    "bbb/__config__.py": "compiler = 'gcc'\n",
+    "bbb/copy.py": "def core(): pass\n",
+    "bbb/own.py": "own = 2\n",
+}
+
+
+def opened(cfg: DataConfig) -> Corpus:
+    return open_corpus(cfg, Path(cfg.cache_dir))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig) -> Path:
+    """Install two small packages and make their text the reference; return their directory."""
+    root = tmp_path / "site"
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    monkeypatch.syspath_prepend(str(root))
+    monkeypatch.setattr(packages, "ONLY_SOME_BUILDS", ("aaa/old/",))
+    reference = {}
+    for name, version in (("aaa", "1"), ("bbb", "2")):
+        facts = file_facts(packages.package_files(name), tmp_path / "cache")
+        reference[name] = Package(version, packages.texts_hash(facts))
+    monkeypatch.setattr(packages, "REFERENCE", reference)
+    identity = opened(make_config(source="packages")).identity
+    monkeypatch.setattr(packages, "REFERENCE_SHA256", identity)
+    return root
+
+
+def test_installed_packages_are_the_reference_corpus(make_config: MakeConfig) -> None:
+    corpus = opened(make_config(source="packages"))
+    assert (corpus.identity, corpus.note) == (REFERENCE_SHA256, "")
+    assert 90e6 < sum(part.size for part in corpus.parts) < 140e6
+
+
+def test_reference_versions_are_those_of_constraints() -> None:
+    pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert {f"{name}=={package.version}" for name, package in REFERENCE.items()} <= {*pinned}
+
+
+def test_generated_files_duplicates_and_blank_files_are_skipped(
+    installed: Path, make_config: MakeConfig
+) -> None:
+    corpus = opened(make_config(source="packages"))
+    assert [*corpus.texts()] == ["def core(): pass\n", "z = 1\n", "own = 2\n"]
+    assert (corpus.note, corpus.skipped_empty) == ("", 1)
+
+
+@pytest.mark.parametrize("name", ["aaa/__init__.py", "aaa/version.py", "bbb/__config__.py"])
+def test_a_generated_file_does_not_change_the_corpus(
+    name: str, installed: Path, make_config: MakeConfig
+) -> None:
+    (installed / name).write_text("built = 'elsewhere'\n")
+    assert opened(make_config(source="packages")).note == ""
+
+
+def test_note_names_every_package_with_other_text(
+    installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (installed / "bbb/own.py").write_text("own = 3\n")
+    (installed / "bbb-2.dist-info").mkdir()
+    (installed / "bbb-2.dist-info/METADATA").write_text("Name: bbb\nVersion: 2\n")
+    cfg = make_config(source="packages")
+    edited = "not the reference corpus: bbb 2 with other files (reference 2)"
+    assert opened(cfg).note == edited
+    shutil.rmtree(installed / "aaa")
+    importlib.invalidate_caches()
+    assert opened(cfg).note == (
+        "not the reference corpus: aaa missing (reference 1), bbb 2 with other files (reference 2)"
+    )
+    shutil.rmtree(installed / "bbb")
+    importlib.invalidate_caches()
+    with pytest.raises(DataError, match="data=packages: none of aaa, bbb is installed"):
+        opened(cfg)

@@ -1,0 +1,33 @@
+"""A run on `data=packages` whose packages are not those of the reference."""
+
+import json
+import sys
+from pathlib import Path
+
+from cli_helpers import documents
+from forked_runs import forked_call
+
+import diffllm
+from diffllm.data.text import packages
+
+
+def run_on_another_package(words: list[str]) -> int:
+    """Train on one small package, whose text the reference does not know."""
+    Path("site/small").mkdir(parents=True)
+    for i, text in enumerate(documents(100)):
+        Path(f"site/small/module{i}.py").write_text(text)
+    sys.path.insert(0, "site")
+    packages.REFERENCE = {"small": packages.Package("2.0", "")}
+    cfg = diffllm.load_config([*words, "run.dir=run"])
+    diffllm.train(cfg)
+    return 0
+
+
+def test_headline_and_run_json_name_packages_that_differ(tmp_path, tiny, environment):
+    own = [w for w in tiny if not w.startswith(("data=", "data.paths", "data.heldout"))]
+    words = [*own, "data=packages", "data.heldout_fraction=0.2", "steps=1"]
+    done = forked_call(run_on_another_package, words, tmp_path, environment)
+    assert done.code == 0, done
+    note = "not the reference corpus: small missing (reference 2.0)"
+    assert f"\ncorpus: {note}\n" in done.out
+    assert json.loads((tmp_path / "run/run.json").read_text())["corpus_note"] == note
