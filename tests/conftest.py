@@ -1,8 +1,8 @@
-"""Shared by all tests: deterministic, offline, few threads."""
+"""Shared by all tests: the same cases in every run, offline, few threads."""
 
 import gc
 import os
-import secrets
+import random
 import signal
 import sys
 from pathlib import Path
@@ -11,9 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # gloo.py
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault(
-    "FUZZ_SEED", str(secrets.randbelow(2**32))
-)  # workers have that of their parent
 # Before torch is imported. Workers side by side share the cores, with the runs that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process would compile all modules anew
@@ -23,10 +20,38 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py, whose imports f
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
 sys.dont_write_bytecode = False
+
+SEED = int(os.environ.get("FUZZ_SEED", "20261124"))
+"""The seed of every drawn test case; `make fuzz` sets another one in FUZZ_SEED."""
+
+# Without time limits: a busy machine must not fail a test.
+hypothesis.settings.register_profile(
+    "diffllm",
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("diffllm")
+# Hypothesis also draws constants of all local modules that are imported so far. Those modules
+# depend on the tests that ran before in the same worker, so this turns these constants off.
+providers._get_local_constants = lambda: providers._local_constants
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugin of Hypothesis reads this option
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.hypothesis_seed = str(SEED)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random generator for the cases of one test; `make fuzz` runs each test that uses it."""
+    return random.Random(f"{SEED} {request.node.nodeid}")
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +64,19 @@ LONG = ("integration", "plan", "distributed")
 """Folders of the tests that take longest; they start first, or one would run alone in the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+    for item in items:
+        by_hypothesis = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        if by_hypothesis or "rng" in getattr(item, "fixturenames", ()):
+            item.add_marker("fuzz")
 
 
 def pytest_collection_finish() -> None:
     """Freeze the objects made so far: collecting them again and again takes a tenth of the time."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if "not slow" not in config.option.markexpr:
-        terminalreporter.write_line(
-            f"FUZZ_SEED={os.environ['FUZZ_SEED']} draws the same cases again"
-        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

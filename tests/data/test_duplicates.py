@@ -101,7 +101,7 @@ def test_a_source_that_repeats_another_is_refused(tmp_path: Path, make_config: M
     corpora=st.lists(st.lists(st.lists(st.integers(0, 30), max_size=12)), min_size=1, max_size=4),
     at_once=st.integers(1, 40),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_left_out_is_what_a_set_has_seen(
     tmp_path_factory: pytest.TempPathFactory, corpora: list[list[list[int]]], at_once: int
 ) -> None:

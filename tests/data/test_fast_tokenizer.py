@@ -51,7 +51,7 @@ def test_a_directory_or_its_file_is_loaded(directory: Path, fast: Tokenizer) -> 
 @given(text=st.text())
 @example(f"one{END}two<pad>")
 @example("def f():\n    return 1\n\n\n\tx\r\n" * 3)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_text_comes_back_exactly(fast: Tokenizer, text: str) -> None:
     ids = fast.encode(text)
     assert fast.decode(ids) == text

@@ -57,12 +57,12 @@ def check(drawn: Drawn, tokenizer: str, cache: Path) -> None:
     assert [path for path in cache.glob("tokens/*") if path.name.isalnum()] == [], drawn
 
 
-@pytest.mark.parametrize("seed", slow_but([0], range(12)))
+@pytest.mark.parametrize("number", slow_but([0], range(12)))
 @pytest.mark.parametrize("kind", slow_but(FEW, sources.kinds()))
 def test_it_is_used_as_it_is_or_refused(
-    tmp_path: Path, tokenizer: str, kind: str, seed: int
+    tmp_path: Path, tokenizer: str, kind: str, number: int, rng: random.Random
 ) -> None:
-    drawn = sources.draw(random.Random(f"{kind} {seed}"), tmp_path, kind)
+    drawn = sources.draw(rng, tmp_path, kind)
     check(drawn, tokenizer, tmp_path / "cache")
 
 
@@ -122,11 +122,10 @@ def read(path: Path, form: str, cache: Path) -> list[str | None]:
 
 
 @pytest.mark.parametrize("kind", slow_but(REWRITTEN[:2], REWRITTEN))
-@pytest.mark.parametrize("seed", slow_but([0], range(8)))
+@pytest.mark.parametrize("number", slow_but([0], range(8)))
 def test_a_file_of_the_same_size_and_time_gives_its_new_text(
-    tmp_path: Path, tokenizer: str, kind: str, seed: int
+    tmp_path: Path, tokenizer: str, kind: str, number: int, rng: random.Random
 ) -> None:
-    rng = random.Random(seed)
     drawn = sources.draw(rng, tmp_path, kind)
     for _ in range(3):
         check(drawn, tokenizer, tmp_path / "cache")
@@ -135,8 +134,10 @@ def test_a_file_of_the_same_size_and_time_gives_its_new_text(
         assert drawn.expected != before.expected
 
 
-def test_a_file_that_is_only_linked_to_is_the_same(tmp_path: Path, tokenizer: str) -> None:
-    drawn = sources.draw(random.Random(0), tmp_path, "good jsonl")
+def test_a_file_that_is_only_linked_to_is_the_same(
+    tmp_path: Path, tokenizer: str, rng: random.Random
+) -> None:
+    drawn = sources.draw(rng, tmp_path, "good jsonl")
     facts = file_facts(drawn.paths, tmp_path / "cache")
     for path, of_file in zip(drawn.paths, facts, strict=True):
         (tmp_path / f"{path.name}.link").hardlink_to(path)
@@ -155,10 +156,9 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", slow_but(REWRITTEN[:1], REWRITTEN[:2]))
 def test_a_file_that_is_written_over_on_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str, rng: random.Random
 ) -> None:
     """No tokens and no tokenizer appear under the hash of its former text."""
-    rng = random.Random(0)
     drawn = [sources.draw(rng, tmp_path, kind)]
     cache = tmp_path / "cache"
     words = [*drawn[0].words, f"data.cache_dir={cache}", "data.vocab_size=320"]
@@ -181,10 +181,10 @@ def test_a_file_that_is_written_over_on_the_way(
 
 
 def test_what_was_begun_is_removed_only_where_nobody_needs_it(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, rng: random.Random
 ) -> None:
     """A former content of the same files is not needed, unless somebody is at it."""
-    rng, cache = random.Random(0), tmp_path / "cache"
+    cache = tmp_path / "cache"
 
     def begin(drawn: Drawn) -> Path:
         """Start a preparation that dies before its end; the directory of what is done."""

@@ -19,7 +19,7 @@ def read(order, first, count):
     return order.places(np.arange(first, first + count))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
 def test_every_source_is_spread_by_its_weight(weights, first):
     order = MixtureOrder([(0, weights)])
@@ -41,7 +41,7 @@ def test_every_source_is_spread_by_its_weight(weights, first):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
 def test_counts_stay_within_less_than_one_of_their_shares(counts):
     """The bound of the theorem, 1 - 1 / (2K - 2), at every place."""

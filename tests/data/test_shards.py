@@ -20,7 +20,7 @@ def stream(make_stream: MakeStream) -> TokenStream:
 
 
 @given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) -> None:
     start, stop = sorted(ends)
     tokens = stream.tokens(start, stop)

@@ -61,7 +61,7 @@ def garbage(rng: random.Random, file: Path) -> str:
 
 def truncated(rng: random.Random, file: Path) -> str:
     content = file.read_bytes()
-    size = rng.randrange(max(1, len(content)))
+    size = int(rng.random() * len(content))  # one draw, however long the file is
     file.write_bytes(content[:size])
     return f"cut to {size} bytes"
 
@@ -70,7 +70,7 @@ def bit_flips(rng: random.Random, file: Path) -> str:
     content = bytearray(file.read_bytes())
     count = rng.choice([1, 1, 5, 50])
     for _ in range(count if content else 0):
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        content[int(rng.random() * len(content))] ^= 1 << rng.randrange(8)
     file.write_bytes(content)
     return f"{count} bits flipped"
 

@@ -1,15 +1,13 @@
 """Wrong configurations, made from the config tree itself: each ends in one line.
 
 What is accepted although it looks wrong has to mean something: `assert_meaningful` builds it.
-A few cases, always the same, run by default; the slow tier draws thousands of new ones, from the
-number that FUZZ_SEED holds and pytest prints.
+The slow tier draws more cases than the fast tier.
 """
 
 import copy
 import functools
 import itertools
 import math
-import os
 import random
 import struct
 import types
@@ -25,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import changes, clean_environment, command, snapshot, train_command
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -41,10 +39,6 @@ from diffllm.optim import learning_rate
 
 pytestmark = pytest.mark.timeout(600)
 
-SEED = 20261121
-DRAWN = int(os.environ["FUZZ_SEED"])
-FIXED_FEW = "a few that are fixed"
-TIERS = [FIXED_FEW, pytest.param("many that are drawn", marks=pytest.mark.slow)]
 BASE = ["model=tiny", "seq_len=16", "steps=50", "optim.warmup_steps=2"]
 MOE = ["model=moe_tiny", *BASE[1:]]
 DENSE, MIXTURE = load_config(BASE), load_config(MOE)
@@ -83,27 +77,9 @@ def untouched(
     assert capfd.readouterr() == ("", "")
 
 
-def drawn(few: int, many: int, **strategies: Any) -> Callable[..., Any]:
-    """A test of hypothesis in two tiers."""
-
-    def decorate(check: Callable[..., None]) -> Callable[[str], None]:
-        @pytest.mark.parametrize("tier", TIERS)
-        def test(tier: str) -> None:
-            cases = given(**strategies)(check)
-            if tier == FIXED_FEW:
-                settings(max_examples=few, derandomize=True, deadline=None, database=None)(cases)()
-            else:
-                seed(DRAWN)(settings(max_examples=many, deadline=None, database=None)(cases))()
-
-        test.__doc__ = check.__doc__
-        return test
-
-    return decorate
-
-
-def of_tier(tier: str, few: int, many: int) -> tuple[random.Random, int]:
-    """Where random cases come from, and how many they are."""
-    return (random.Random(SEED), few) if tier == FIXED_FEW else (random.Random(DRAWN), many)
+def few_or(many: int, few: int) -> Any:
+    """Parametrize a test by its number of cases: `few`, and in the slow tier `many`."""
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def line_of(check: Callable[[], object]) -> str | None:
@@ -151,9 +127,8 @@ def wrong_values(key: str) -> list[str]:
     return [*values, *([] if optional else ["null"])]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_values_of_a_wrong_type(tier: str) -> None:
-    rng, count = of_tier(tier, 8, 60)
+@few_or(many=60, few=8)
+def test_values_of_a_wrong_type(rng: random.Random, count: int) -> None:
     keys = sorted(KEYS)
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
@@ -162,20 +137,21 @@ def test_values_of_a_wrong_type(tier: str) -> None:
         assert_refused([*BASE, f"{key}={value}"], named)
 
 
-NUMBERS = [key for key, (declared, _) in KEYS.items() if base_type(declared)[0] in (int, float)]
+KINDS = {key: base_type(declared)[0] for key, (declared, _) in KEYS.items()}
+NUMBERS = {key: kind for key, kind in KINDS.items() if kind in (int, float)}
 EDGES = {
     int: [0, -1, 1, 2, 3, 7, -2, 10**5, 2**31, 2**63 - 1, 2**63],
     float: [0, -1, 1, 0.5, 1.5, 1e-30, 1e-38, 1e-50, 1e30, 3e38, 1e39, -0.0],
 }
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_numbers_at_the_edges_mean_something_or_are_refused(tier: str) -> None:
-    """Set in a typed config, as composing one would; the slow tier tries each at every key."""
-    kinds = {key: base_type(KEYS[key][0])[0] for key in NUMBERS}
-    cases = [(key, kind(value)) for key, kind in kinds.items() for value in EDGES[kind]]
-    rng, count = of_tier(tier, 40, len(cases))
-    for key, value in rng.sample(cases, count):
+EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in EDGES[kind]]
+
+
+@few_or(many=len(EDGE_CASES), few=40)
+def test_numbers_at_the_edges_mean_something_or_are_refused(rng: random.Random, count: int) -> None:
+    """Set each number in a typed config, as composing one would; the slow tier tries every case."""
+    for key, value in rng.sample(EDGE_CASES, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
         line = line_of(functools.partial(checked, cfg))
         if line is None:
@@ -256,9 +232,8 @@ def edited(rng: random.Random, name: str) -> str:
     return rng.choice([name[:i] + letter + name[i:], name[:i] + name[i + 1 :], swapped])
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_keys_with_one_letter_wrong(tier: str) -> None:
-    rng, count = of_tier(tier, 5, 60)
+@few_or(many=60, few=5)
+def test_keys_with_one_letter_wrong(rng: random.Random, count: int) -> None:
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
@@ -272,13 +247,17 @@ def test_keys_with_one_letter_wrong(tier: str) -> None:
 NO_CHOICES = ["", "null", "Tiny", "tiny2", "[tiny]", "../model/tiny", "'x\\ny'", "3", "${model}"]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_choices_of_a_group(tier: str) -> None:
-    """The slow tier tries each with every group."""
-    words = [(group, f"{group}={value}") for group in GROUPS for value in NO_CHOICES]
-    words += [(group, word) for group in GROUPS for word in (f"~{group}", f"{group}@x=tiny")]
-    rng, count = of_tier(tier, 5, len(words))
-    for group, word in rng.sample(words, count):
+NO_CHOICE_WORDS = [
+    (group, word)
+    for group in GROUPS
+    for word in (*(f"{group}={value}" for value in NO_CHOICES), f"~{group}", f"{group}@x=tiny")
+]
+
+
+@few_or(many=len(NO_CHOICE_WORDS), few=5)
+def test_choices_of_a_group(rng: random.Random, count: int) -> None:
+    """Refuse each word with its group; the slow tier tries every word."""
+    for group, word in rng.sample(NO_CHOICE_WORDS, count):
         assert_refused([word], group)
 
 
@@ -347,9 +326,8 @@ def test_one_key_twice_is_its_last_value() -> None:
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_wrong_values_among_right_ones(tier: str) -> None:
-    rng, count = of_tier(tier, 5, 60)
+@few_or(many=60, few=5)
+def test_wrong_values_among_right_ones(rng: random.Random, count: int) -> None:
     fine = ["seed=3", "eval.sequences=2", "optim.lr=1e-4", "attention=gated", "wandb.mode=disabled"]
     right = [word.partition("=")[0] for word in fine]  # of a key twice the last value counts
     keys = [key for key in KEYS if not key.startswith(PARTS_OF_A_RUN) and key not in ANY_TEXT]
@@ -372,9 +350,8 @@ def test_wrong_values_among_right_ones(tier: str) -> None:
 SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
 
 
-@drawn(
-    few=40,
-    many=1500,
+@settings(max_examples=500)
+@given(
     world=st.integers(1, 12),
     replicate=SIZES,
     shard=SIZES,
@@ -426,9 +403,8 @@ VARIANTS = [
 ]
 
 
-@drawn(
-    few=15,
-    many=300,
+@settings(max_examples=150)
+@given(
     heads=st.integers(0, 6),
     kv_heads=st.integers(-1, 6),
     head_dim=st.sampled_from([-2, 0, 1, 2, 3, 8, 9]),
@@ -462,9 +438,8 @@ def test_shapes_are_refused_or_can_be_built(
     refused_or_built(model)
 
 
-@drawn(
-    few=15,
-    many=300,
+@settings(max_examples=150)
+@given(
     experts=st.integers(-1, 4),
     top_k=st.integers(-1, 5),
     expert_dim=st.sampled_from([-8, 0, 1, 8]),
@@ -498,9 +473,8 @@ def refused_or_built(model: ModelConfig) -> None:
 ROPE_VALUES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 32.0, 1e4, 1e30])
 
 
-@drawn(
-    few=40,
-    many=1500,
+@settings(max_examples=500)
+@given(
     scaling=st.sampled_from(RopeScaling),
     theta=ROPE_VALUES,
     factor=ROPE_VALUES,

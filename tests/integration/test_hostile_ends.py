@@ -1,6 +1,5 @@
 """Drawn cases of streams that fail and of values that end runs, as real commands."""
 
-import os
 import random
 from pathlib import Path
 
@@ -12,9 +11,9 @@ CASES = [(what, number) for what in ("outputs", "ends") for number in range(12)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "number"), CASES)
-def test_a_drawn_case_ends_as_it_should(what, number, corpus, environment, tmp_path: Path):
+def test_a_drawn_case_ends_as_it_should(what, number, corpus, environment, tmp_path: Path, rng):
     draw = {"outputs": outputs.draw, "ends": ends.draw}[what]
-    drawn = draw(random.Random(f"{os.environ['FUZZ_SEED']} {what} {number}"))
+    drawn = draw(rng)
     ended = outputs.started(drawn, tmp_path, (f"data.paths=[{corpus}]",), environment)
     assert outputs.problems(drawn, ended, tmp_path) == [], (drawn, ended)
 

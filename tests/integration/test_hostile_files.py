@@ -1,7 +1,4 @@
-"""Damaged files of a run, a sweep and a checkpoint, drawn: every command reads on or says why not.
-
-A few cases of each command, always the same, run by default; the slow tier draws new ones.
-"""
+"""Drawn damage to files of a run, a sweep and a checkpoint: commands read on or say why not."""
 
 import json
 import os
@@ -16,7 +13,6 @@ from forked_runs import tool, train
 from hostile.damage import SECRET, damage, take_away
 from tiers import slow_but
 
-SEED = 20261122
 FILES = (
     "config.yaml", "metrics.jsonl", "run.json", "summary.json", "saved.json", "changes.jsonl",
     "diverged.json", "run.log", "requeue", "tokenizer.model", "report.html", "../sweep.json",
@@ -143,10 +139,8 @@ def assert_one_line_or_success(name: str, result: Result, case: str) -> None:
     ),
 )
 def test_damage_ends_in_one_line_or_is_read_around(
-    name, number, finished_run, tiny, place, environment
+    name, number, finished_run, tiny, place, environment, rng
 ):
-    drawn = SEED if number == 0 else int(os.environ["FUZZ_SEED"])
-    rng = random.Random(f"{drawn} {name} {number}")
     for _ in range(3):
         run = copy_of(finished_run, place)
         case = break_it(rng, run)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
@@ -110,9 +109,9 @@ def test_a_path_of_another_machine_is_no_reason_not_to_read_a_run(finished_run, 
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key):
+def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
-    what, path = hostile_path(random.Random(key), tmp_path / "places")
+    what, path = hostile_path(rng, tmp_path / "places")
     before = snapshot(tmp_path)
     result = train([*overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment)
     assert result.code == 2, what

@@ -44,7 +44,7 @@ def documents_of(tokens, end=END):
 # Where they begin
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.integers(1, 9).flatmap(
         lambda length: st.lists(

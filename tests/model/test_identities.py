@@ -29,8 +29,8 @@ V1 = [name for name in VARIANTS if name.startswith("diff_v1")]
 SINKS = ["standard_sink", "standard_off_by_one"]
 DIM, SEQ_LEN = 12, 48
 
-few = settings(max_examples=8, deadline=None, derandomize=True)
-many = settings(max_examples=20, deadline=None, derandomize=True)
+few = settings(max_examples=8)
+many = settings(max_examples=20)
 unshrunk = settings(few, phases=[Phase.generate])  # where one failing example takes a second
 
 

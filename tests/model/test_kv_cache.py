@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from variants import SHAPES, VARIANTS, allowed, refused, small_config, small_model
 
@@ -169,12 +169,7 @@ def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, sha
         lengths += 1
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=25)
 @given(
     variant=st.sampled_from(VARIANTS),
     lengths=st.lists(st.integers(1, 10), min_size=1, max_size=4),

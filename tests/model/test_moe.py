@@ -217,7 +217,7 @@ def test_grouped_products_equal_looped_ones(monkeypatch, dtype, crowded):
             assert not grouped[2][name][[1, 2, 7]].any(), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 3),
     length=st.integers(1, 9),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +37,6 @@ sizes = st.floats(2.0**-100, 2.0**100, width=32)
 values = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
 
 
-@settings(deadline=None)
 @given(st.lists(values, min_size=1, max_size=20))
 def test_three_bf16_numbers_hold_a_float32(numbers):
     x = torch.tensor(numbers)

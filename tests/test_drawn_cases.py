@@ -1,0 +1,60 @@
+"""The same seed draws the same cases in every process, and another seed draws others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MODULE = """
+import os
+from hypothesis import given, strategies as st
+
+def record(*drawn):
+    with open(os.environ["RECORD"], "a") as file:
+        print(*map(ascii, drawn), file=file)
+
+@given(st.integers(), st.text(), st.floats(), st.sets(st.text()))
+def test_by_hypothesis(a, b, c, d):
+    record(a, b, c, sorted(d))
+
+def test_by_generator(rng):
+    record(rng.random())
+
+def test_without_cases():
+    record("not a drawing test")
+"""
+
+
+@pytest.mark.slow
+def test_cases_depend_on_the_seed_alone(tmp_path):
+    """They depend neither on the hash seed nor on other imported modules and their constants."""
+    (tmp_path / "test_drawing.py").write_text(MODULE)
+    (tmp_path / "constants.py").write_text(f"A = {list(range(1000, 1500))}\nB = 'not drawn'\n")
+
+    def drawn(seed: str, hash_seed: str, *plugins: str) -> str:
+        record = tmp_path / f"record-{seed}-{hash_seed}"
+        words = [word for name in ("conftest", *plugins) for word in ("-p", name)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *words, "-m", "fuzz", "test_drawing.py"],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "FUZZ_SEED": seed,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), str(tmp_path)]),
+                "RECORD": str(record),
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return record.read_text()
+
+    first = drawn("1", "1")
+    assert len(first.splitlines()) > 100
+    assert "not a drawing test" not in first
+    assert drawn("1", "2", "constants") == first
+    assert drawn("2", "1") != first
