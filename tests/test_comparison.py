@@ -9,6 +9,7 @@ import sys
 import termios
 
 import pytest
+from processes import PATIENCE_S
 
 from diffllm import load_config, tools
 from diffllm.tools.count import count
@@ -177,7 +178,7 @@ def on_a_terminal(columns, *words):
             output += block
     except OSError:
         pass  # the other end is closed
-    assert process.wait(timeout=60) == 0
+    assert process.wait(PATIENCE_S) == 0
     os.close(main)
     return plain(output.decode().replace("\r", ""))
 

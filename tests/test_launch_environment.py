@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from processes import PATIENCE_S, wait_until
 
 from diffllm.distributed.launcher import environment, first_host, meeting_point
 from diffllm.distributed.stop import StoppedEarly, StopRequest
@@ -121,7 +122,9 @@ def test_first_node_of_a_list(nodes: str, first: str) -> None:
 
 def stores(port_of: dist.TCPStore, count: int) -> list[dist.TCPStore]:
     return [
-        dist.TCPStore("127.0.0.1", port_of.port, is_master=False, timeout=timedelta(seconds=20))
+        dist.TCPStore(
+            "127.0.0.1", port_of.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
+        )
         for _ in range(count)
     ]
 
@@ -134,7 +137,7 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
     with ThreadPoolExecutor(3) as pool:
         for size in (3, 2, 3, 3):
             ranks = [
-                pool.submit(meet, store, rank, size, 20)
+                pool.submit(meet, store, rank, size, PATIENCE_S)
                 for rank, store in reversed(list(enumerate(stores(server, size))))
             ]
             met = {rank.result() for rank in ranks}
@@ -159,7 +162,7 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
         raise ConfigError("no such corpus")
 
     def late() -> None:
-        assert waits.wait(10), "rank 0 does not wait"
+        assert waits.wait(PATIENCE_S), "rank 0 does not wait"
         World(1, 2, 1, store).decide("what", choose)
 
     with ThreadPoolExecutor(1) as pool:
@@ -186,17 +189,17 @@ def test_a_rank_that_is_stopped_before_training_stops_the_others(first: int) -> 
     early = Watch(worlds[first], 600, NoSignal())
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(early.blame, StoppedEarly(signal.SIGTERM))
-        assert early.closed.wait(60)
+        assert early.closed.wait(PATIENCE_S)
         late = Watch(worlds[1 - first], 600, NoSignal())
         with pytest.raises(StoppedEarly) as stop:
             worlds[1 - first].wait(["what/the/early/one/would/have/written"])
         assert stop.value.args == (signal.SIGTERM,)
         if first:
-            leaving.result(60)
+            leaving.result(PATIENCE_S)
         else:
             assert not leaving.done(), "the store would end with rank 0"
         late.blame(stop.value)
-        leaving.result(60)
+        leaving.result(PATIENCE_S)
 
 
 def test_a_collective_that_a_stop_has_broken_is_no_missing_rank() -> None:
@@ -228,7 +231,8 @@ def test_rank_0_names_the_ranks_that_have_not_come() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("arrived/2", "from an earlier start")
     with ThreadPoolExecutor(1) as pool:
-        one = pool.submit(meet, *stores(server, 1), 1, 4, 20)
+        one = pool.submit(meet, *stores(server, 1), 1, 4, PATIENCE_S)
+        wait_until(lambda: server.check(["arrived/1"]), "rank 1")
         with pytest.raises(LaunchError, match="timeout=1 seconds: 2, 3"):
             meet(server, 0, 4, 1)
         one.result()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 from integration.runs import ROOT
+from processes import PATIENCE_S
 from test_launch_torchrun import AWKWARD, RECORD, environment_with, fake
 
 MANIFEST = ROOT / "launch" / "jobset.yaml"
@@ -34,7 +35,7 @@ def test_a_pod_starts_torchrun_with_every_argument(tmp_path: Path) -> None:
         words,
         env=environment_with(tmp_path / "bin", SEEN=str(seen), **env),
         cwd=ROOT,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0
     heard = json.loads(seen.read_text())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from integration.runs import ROOT
+from processes import PATIENCE_S
 from test_launch_torchrun import AWKWARD, environment_with, fake
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
@@ -30,7 +31,7 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
     env = environment_with(
         directory / "bin", SLURM_JOB_ID="77", CODE=str(code), MARKER="1" * marker, STATE=state
     )
-    done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=30)
+    done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=PATIENCE_S)
     asked = directory / "scontrol.json"
     scontrol = json.loads(asked.read_text()) if asked.exists() else None
     return done.returncode, json.loads((directory / "srun.json").read_text()), scontrol

@@ -7,11 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from integration.runs import PATIENCE_S, ROOT, command, descendants, prepared_corpus, wait_for
+from integration.runs import ROOT, command, descendants, prepared_corpus, wait_for
+from processes import PATIENCE_S, has_ended, wait_until
 
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 AWKWARD = [
@@ -53,7 +53,7 @@ def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -
     fake(tmp_path / "bin", "torchrun", RECORD)
     seen = tmp_path / "seen.json"
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
-    subprocess.run([script, *words], env=env, cwd=tmp_path, check=True, timeout=30)
+    subprocess.run([script, *words], env=env, cwd=tmp_path, check=True, timeout=PATIENCE_S)
     return json.loads(seen.read_text())
 
 
@@ -90,7 +90,7 @@ def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path: Path) -> No
 def test_many_nodes_need_an_endpoint(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "torchrun", RECORD)
     env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(tmp_path / "seen"))
-    done = subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode != 0
     assert "RDZV_ENDPOINT: the address of one of the nodes, host:port" in done.stderr
     assert not (tmp_path / "seen").exists()
@@ -99,7 +99,7 @@ def test_many_nodes_need_an_endpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 1, 7, 143])
 def test_the_exit_code_is_torchruns(tmp_path: Path, code: int) -> None:
     fake(tmp_path / "bin", "torchrun", f"raise SystemExit({code})\n")
-    done = subprocess.run([SCRIPT], env=environment_with(tmp_path / "bin"), timeout=30)
+    done = subprocess.run([SCRIPT], env=environment_with(tmp_path / "bin"), timeout=PATIENCE_S)
     assert done.returncode == code
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_asks_to_go_on(
         (run / "requeue").touch()
     variables = {"RUN_DIR": str(run)} if named else {}
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
-    done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=30)
+    done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=PATIENCE_S)
     assert done.returncode == expected
     given = json.loads(seen.read_text())
     assert given[given.index("train.py") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
@@ -199,24 +199,14 @@ def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path: Path) -> None
     fake(
         tmp_path / "bin",
         "torchrun",
-        "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(60)\n",
+        "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(3600)\n",
     )
     seen = tmp_path / "seen"
     env = environment_with(tmp_path / "bin", SEEN=str(seen))
     process = subprocess.Popen([SCRIPT], env=env, stdout=subprocess.PIPE, text=True)
     wait_for(seen.exists, process, "torchrun")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those that have not ended; a zombie that nobody has waited for has."""
-    return [
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}/stat").exists()
-        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    ]
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
@@ -229,7 +219,4 @@ def test_workers_end_with_a_killed_torchrun(tmp_path: Path, corpus: Path) -> Non
     assert len(below) >= 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + PATIENCE_S
-    while alive(below) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(below)
+    wait_until(lambda: all(map(has_ended, below)), "end of the workers")

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+from processes import PATIENCE_S
 from tiers import slow_but
 from wandb_file import OfflineRun
 
@@ -308,15 +308,13 @@ def test_a_directory_that_wandb_cannot_write_to_says_so_once(tmp_path, capfd):
 def test_a_backlog_that_is_never_taken_ends_in_one_line(tmp_path, monkeypatch, capfd):
     released = threading.Event()
     fake = Broken()
-    fake.log = lambda values: released.wait(30)
+    fake.log = lambda values: released.wait()
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     monkeypatch.setattr(wandb_run, "BACKLOG", 3)
     run = a_run(tmp_path)
-    start = time.monotonic()
-    for step in range(1, 9):
+    for step in range(1, 9):  # would wait for ever if it waited for wandb
         run.log({"step": step})
     run.finish()
-    assert time.monotonic() - start < 5
     assert "has not taken the last 3 lines" in only_line(capfd)
     released.set()
 
@@ -328,15 +326,13 @@ from diffllm.metrics import wandb_run
 from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun
 import wandb
 
-wandb_run.FINISH_SECONDS = 2
+wandb_run.FINISH_SECONDS = 2 if sys.argv[2] == "SIGSTOP" else 200
 choices = {"attention": "gated", "model": "tiny"}
 run = WandbRun(WandbConfig(mode=WandbMode.offline), Path(sys.argv[1]), choices, None, {}, None)
 run.log({"step": 1, "tokens": 10})
 os.kill(wandb.setup()._connection._proc._process.pid, getattr(signal, sys.argv[2]))
-start = time.monotonic()
 for step in range(2, 400):
     run.log({"step": step, "tokens": 10, **{f"context_rms/layer_{i:02d}": 0.5 for i in range(99)}})
-assert time.monotonic() - start < 1, "training waited"
 run.finish({"x": 1})
 print("finished")
 """
@@ -350,12 +346,12 @@ print("finished")
     ),
 )
 def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
-    """A stopped one takes values until the socket is full, then blocks whoever sends more."""
+    """A stopped service takes values until the socket is full, then blocks a sender for ever."""
     done = subprocess.run(
         [sys.executable, "-c", SERVICE, str(tmp_path), name],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "finished\n"

@@ -2,10 +2,10 @@
 
 import json
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
+from processes import wait_until
 from wandb.proto.wandb_internal_pb2 import MetricRecord, Record, RunRecord
 
 BLOCK = 32768
@@ -73,12 +73,14 @@ def read_records(path: Path) -> list[Record]:
 
 def complete_records(path: Path) -> list[Record]:
     """All records; wandb's service may still be writing after finish()."""
-    for _ in range(300):
-        found = read_records(path) if path.stat().st_size else []
-        if found and found[-1].WhichOneof("record_type") == "exit":
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"{path} has no exit record")
+    found: list[Record] = []
+
+    def complete() -> bool:
+        found[:] = read_records(path) if path.stat().st_size else []
+        return bool(found) and found[-1].WhichOneof("record_type") == "exit"
+
+    wait_until(complete, f"exit record in {path}")
+    return found
 
 
 def covers(pattern: str, name: str) -> bool:

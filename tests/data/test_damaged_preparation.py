@@ -5,10 +5,10 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,14 +30,23 @@ MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(3000)
 
 PREPARE = """
-import sys
+import os, signal, sys
 from diffllm.data.preparation import prepare as preparation
 from diffllm.data.config import DataConfig, SampleBy
-cfg = DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vocab_size=400,
-                 sample_by=SampleBy.line)
-print("ready", flush=True)
-print(preparation.prepare(cfg).directory)
+moment, cache, *paths = sys.argv[1:]
+seen, own = 0, os.getpid()
+def count(event, arguments):
+    global seen
+    if event in ("open", "os.mkdir", "os.rename", "os.remove") and os.getpid() == own:
+        seen += str(arguments[0]).startswith(cache)
+        if seen == int(moment):
+            os.kill(own, signal.SIGKILL)
+sys.addaudithook(count)
+preparation.prepare(DataConfig(source="files", paths=paths, cache_dir=cache, vocab_size=400,
+                               sample_by=SampleBy.line))
+print(seen)
 """
+"""Prepares, and kills itself at a moment: so many files or directories of the cache later."""
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
@@ -201,29 +210,24 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, make_config: MakeConfig) -> 
 
 @pytest.mark.slow
 def test_sigkill_at_random_moments_leaves_nothing_half_done(
-    tmp_path: Path, make_config: MakeConfig
+    tmp_path: Path, make_config: MakeConfig, rng: random.Random
 ) -> None:
     """Leftovers are never taken for complete, and the next start makes the same as ever."""
     paths = make_three(tmp_path, ".jsonl")
     cfg = make_config(*paths)
+
+    def prepare_until(moment: int, cache: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", PREPARE, str(moment), cache, *map(str, paths)]
+        return subprocess.run(command, capture_output=True, text=True)
+
     undisturbed = prepare(make_config(*paths, cache_dir=str(tmp_path / "undisturbed")))
-    command = [sys.executable, "-c", PREPARE, cfg.cache_dir, *map(str, paths)]
-    rng, killed, taken = random.Random(1), 0, 3.0
+    moments, killed = int(prepare_until(0, str(tmp_path / "counted")).stdout), 0
     while killed < 5:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        started = time.monotonic()
-        try:
-            process.wait(rng.uniform(0, taken))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:  # too late: begin again, and aim earlier
-            taken = time.monotonic() - started
-            subprocess.run(["rm", "-r", cfg.cache_dir], check=True)
+        done = prepare_until(rng.randint(1, moments), cfg.cache_dir)
+        if done.returncode == 0:  # an earlier start has left less to do: begin again
+            shutil.rmtree(cfg.cache_dir)
             continue
+        assert done.returncode == -signal.SIGKILL, done.stderr
         killed += 1
         for name in visible(Path(cfg.cache_dir)):
             directory = Path(cfg.cache_dir) / name

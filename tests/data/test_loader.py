@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import PATIENCE_S
 from tiers import slow_but
 
 from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
@@ -277,6 +278,6 @@ def test_workers_leave_quietly_with_the_trainer(
     if end == "hang":
         trainer.kill()
     # Standard error ends when the last process that holds it is gone.
-    _, stderr = trainer.communicate(timeout=60)
+    _, stderr = trainer.communicate(timeout=PATIENCE_S)
     assert stderr == ""
     assert trainer.returncode == (-signal.SIGKILL if end == "hang" else 0)

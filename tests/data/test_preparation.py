@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import PATIENCE_S
 from sample_texts import sample_documents
 from tiers import slow_but
 
@@ -234,7 +235,7 @@ def test_processes_that_prepare_one_cache_agree(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     (directory,) = {stdout.strip() for stdout, _ in outputs}
     # Two lines from the one that prepared, none from those that waited.
@@ -271,7 +272,7 @@ def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_f
     assert what in second.stderr.readline()
     first.kill()
     first.communicate()
-    stdout, stderr = second.communicate(timeout=60)
+    stdout, stderr = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, stderr
     assert (Path(stdout.strip()) / "manifest.json").is_file()
 

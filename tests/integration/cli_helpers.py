@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import PATIENCE_S
 
 REPO = Path(__file__).parents[2]
 TRAIN = REPO / "train.py"
@@ -49,7 +50,9 @@ def call(main: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> Result:
     return Result(code, captured.out, captured.err)
 
 
-def command(words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: int = 120) -> Result:
+def command(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: int = PATIENCE_S
+) -> Result:
     """Run a real command; its output is piped."""
     done = subprocess.run(
         [str(word) for word in words],

@@ -25,7 +25,8 @@ import torch
 from cli_helpers import TRAIN, Result
 from gloo import forked
 from planted_train import Fault
-from runs import PATIENCE_S, overrides_of
+from processes import PATIENCE_S
+from runs import overrides_of
 
 NO_FAULT = Fault()
 

@@ -91,7 +91,7 @@ def main(fault: Fault, words: list[str]) -> int:
             real_facts = session.corpus_facts
             session.corpus_facts = lambda data: {**real_facts(data), "tokens": "others"}
         elif fault.kind == "slow claim":
-            continuation.resume_checkpoint = lambda *_: time.sleep(60)
+            continuation.resume_checkpoint = lambda *_: time.sleep(3600)
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "endless second save":

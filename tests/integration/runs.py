@@ -4,10 +4,10 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
+from processes import wait_until
 
 from diffllm import load_config
 from diffllm.checkpoint import load_tensors, read_state
@@ -15,8 +15,6 @@ from diffllm.data import prepare
 
 ROOT = Path(__file__).parents[2]
 PERF = ("perf/",)
-PATIENCE_S = 240
-"""Nothing that a test waits for takes so long, however busy the machine."""
 
 
 def write_corpus(directory: Path) -> Path:
@@ -79,11 +77,13 @@ def descendants(parent: int, deep: bool = True) -> list[int]:
 
 def wait_for(condition, process: subprocess.Popen, what: str) -> None:
     """Poll until `condition()`; the process must not end before."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert process.poll() is None, f"the process ended before {what}"
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.005)
+
+    def met() -> bool:
+        found = bool(condition())
+        assert found or process.poll() is None, f"the process ended before {what}"
+        return found
+
+    wait_until(met, what)
 
 
 def metric_lines(run: Path) -> list[dict]:

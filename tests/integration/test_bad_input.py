@@ -29,8 +29,6 @@ from forked_runs import ForkedRun, Gate
 
 from diffllm import tools
 
-pytestmark = pytest.mark.timeout(120)  # what is wrongly accepted may train for long
-
 VARIANTS = ["diff_v1", "diff_v2", "gated", "standard"]
 
 

@@ -23,6 +23,7 @@ from cli_helpers import (
     train_command,
 )
 from forked_runs import ForkedRun, tool, train
+from processes import PATIENCE_S
 
 from diffllm import tools
 from diffllm.run.model import load_model
@@ -163,7 +164,7 @@ def test_a_terminal_shows_live_progress(
             if not block:
                 break
             output += block
-        code = process.wait(timeout=60)
+        code = process.wait(PATIENCE_S)
     finally:
         process.kill()
         process.wait()

@@ -1,14 +1,15 @@
 """A loader process that dies ends its run at once, with a line that says so; one that hangs is
 named."""
 
+import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from forked_runs import Gate, start
-from runs import PATIENCE_S, descendants, prepared_corpus
+from processes import has_ended, wait_until
+from runs import descendants, prepared_corpus
 from tiers import slow_but
 
 from diffllm.checkpoint import list_checkpoints
@@ -16,12 +17,12 @@ from diffllm.checkpoint import list_checkpoints
 
 def loader_processes(trainer: int) -> list[int]:
     """Children that look like their parent: forked, not started anew."""
-    own = Path(f"/proc/{trainer}/cmdline").read_bytes()
-    return [
-        pid
-        for pid in descendants(trainer)
-        if os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/cmdline").read_bytes() == own
-    ]
+    own, found = Path(f"/proc/{trainer}/cmdline").read_bytes(), []
+    for pid in descendants(trainer):
+        with contextlib.suppress(OSError):  # it has ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == own:
+                found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
@@ -52,7 +53,7 @@ def test_a_loader_process_that_is_killed(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("timeout", "signalled"), [(3, False), (3000, True)])
+@pytest.mark.parametrize(("timeout", "signalled"), [(20, False), (3000, True)])
 def test_a_loader_process_that_hangs(tmp_path: Path, timeout: int, signalled: bool) -> None:
     """One process ends within distributed.timeout, and soon where somebody asks it to stop."""
     run = tmp_path / "run"
@@ -68,9 +69,6 @@ def test_a_loader_process_that_hangs(tmp_path: Path, timeout: int, signalled: bo
         said = process.finish(1)
         assert "error: this process hangs at step " in said
         assert f"waiting for a batch of the data loader (stopped: process {loader})" in said
-        deadline = time.monotonic() + PATIENCE_S
-        while os.path.exists(f"/proc/{loader}/fd/0"):  # its parent does not wait for it
-            assert time.monotonic() < deadline, "it outlives its run"
-            time.sleep(0.01)
+        wait_until(lambda: has_ended(loader), "end of the loader process after its run")
     finally:
         process.kill()

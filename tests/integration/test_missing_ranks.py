@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from forked_runs import ForkedRun
 from planted_train import Fault
+from processes import PATIENCE_S, state_of
 from runs import overrides_of, prepared_corpus
 
 TIMEOUT = 12
+"""Seconds after which a rank is missing, in tests where one is."""
 SLOW = pytest.mark.slow
 GONE = "killed, stopped or cut off"
-LATE = 60
-"""Seconds more that a busy machine may take for what follows."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,8 @@ def ranks(
 ) -> Iterator[ForkedRun]:
     """A run of 40 steps with a fault."""
     words = [*overrides_of(corpus, directory), "global_batch_size=6", "steps=40", "log_interval=5"]
-    words += [f"distributed.timeout={TIMEOUT}", *more]
+    missing = fault.kind in ("die", "freeze", "hang", "start", "slow save", "slow end")
+    words += [f"distributed.timeout={TIMEOUT if missing else 600}", *more]
     run = ForkedRun(words, number, directory, fault)
     try:
         yield run
@@ -41,7 +42,7 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
     """The one error that there is once all ranks other than `but` have ended with `code`."""
     for rank, process in enumerate(run.processes):
         if rank not in but:
-            process.join(TIMEOUT + LATE)
+            process.join(PATIENCE_S)
             assert process.exitcode == code, (rank, process.exitcode, run.text())
     lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 or 0 in but, run.text()  # rank 0 has the store: nobody can be the first
@@ -92,7 +93,7 @@ def test_a_rank_that_fails_says_why_and_the_others_repeat_it(corpus, tmp_path):
 
 
 def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    return state_of(pid) == "T"
 
 
 @SLOW
@@ -128,8 +129,7 @@ def test_a_rank_may_end_after_rank_0(corpus, tmp_path):
 
 def test_ranks_that_wait_for_rank_0_stop_with_it(corpus, tmp_path):
     """Before the first step, while rank 0 looks at checkpoints."""
-    more = "distributed.timeout=600"
-    with ranks(corpus, tmp_path / "run", Fault("slow claim", 0), more) as run:
+    with ranks(corpus, tmp_path / "run", Fault("slow claim", 0)) as run:
         run.wait_for((tmp_path / "run" / ".lock").exists, "claim")
         run.signal(signal.SIGTERM, 0)
         assert "stopped by SIGTERM before the first step" in run.finish()

@@ -9,6 +9,7 @@ import pytest
 from cli_helpers import Result, metrics, tool_command, train_command
 from faulty_streams import FAULTS, with_faults
 from forked_runs import ForkedRun, Gate, forked_call
+from processes import PATIENCE_S
 from runs import metric_lines, overrides_of, prepared_corpus
 from tiers import slow_but
 
@@ -139,7 +140,7 @@ def test_the_last_flush_of_an_interpreter_changes_no_exit_code(
     """Which forked commands do not make."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=120
+            words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S
         )
     assert done.returncode == code
 

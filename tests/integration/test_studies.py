@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import command, tool_command
+from processes import PATIENCE_S
 from runs import wait_for
 
 from diffllm.config.saved import load_run_config
@@ -47,13 +48,13 @@ def test_a_study_is_stopped_gone_on_with_and_judged(
     )  # fmt: skip
     wait_for(lambda: len(ended(out)) > 1, process, "two ended runs")
     os.kill(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 128 + signal.SIGINT, output
     assert "the same command goes on with them" in output
     before = {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended(out)}
     assert all(name.startswith("rates/") for name in before)
 
-    result = command(words, tmp_path, environment, timeout=300)
+    result = command(words, tmp_path, environment)
     assert result.code == 0, result.err
     assert "all runs of" in result.out
     assert {name: (out / name / "summary.json").stat().st_mtime_ns for name in before} == before

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import Result, command, metrics, train_command
 from filelock import FileLock
+from processes import PATIENCE_S
 from runs import descendants, wait_for
 
 STEPS = 40
@@ -68,14 +69,14 @@ def test_killed_sweeps_go_on_where_they_were(
     wait_for(lambda: has_saved(runs[0]), sweep, "checkpoint")
     os.kill(sweep.pid, signal.SIGKILL)
     sweep.communicate()
-    with FileLock(runs[0] / ".lock", timeout=60):  # the run stops by itself, saved
+    with FileLock(runs[0] / ".lock", timeout=PATIENCE_S):  # the run stops by itself, saved
         assert not (runs[0] / "summary.json").exists()
 
     before = started(runs[0])
     sweep = start(words, tmp_path, environment)
     wait_for(lambda: started(runs[0]) > before, sweep, "second start")
     os.kill(run_of(sweep, "standard"), signal.SIGKILL)
-    output = sweep.communicate(timeout=120)[0]
+    output = sweep.communicate(timeout=PATIENCE_S)[0]
     assert sweep.returncode == 1, output
     assert re.search(r"^run 1 of 2: standard$", output, re.M), output
     assert re.search(r"^run 2 of 2: diff_v2$", output, re.M), output
@@ -104,7 +105,7 @@ def test_ctrl_c_saves_the_run_and_ends_the_sweep(
     run = tmp_path / "outputs" / "mine" / "seed0"
     wait_for(lambda: has_saved(run), sweep, "checkpoint")
     os.killpg(sweep.pid, signal.SIGINT)
-    output = sweep.communicate(timeout=60)[0]
+    output = sweep.communicate(timeout=PATIENCE_S)[0]
     assert sweep.returncode == 130, output
     assert "Traceback" not in output
     assert re.search(r"^outputs/mine/seed0 +stopped, saved at step \d+ of 5000$", output, re.M)

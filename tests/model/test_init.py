@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from processes import PATIENCE_S
 
 from diffllm import build_model, load_config
 from diffllm.errors import ConfigError
@@ -118,7 +119,7 @@ def test_blocks_are_drawn_at_the_same_time_by_as_many_threads_as_torch_may_use(m
     together, draw = threading.Barrier(3), init.draw
 
     def draw_together(*args):
-        together.wait(timeout=10)
+        together.wait(PATIENCE_S)
         draw(*args)
 
     monkeypatch.setattr(init, "draw", draw_together)
