@@ -1,6 +1,7 @@
 # make train   set up, then the quickstart under a fresh run name
-# make test    set up, then lint, format check, types and the tests that are fast
-# make test-slow    the other tests, most of an hour of them; random cases are drawn anew
+# make test    set up, then lint, format check, types and the fast tests
+# make test-slow    the other tests
+# make fuzz    the tests that draw their cases, fast and slow, with a new seed or with SEED=
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
 # make test-vllm    vLLM on the CPU serves exports; in a .venv-vllm of its own
@@ -21,16 +22,26 @@ TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
   resume.py missing_ranks.py masked_runs.py moe_runs.py skipped_runs.py)
 
-.PHONY: train test test-slow test-torch test-vllm test-cluster gpu-wheels gpu-data docs lint clean
+# Run a command and print its duration: $(call stage,NAME,COMMAND)
+stage = @start=$$(date +%s); $(2); code=$$?; \
+	echo "$(1): $$(($$(date +%s) - start)) s$$([ $$code = 0 ] || echo ", failed")"; exit $$code
+
+.PHONY: train test test-slow fuzz test-torch test-vllm test-cluster gpu-wheels gpu-data docs lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
 
 test: lint
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(call stage,fast tests,$(BIN)/python -m pytest $(PARALLEL) -rs)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu and not cluster"
+	$(call stage,slow tests,$(BIN)/python -m pytest $(PARALLEL) -rs -m "slow and not gpu and not cluster")
+
+fuzz: $(READY)
+	@seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbelow(2**32))')}; \
+	again="make fuzz SEED=$$seed draws the same cases"; echo "$$again"; \
+	FUZZ_SEED=$$seed $(BIN)/python -m pytest $(PARALLEL) -m "fuzz and not gpu and not cluster"; \
+	code=$$?; echo "$$again"; exit $$code
 
 # Takes PyPI's build for CUDA, 3 GB, which runs without a GPU too.
 test-torch: .venv-torch-$(TORCH)/.ready
@@ -44,7 +55,8 @@ test-cluster: $(READY)
 	$(BIN)/python -m pytest tests/cluster -m cluster -v -rs
 
 # For Python 3.12 on x86-64 Linux with torch, transformers and pytest: what is missing beside them.
-GPU_PACKAGES := hydra-core omegaconf torchdata zstandard pytest-timeout pytest-xdist execnet
+GPU_PACKAGES := hydra-core omegaconf torchdata zstandard pytest-timeout pytest-xdist execnet \
+  hypothesis sortedcontainers
 PLATFORMS := $(foreach n,28 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64
 
 gpu-wheels:
@@ -64,9 +76,9 @@ docs: $(READY)
 	$(BIN)/python -m diffllm.config.document > docs/configuration.md
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(call stage,lint,$(BIN)/ruff check .)
+	$(call stage,format,$(BIN)/ruff format --check .)
+	$(call stage,types,$(BIN)/mypy)
 
 # The editable install sees every change of the code; only its inputs make it run again.
 define install
