@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
+import parsed_yaml  # noqa: F401
 import pytest
 import torch
 from hypothesis.internal.conjecture import providers

@@ -6,6 +6,7 @@ import hydra.main  # noqa: F401
 import jinja2  # noqa: F401
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
+import parsed_yaml  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401
 

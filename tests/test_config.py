@@ -103,7 +103,7 @@ def of_variant(name: str) -> TrainConfig:
 def test_every_variant_composes_to_a_class_of_its_own():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
-        kind = type(of_variant(path.stem).model.attention)
+        kind = type(variant_config(path.stem))
         assert issubclass(kind, AttentionConfig)
         assert kind is not AttentionConfig, f"{path} has no schema line"
         classes[path.stem] = kind

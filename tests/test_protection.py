@@ -1,6 +1,8 @@
 """Bad updates: judged on the device as the spike monitor does on the host, and left out exactly."""
 
 import math
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -120,15 +122,21 @@ def tensors(t):
     return {name: value.clone().numpy() for name, value in full.items()}
 
 
-def train_with(fault, mode, variant, *extra, left_out=None):
-    """Steps of which number BAD is faulty, or left out: (skip flags, all tensors after each)."""
-    cfg = load_config(
+@cache
+def config(variant, *extra):
+    return load_config(
         [
             *("model=tiny", f"attention={variant}", "model.vocab_size=64", "data.vocab_size=64"),
             *("seq_len=8", "global_batch_size=4", "optim.warmup_steps=2", f"steps={STEPS}"),
-            *("precision=fp32", f"train.skip_step={mode}", *extra),
+            *("precision=fp32", *extra),
         ]
     )
+
+
+def train_with(fault, mode, variant, *extra, left_out=None):
+    """Steps of which number BAD is faulty, or left out: (skip flags, all tensors after each)."""
+    cfg = config(variant, *extra)
+    cfg = replace(cfg, train=replace(cfg.train, skip_step=SkipStep[mode]))
     t = build(cfg, CPU)
     t.model = injected = Injected(t.model, rank=torch.distributed.get_world_size() - 1)
     quiet = SpikeMonitor()

@@ -64,10 +64,18 @@ def bring(words: list[str], named_directories: Iterable[Path] = ()) -> None:
     load(named(words), config_directory())
 
 
+def choices(group: str) -> list[str]:
+    """List the names of a group's YAML files, sorted.
+
+    Hydra's own listing copies its whole configuration store each time.
+    """
+    places = (config_directory(), *directories())
+    return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})
+
+
 def variants() -> list[str]:
     """List the names that `attention=` takes."""
-    places = (config_directory(), *directories())
-    return sorted(path.stem for place in places for path in place.glob("attention/*.yaml"))
+    return choices("attention")
 
 
 def check_variant(what: str, name: str) -> None:
@@ -107,7 +115,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
             check_secrets(overrides)
             overrides = with_recipes(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
-            check_overrides(parsed)
+            check_overrides(parsed, choices)
             overrides = [*quickstart(parsed), *for_hydra(parsed)]
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             if source := implied_source(cfg, parsed):
@@ -120,9 +128,9 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
         except RecursionError:
             deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
             raise ConfigError(f"{deepest[:40]}... is nested too deeply to be read") from None
-    choices = cfg.hydra.runtime.choices
+    chosen = cfg.hydra.runtime.choices
     with open_dict(cfg):
-        cfg.run.choices = {group: choices[group] for group in GROUPS}
+        cfg.run.choices = {group: chosen[group] for group in GROUPS}
         del cfg["hydra"]
     return cfg, overrides
 

@@ -3,6 +3,7 @@
 import bisect
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,15 @@ def check_secrets(words: list[str]) -> None:
             )
 
 
-def check_overrides(overrides: list[Override]) -> None:
+def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
     """Raise ConfigError for overrides that Hydra would take and that no run can use.
 
     They are: a choice that is none of its group's YAML files, a key that no one may set, a key
     removed, and Hydra's own keys, which a single run does not read.
+
+    Args:
+        choices: lists the names of a group's YAML files.
     """
-    loader = GlobalHydra.instance().config_loader()
     for override in overrides:
         word, key = override.input_line, override.key_or_group
         if not key:
@@ -84,7 +87,7 @@ def check_overrides(overrides: list[Override]) -> None:
             if override.is_delete():
                 raise ConfigError(f"{word}: a key cannot be removed; {key}=... sets it")
             continue
-        options = [o for o in loader.get_group_options(key) if not o.endswith("_schema")]
+        options = choices(key)
         if override.is_delete() or override.value() not in options:
             chosen = str(override.value())
             if override.is_sweep_override():
@@ -93,9 +96,7 @@ def check_overrides(overrides: list[Override]) -> None:
             hint = f"did you mean {close[0]}? " if close else ""
             if (key, chosen) in SCHEMAS:
                 hint = "a plugin registers it, and --config-dir DIR finds its YAML; "
-            raise ConfigError(
-                f"{word} does not exist; {hint}choose from {', '.join(sorted(options))}"
-            )
+            raise ConfigError(f"{word} does not exist; {hint}choose from {', '.join(options)}")
         if override.is_add():
             raise ConfigError(f"{word}: there is always one {key}; without the +, this one")
 

@@ -83,7 +83,7 @@ def test_a_packed_file_that_ends_anywhere_is_refused(
     tmp_path: Path, form: str, how: str, no_wait: None
 ) -> None:
     """Also where what can be unpacked ends with a line, which each flushed block here does."""
-    rows = [f"{i} {'abc ' * 10}" for i in range(12)]
+    rows = [f"{i} {'abc ' * 10}" for i in range(6)]
     lines = sources.encoded(form, rows).splitlines(keepends=True)
     whole = sources.stream_of(form, lines, how == "flushed")
     path = tmp_path / f"a.{form}"

@@ -80,20 +80,6 @@ def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.
     assert file.tokens(start, stop).tolist() == whole[start:stop]
 
 
-def test_what_megatron_reads_is_the_same() -> None:
-    module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    dataset = module.IndexedDataset(str(FILES / "megatron_uint16"))
-    read = np.concatenate([dataset[i] for i in range(len(dataset))])
-    assert np.array_equal(read, open_tokens(FILES / NAMES[0], 400, EOS).tokens(0, len(read)))
-
-
-def test_what_datatrove_reads_is_the_same() -> None:
-    module = pytest.importorskip("datatrove.utils.dataset")
-    dataset = module.DatatroveFileDataset(str(FILES / "datatrove_2.ds"), 31, token_size=2)
-    read = np.concatenate([dataset[i]["input_ids"] for i in range(len(dataset))])
-    assert np.array_equal(read, open_tokens(FILES / NAMES[2], 400, EOS).tokens(0, len(read)))
-
-
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
 def test_the_end_is_held_out_from_the_end_of_a_document_on(make: Make, names: list[str]) -> None:
     data = prepare(make(*(FILES / name for name in names)))

@@ -60,7 +60,7 @@ def items(draw: st.DrawFn) -> tuple[list[int], int]:
     return draw(st.lists(st.integers(1, largest), max_size=60)), capacity
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(items())
 def test_items_are_packed_as_one_by_one(drawn: tuple[list[int], int]) -> None:
     sizes, capacity = drawn
@@ -115,7 +115,7 @@ def corpora(draw: st.DrawFn) -> tuple[Tokens, int]:
     return Tokens(lengths, ended=draw(st.booleans())), seq_len
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(corpora(), st.integers(1, 50), st.integers(1, 50))
 def test_the_pieces_are_the_documents_whole_where_they_can_be(
     drawn: tuple[Tokens, int], block: int, window: int
@@ -144,7 +144,7 @@ def test_the_pieces_are_the_documents_whole_where_they_can_be(
     assert counts.padding == len(rows) * seq_len - len(stream)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(corpora())
 def test_a_sequence_is_its_pieces_with_padding(drawn: tuple[Tokens, int]) -> None:
     """Each target has the token before it as its input; documents see an EOS before them."""

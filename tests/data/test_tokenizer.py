@@ -41,7 +41,7 @@ def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @example("<0x41></s><unk><s>")
 @example("\x00\ufeff \u2047 \u2585 \u00a0\ufb01e\u0301")
 @example("")
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_any_text_comes_back_exactly(code_tokenizer: Tokenizer, text: str) -> None:
     ids = code_tokenizer.encode(text)
     assert code_tokenizer.decode(ids) == text
@@ -59,7 +59,7 @@ def test_a_batch_is_encoded_as_its_texts_are(code_tokenizer: Tokenizer, texts: l
     text=st.text(alphabet="abdef():,=_. \n\t0129\u2581é\U0001f600", max_size=300)
     | st.sampled_from(CODE).map(lambda text: text[:3000])
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_a_long_text_has_the_ids_of_one_piece(code_tokenizer: Tokenizer, text: str) -> None:
     """Parts of 8 characters or more, where the vocabulary lets a cut be."""
     whole = code_tokenizer.encode(text)
@@ -187,7 +187,7 @@ def test_a_model_with_one_bit_flipped_is_refused_or_can_be_used(
     """A flip inside a piece leaves bytes that are no text, which no other part of a model shows."""
     whole = train_tokenizer(sample(CODE, 50_000), 512, threads=1)
     path, refused = tmp_path / "flipped.model", 0
-    for _ in range(1000):
+    for _ in range(300):
         flipped = bytearray(whole)
         flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
@@ -198,7 +198,7 @@ def test_a_model_with_one_bit_flipped_is_refused_or_can_be_used(
         else:
             assert loaded.decode(list(range(loaded.vocab_size)))
             loaded.decode(loaded.encode(CODE[0][:1000]))
-    assert 100 < refused < 900
+    assert 30 < refused < 270
 
 
 @pytest.mark.parametrize(

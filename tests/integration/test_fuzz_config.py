@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 
 from diffllm.bounds import check_bounds
 from diffllm.config import TrainConfig, load_config
+from diffllm.config.compose import variant_config
 from diffllm.config.overrides import GROUPS
 from diffllm.config.values import check_values, leaves
 from diffllm.diagnostics import probe_positions
@@ -398,7 +399,7 @@ def test_ranks_that_a_mesh_and_a_batch_divide(
 
 
 VARIANTS = [
-    load_config([*BASE, f"attention={name}"]).model.attention
+    variant_config(name)
     for name in ("standard", "standard_1p5x_heads", "gated", "diff_v1", "diff_v2", "standard_sink")
 ]
 

@@ -278,6 +278,7 @@ def test_without_lm_eval_the_line_says_what_to_install(
     assert line.startswith("error: suite=lm_eval needs lm-eval: pip install 'diffllm[lm-eval]'")
 
 
+@pytest.mark.slow
 def test_other_suites_import_no_extras(run: Path) -> None:
     script = (
         "import sys\nfrom diffllm.tools import main\n"

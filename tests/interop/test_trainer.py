@@ -15,23 +15,18 @@ pytest.importorskip("transformers", "5")
 pytest.importorskip("accelerate")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("diff_v2",), id="main"),
-        pytest.param(tuple(CASES), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-    ],
-)
-def test_ten_steps(make_run: Callable[..., Path], tmp_path: Path, names: tuple[str, ...]) -> None:
-    for name in names:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_steps(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    for name in CASES:
         run = make_run(name, *CASES[name][1])
         assert main(["export", f"run={run}", f"out={tmp_path / 'hf' / name}"]) == 0
     script, out = str(Path(__file__).with_name("training.py")), tmp_path / "out.json"
-    directories = [str(tmp_path / "hf" / name) for name in names]
+    directories = [str(tmp_path / "hf" / name) for name in CASES]
     command = [sys.executable, script, *directories, str(out)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name, found in zip(names, json.loads(out.read_text()), strict=True):
+    for name, found in zip(CASES, json.loads(out.read_text()), strict=True):
         losses = found["losses"]
         assert len(losses) == 10, name
         assert losses[-1] < losses[0] - 1, (name, losses)

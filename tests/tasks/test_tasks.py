@@ -102,7 +102,7 @@ def share_by_chance(given: list[Example]) -> float:
     return sum(1 / len(e.candidates) for e in given) / len(given)
 
 
-@pytest.mark.parametrize(("name", "number"), slow_but([(name, 0) for name in NAMES], levels()))
+@pytest.mark.parametrize(("name", "number"), slow_but([("mqar", 0), ("phonebook", 0)], levels()))
 def test_reading_finds_every_answer_and_no_shortcut_does(name: str, number: int) -> None:
     level = TASKS[name].levels(LENGTH)[number]
     given = enough(name, level)
