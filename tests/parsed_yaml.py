@@ -1,6 +1,6 @@
 """Have Hydra parse each version of a YAML file once per process.
 
-Composing a config parses some twenty files, which takes a quarter of its time.
+Composing a config parses fourteen files, which takes an eighth of its time.
 """
 
 import copy
@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, TextIO
 
 from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 
@@ -24,5 +25,6 @@ class _ParseOnce(OmegaConf):
         return copy.deepcopy(_parsed(file.name, found.st_size, found.st_mtime_ns))
 
 
+Plugins.instance()  # executes these modules again
 file_config_source.OmegaConf = _ParseOnce
 importlib_resources_config_source.OmegaConf = _ParseOnce

@@ -67,7 +67,8 @@ def test_a_start_without_room_loses_nothing(prepared, small_disk, pages, ranks):
     assert [line["step"] for line in metric_lines(run)] == list(range(1, LAST + 1))
 
 
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_end_without_room_is_measured_again(prepared, small_disk, ranks):
     """The summary and the losses of held-out documents are one evaluation from there."""
     run = small_disk / "run"

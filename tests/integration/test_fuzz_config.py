@@ -128,7 +128,7 @@ def wrong_values(key: str) -> list[str]:
     return [*values, *([] if optional else ["null"])]
 
 
-@few_or(many=60, few=8)
+@few_or(many=60, few=5)
 def test_values_of_a_wrong_type(rng: random.Random, count: int) -> None:
     keys = sorted(KEYS)
     rng.shuffle(keys)

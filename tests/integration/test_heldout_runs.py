@@ -99,10 +99,8 @@ def test_a_run_killed_while_it_measures_does_so_when_it_continues(corpus, straig
     assert_ended_as(run, straight)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "number"),
-    [(1, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_while_it_measures_stops_all_ranks(corpus, straight, tmp_path, ranks, number):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")

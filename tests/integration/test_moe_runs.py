@@ -103,6 +103,7 @@ def test_a_checkpoint_without_its_routers_bias_is_another_model(finished):
         assert (model(tokens) - logits).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_tools_work_on_a_run(finished, tmp_path, capsys):
     assert tools.main(["generate", f"run={finished}", "prompt=3 times", "max_new_tokens=8"]) == 0
     assert capsys.readouterr().out.startswith("3 times")

@@ -73,6 +73,7 @@ def test_a_preparation_ends_well_whatever_its_streams(tmp_path, environment, cor
     assert list((tmp_path / NAME / "tokens").glob("*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_costs_a_run_nothing(tmp_path):
     """While the bar is drawn."""
     run = tmp_path / "run"

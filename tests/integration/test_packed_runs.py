@@ -9,6 +9,7 @@ import pytest
 from forked_runs import ForkedRun
 from runs import metric_lines, overrides_of, prepared_corpus
 from test_same_data import samples
+from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.data import packing_counts, prepare, training_samples
@@ -102,7 +103,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
     return left
 
 
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("packing", slow_but(["best_fit"], ["stream", "best_fit"]))
 def test_what_is_only_context_is_in_no_loss(tmp_path, packing):
     corpus = prepared_corpus(tmp_path)
     run = tmp_path / "run"

@@ -61,6 +61,7 @@ def test_a_run_of_a_plugin_has_what_the_plugin_brings(trained):
     assert [line["step"] for line in measured] == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_a_plugin_continues_bit_for_bit(trained, place, words, monkeypatch):
     cwd, env = place
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
@@ -77,6 +78,7 @@ def test_a_killed_run_of_a_plugin_continues_bit_for_bit(trained, place, words, m
     assert_same_weights(run, trained, 6)
 
 
+@pytest.mark.slow
 def test_every_command_that_reads_a_run_takes_the_plugin(trained, place):
     cwd, env = place
     outputs = {}

@@ -99,6 +99,7 @@ def interrupted(words: list[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_is_a_keyboard_interrupt(tmp_path, tiny, environment):
     done = forked_call(interrupted, tiny, tmp_path, environment)
     assert done.code == 0, done

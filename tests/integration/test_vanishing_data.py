@@ -118,7 +118,8 @@ def test_tokens_that_are_damaged_before_the_first_step(
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_tokens_that_go_before_the_last_evaluation(
     workplace: Path, tmp_path: Path, ranks: int
 ) -> None:

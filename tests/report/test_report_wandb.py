@@ -30,6 +30,7 @@ def test_gaps_and_noise_floor_are_drawn_over_tokens(swept):
     assert run.config["baseline"] == "standard"
 
 
+@pytest.mark.slow
 def test_the_command_records_them_where_asked(swept, capsys):
     assert main(["report", str(swept)]) == 0
     assert not (swept / "wandb").exists()
