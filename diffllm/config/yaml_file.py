@@ -37,11 +37,13 @@ def read_yaml(path: Path, called: str | None = None) -> tuple[Any, bytes]:
 def check_size(text: str, aliases: bool = True) -> None:
     """Raise ValueError for YAML that becomes endless where its aliases are written out.
 
-    Raises as yaml does for what is none.
+    May raise as yaml does for text that is not YAML.
 
     Args:
         aliases: whether there may be any.
     """
+    if "&" not in text and len(text) < MOST_NODES:
+        return  # without anchors there are no aliases, and a value takes at least one character
     root = yaml.compose(text, yaml.SafeLoader)
     sizes: dict[int, int | None] = {}
 
