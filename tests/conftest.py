@@ -34,6 +34,7 @@ SEED = int(os.environ.get("FUZZ_SEED", "20261124"))
 # Without time limits: a busy machine must not fail a test.
 hypothesis.settings.register_profile(
     "diffllm",
+    derandomize=False,  # CI services turn it on, which would ignore the seed
     database=None,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

@@ -29,11 +29,13 @@ def _fresh_compiler():
 
 
 def forward_and_backward(block, x, *arguments):
-    """Output, statistics and every gradient of a block, compiled or not."""
+    """Output, statistics and every gradient of a block, compiled or not; all are finite."""
     x = x.clone().requires_grad_()
     out, stats, _ = block(x, *arguments)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-    return out, stats, torch.autograd.grad((out * weights).sum(), [x, *block.parameters()])
+    grads = torch.autograd.grad((out * weights).sum(), [x, *block.parameters()])
+    assert [i for i, values in enumerate((out, *grads)) if not values.isfinite().all()] == []
+    return out, stats, grads
 
 
 def assert_same(found, expected):
