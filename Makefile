@@ -16,6 +16,8 @@ TORCH ?= 2.15.0
 # One more than cores, for some tests wait; few, for each takes up to 2 GiB.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count() + 1))')
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The slowest tests, and why tests were skipped.
+SHOWN := -rs --durations=20
 TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_versions.py test_optim.py test_protection.py test_checkpoint*.py test_consolidate.py \
   test_generate.py test_maps.py test_probes.py test_stats.py test_peers.py test_moe_training.py \
@@ -32,10 +34,10 @@ train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
 
 test: lint
-	$(call stage,fast tests,$(BIN)/python -m pytest $(PARALLEL) -rs)
+	$(call stage,fast tests,$(BIN)/python -m pytest $(PARALLEL) $(SHOWN))
 
 test-slow: $(READY)
-	$(call stage,slow tests,$(BIN)/python -m pytest $(PARALLEL) -rs -m "slow and not gpu and not cluster")
+	$(call stage,slow tests,$(BIN)/python -m pytest $(PARALLEL) $(SHOWN) -m "slow and not gpu and not cluster")
 
 fuzz: $(READY)
 	@seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbelow(2**32))')}; \

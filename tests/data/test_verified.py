@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE_S
 
 from diffllm.data import TokenStream, verified
 from diffllm.errors import DataError
@@ -112,7 +113,7 @@ def test_processes_that_read_one_file_hash_it_once(shard: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE_S)
     assert [process.exitcode for process in processes] == [0] * 4
     assert counts.value == 1
 
