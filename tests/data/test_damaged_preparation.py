@@ -46,7 +46,9 @@ preparation.prepare(DataConfig(source="files", paths=paths, cache_dir=cache, voc
                                sample_by=SampleBy.line))
 print(seen)
 """
-"""Prepares, and kills itself at a moment: so many files or directories of the cache later."""
+"""Program that prepares a corpus and kills itself at file operation number `moment` in the cache.
+
+With moment 0 it finishes and prints the number of file operations."""
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
