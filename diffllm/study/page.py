@@ -1,27 +1,40 @@
 """The verdict on a study as a page, as Markdown and as lines for a terminal."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from diffllm.config.matching import TOLERANCE
 from diffllm.files import replace_file
 from diffllm.metrics.table import metric_of
 from diffllm.report import bands
 from diffllm.report.drawing import draw_curves, draw_levels
 from diffllm.report.intervals import draw_gaps
-from diffllm.report.numbers import MISSING, compact, short
+from diffllm.report.numbers import MISSING, compact, percent, short
 from diffllm.report.rows import Row
 from diffllm.report.runs import Series
 from diffllm.report.style import RC, WIDTH, RowStyle, row_styles, scales, to_svg
 from diffllm.report.text import ascii_minus, counted
+from diffllm.statistics.intervals import Estimate
 from diffllm.statistics.power import paired_power, welch_power
 from diffllm.study.file import Study
 from diffllm.study.verdict import EXPLORATORY, SHOWN, Arm, Tested, Verdict
+
+COMPARED = {
+    "tokens": "tokens",
+    "rates": "learning rate",
+    "parameters": "parameters",
+    "flops_per_token": "training FLOPs per token",
+}
+"""Quantities that a page compares across arms, by their key in an arm's numbers."""
 
 Drawn = tuple[str, str, str, str]
 """Name, title, SVG and caption of a figure."""
@@ -46,6 +59,7 @@ def verdict_text(found: Verdict) -> str:
     """The verdict for a terminal."""
     lines = [f"{headline(found).upper()}: {found.study.claim}"]
     lines += [f"  {reason}" for reason in found.reasons]
+    lines += ["", conditions(found.numbers())]
     lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
     cells = [heads(found.study), *(arm_cells(arm) for arm in found.arms)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -98,9 +112,9 @@ def rates_text(arm: Arm) -> str:
 
 
 def power_words(study: Study) -> str:
-    """The power of the study, as it was reckoned before it ran, in a sentence."""
+    """State the power of the study, from numbers of its file, in a sentence."""
     if study.power is None:
-        return "The study says nothing of its power."
+        return "The study file states no power."
     gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
     alpha = study.rule.alpha / len(study.rules)
     if study.test == "paired":
@@ -109,9 +123,9 @@ def power_words(study: Study) -> str:
         chance = welch_power(gap, sd, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
     return (
-        f"With {counted(seeds, 'seed')} an arm and a standard deviation of {short(sd)} between "
-        f"seeds{source}, a true gap of {short(gap)} is found with probability {chance:.2f}, if "
-        "seeds do not correlate."
+        f"With {counted(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
+        f"seeds{source}, the study finds a true gap of {short(gap)} with probability {chance:.2f} "
+        "if seeds are uncorrelated."
     )
 
 
@@ -132,24 +146,26 @@ def figures(found: Verdict) -> list[Drawn]:
     styles = row_styles(rows)
     drawn = []
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        if any(each.gap for each in found.tested):
-            svg = to_svg(draw_rules(found, styles), "f1", styles)
+        gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
+        if gaps:
+            svg = to_svg(draw_rules(gaps, styles, found.study.quantity), "f1", styles)
             drawn.append(("f1", "Gaps of the rules", svg, "Arm minus arm, with 95% intervals."))
         second = over_rates if found.study.lr_sweep else over_training
         drawn += second(found, rows, styles)
     return drawn
 
 
-def draw_rules(found: Verdict, styles: list[RowStyle], width: float = WIDTH) -> Figure:
-    """The gaps of the rules that have one, with 95% intervals; there is at least one."""
-    gaps = {
-        (each.rule.arm, each.rule.against): each.gap.estimate
-        for each in found.tested
-        if each.gap is not None
-    }
+def draw_rules(
+    gaps: dict[tuple[str, str], Estimate], styles: list[RowStyle], across: str, width: float = WIDTH
+) -> Figure:
+    """Draw the gaps of rules with their 95% intervals; at least one gap.
+
+    Args:
+        gaps: by the arm of the rule and the arm that it is compared with.
+        across: the name of the scale.
+    """
     named = [style_of(*pair, styles) for pair in gaps]
-    across, sides = found.study.quantity, ("lower", "higher")
-    return draw_gaps([*gaps.values()], named, width, across, sides=sides)
+    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))
 
 
 def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
@@ -202,6 +218,7 @@ def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
 
 def page(found: Verdict) -> str:
     """The page; equal verdicts give equal bytes."""
+    numbers = found.numbers()
     places = [PackageLoader(f"diffllm.{room}", ".") for room in ("study", "report")]
     environment = Environment(
         loader=ChoiceLoader(places), trim_blocks=True,
@@ -217,22 +234,68 @@ def page(found: Verdict) -> str:
         arms=[arm_cells(arm) for arm in found.arms],
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
-        scale=scale_words(found),
+        conditions=conditions(numbers),
+        origin=origin(numbers).replace("`", ""),
     )
 
 
-def scale_words(found: Verdict) -> str:
-    """How large the runs were."""
-    runs = [run for arm in found.arms for run in arm.runs]
-    tokens = max(int(run.metrics.tokens[-1]) for run in runs if len(run.metrics.tokens))
-    sizes = sorted({run.facts["parameters"] for run in runs if run.facts.get("parameters")})
-    known = " to ".join(dict.fromkeys(compact(size) for size in (sizes[:1] + sizes[-1:])))
-    return f"{len(runs)} runs of {compact(tokens)} tokens{f', {known} parameters' if known else ''}"
+def conditions(numbers: dict[str, Any]) -> str:
+    """Describe runs, seeds, tokens and model size, and what was equal across arms.
+
+    Args:
+        numbers: as from `Verdict.numbers`.
+    """
+    arms = [arm for arm in numbers["arms"].values() if arm["losses"]]
+    runs = sum(len(arm["losses"]) for arm in arms)
+    seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
+    words = [
+        counted(runs, "run"),
+        f"{ends(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
+        f"{ends(tokens)} tokens per run",
+    ]
+    sizes = [arm["parameters"] for arm in arms]
+    if None not in sizes:
+        ratios = [each / size for each, size in zip(tokens, sizes, strict=True)]
+        words.append(f"{ends(sizes)} parameters")
+        words.append(f"{ends(ratios, partial(short, digits=2))} tokens per parameter")
+    equal, unequal = [], []
+    for key, name in COMPARED.items():
+        found = [arm[key] for arm in arms]
+        if None in found:
+            continue
+        if all(each == found[0] for each in found):
+            equal.append(name)
+        elif key == "rates":
+            unequal.append(name)
+        elif (apart := max(found) / min(found) - 1) <= TOLERANCE:
+            equal.append(f"{name} (within {percent(apart)})")
+        else:
+            unequal.append(f"{name} (largest {percent(apart)} above smallest)")
+    said = [("Equal across arms", equal), ("Not equal", unequal)]
+    sentences = [f"{start}: {', '.join(names)}." for start, names in said if names]
+    return " ".join([f"{', '.join(words)}.", *sentences])
+
+
+def ends(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
+    """Write the smallest and the largest value, or one of them if both read the same."""
+    return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
+
+
+def origin(numbers: dict[str, Any]) -> str:
+    """Name the corpus, Python and torch of the runs."""
+    facts = numbers["facts"]
+    corpus = ", ".join(f"`{each}`" for each in facts["corpus"])
+    python, torch, device = (
+        ", ".join(facts[name]) or "not recorded" for name in ("python", "torch", "device")
+    )
+    return (
+        f"Corpus hash {corpus or 'not recorded'}. Python {python}, torch {torch}, device {device}."
+    )
 
 
 def markdown(found: Verdict) -> str:
     """The verdict for a repository."""
-    study, names = found.study, heads(found.study)
+    study, names, numbers = found.study, heads(found.study), found.numbers()
     rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
     return "\n".join(
         [
@@ -242,7 +305,7 @@ def markdown(found: Verdict) -> str:
             "",
             *(f"- {reason}" for reason in found.reasons),
             "",
-            f"{scale_words(found)}. {power_words(study)}",
+            f"{conditions(numbers)} {power_words(study)}",
             "",
             *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
             "",
@@ -251,7 +314,7 @@ def markdown(found: Verdict) -> str:
             rows,
             "",
             f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
-            f"`{study.hash}`.",
+            f"`{study.hash}`. {origin(numbers)}",
             "",
         ]
     )

@@ -32,6 +32,8 @@ SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
 UNDERPOWERED, NOT_COMPARABLE, EXPLORATORY = "underpowered", "not comparable", "exploratory"
 ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
 """Facts of run.json that runs of one study have in common."""
+FACTS = ("corpus", "python", "torch", "device", "ranks", "compute_dtype", "heldout_tokens")
+"""Facts of run.json that the verdict records."""
 
 
 @dataclass
@@ -115,6 +117,7 @@ class Verdict:
                 }
                 for choice in self.choices
             },
+            "facts": {name: fact_values(self.arms, name) for name in FACTS},
         }
 
 
@@ -344,10 +347,24 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
     }
 
 
+def fact_values(arms: list[Arm], name: str) -> list[str]:
+    """Return the distinct values of a fact over all runs; empty if no run records the fact."""
+    facts = [run.facts for arm in arms for run in arm.runs]
+    if name == "python":
+        facts = [each.get("environment") or {} for each in facts]
+    return sorted({str(each[name]) for each in facts if each.get(name) is not None})
+
+
 def arm_numbers(arm: Arm) -> dict[str, Any]:
     """An arm's numbers as JSON values."""
     mean = arm.mean
+    first = arm.runs[0] if arm.runs else None
     return {
+        "variant": first and first.variant,
+        "parameters": first and first.facts.get("parameters"),
+        "flops_per_token": first and first.facts.get("flops_per_token"),
+        "tokens": first and first.cfg.steps * first.cfg.global_batch_size * first.cfg.seq_len,
+        "rates": sorted({run.cfg.optim.lr for run in arm.runs}),
         "lr": arm.lr,
         "mean": mean and mean.mean,
         "low": mean and mean.low,

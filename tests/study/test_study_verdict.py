@@ -9,7 +9,7 @@ from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
 from diffllm.study.command import check_runs, next_runs
 from diffllm.study.file import load_study
-from diffllm.study.page import markdown, page, verdict_text
+from diffllm.study.page import conditions, markdown, origin, page, verdict_text
 from diffllm.study.rates import choose
 from diffllm.study.sensitivity import lr_sensitivity
 from diffllm.study.verdict import Arm, apply_rules, judge
@@ -271,6 +271,40 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     out = capsys.readouterr().out
     assert str(tmp_path / "out/verdict.html") in out
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
+
+
+def test_every_page_names_size_tokens_seeds_and_what_was_equal(tmp_path):
+    arms = (
+        "{standard: [attention=standard], half: [attention=standard_half_context], "
+        "v2: [attention=diff_v2]}"
+    )
+    study = study_file(tmp_path / "study.yaml", LOWER, arms=arms)
+    known = {"corpus": "a1" * 32, "environment": {"python": "3.12.1"}}
+    sizes = {
+        "standard": {"parameters": 10_000, "flops_per_token": 60_000},
+        "half": {"parameters": 10_000, "flops_per_token": 60_000},
+        "v2": {"parameters": 10_040, "flops_per_token": 66_000},
+    }
+    for arm, facts in sizes.items():
+        write_arms(study, tmp_path / "out", {arm: HALF}, **facts, **known)
+    found = judge(study, tmp_path / "out")
+    expected = (
+        "9 runs, 3 seeds per arm, 5.12k tokens per run, 10k to 10.04k parameters, 0.51 tokens per "
+        "parameter. Equal across arms: tokens, learning rate, parameters (within 0.4%). Not equal: "
+        "training FLOPs per token (largest 10% above smallest)."
+    )
+    for text in (markdown(found), page(found), verdict_text(found)):
+        assert expected in text
+    source = f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU."
+    assert source in markdown(found)
+    assert source.replace("`", "") in page(found)
+
+    numbers = found.numbers()
+    numbers["arms"]["v2"] |= {"parameters": 10_060, "rates": [0.1]}
+    said = conditions(numbers)
+    assert "Equal across arms: tokens. Not equal: learning rate, parameters (largest 0.6%" in said
+    numbers["facts"]["python"] = []
+    assert "Python not recorded" in origin(numbers)
 
 
 def test_sensitivity_is_the_mean_loss_over_the_best():
