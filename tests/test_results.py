@@ -1,0 +1,103 @@
+"""Committed results: pages against recomputed numbers, figures without style sheets."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ["README.md", *sorted(f"{p.parent.name}/verdict.md" for p in RESULTS.glob("*/verdict.md"))]
+
+
+def load(path):
+    """Import a script of benchmarks/."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+recompute = load(RESULTS / "recompute.py")
+
+
+def run(root):
+    """Run the script on a directory of results."""
+    command = [sys.executable, str(RESULTS / "recompute.py"), str(root)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return recompute.expectations(RESULTS)
+
+
+def test_pages_agree_with_numbers_recomputed_without_diffllm(tmp_path):
+    found = run(RESULTS)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert [line.partition(":")[0] for line in found.stdout.splitlines()] == [*PAGES[1:], PAGES[0]]
+    assert "import diffllm" not in (RESULTS / "recompute.py").read_text()
+
+    copy = shutil.copytree(RESULTS, tmp_path / "results")
+    page = copy / "damping_short" / "verdict.md"
+    page.write_text(page.read_text().replace("-0.01667 (", "-0.01668 ("))
+    found = run(copy)
+    assert found.returncode == 1
+    assert "-0.01668 on the page, -0.0166705 recomputed" in found.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_any_changed_digit_of_a_page_is_found(page, expected):
+    text = (RESULTS / page).read_text()
+    own = expected[page]
+    assert not [*recompute.differences(text, own)]
+    hidden = re.sub(r"`[^`]*`", lambda found: "." * len(found[0]), text)
+    # in pages written by hand, recompute.py checks the rows of the table, and sentences by name
+    checked = r"^\| [A-Z].*\*\*.*$" if page == "README.md" else r"^[^>].*$"
+    spans = [
+        (line.start() + found.start(), line.start() + found.end())
+        for line in re.finditer(checked, hidden, re.M)
+        for found in re.finditer(recompute.NUMBER, line[0])
+    ]
+    assert len(spans) >= 70
+    for start, end in spans:
+        at = max(i for i in range(start, end) if text[i].isdigit())
+        changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
+        assert [*recompute.differences(changed, own)], text[start - 40 : end + 20]
+    for sentence, numbers in own.sentences:
+        other = recompute.Expected(rows=own.rows, sentences=[(sentence, [x + 1 for x in numbers])])
+        assert len([*recompute.differences(text, other)]) == len(numbers), sentence
+
+
+def test_changed_verdict_or_value_of_a_seed_is_found(tmp_path, expected):
+    name = "context_rms_end/verdict.md"
+    text = (RESULTS / name).read_text()
+    shown = text.replace(": refuted;", ": shown;")
+    assert len([*recompute.differences(shown, expected[name])]) == 1
+    copy = shutil.copytree(RESULTS, tmp_path / "results")
+    path = copy / "context_rms_end" / "verdict.json"
+    numbers = json.loads(path.read_text())
+    numbers["arms"]["v2"]["values"]["3"] += 0.01
+    path.write_text(json.dumps(numbers))
+    assert [*recompute.differences(text, recompute.expectations(copy)[name])]
+
+
+def test_figures_are_static_svg_with_colours_and_a_background():
+    picture = load(ROOT / "benchmarks" / "study_results.py").picture
+    numbers = json.loads((RESULTS / "damping_short" / "verdict.json").read_text())
+    drawn = picture(numbers)
+    figures = {path.parent.name: path.read_text() for path in RESULTS.glob("*/*.svg")}
+    for name, svg in {**figures, "drawn": drawn}.items():
+        assert "var(" not in svg, name
+        assert "#ffffff" in svg, name
+    root = ET.fromstring(drawn)
+    labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"v2 − half", "v2 − standard", "half − standard"} <= labels
+    assert picture(json.loads((RESULTS / "retrieval_mqar_short/verdict.json").read_text())) == ""
