@@ -22,18 +22,27 @@ Step = Callable[[], None]
 
 
 def meta(device: torch.device) -> dict[str, Any]:
-    """The device and versions that something is measured with, and the date."""
+    """Return the device, the processor and the versions of a measurement, and the date."""
     threads = torch.get_num_threads()
     gpu = device.type == "cuda"
     has_peers = importlib.util.find_spec("transformers") is not None
     return {
         "device": torch.cuda.get_device_name(device) if gpu else f"{threads} CPU cores",
+        "processor": processor(),
         "threads": threads,
         "torch": torch.__version__,
         "transformers": version("transformers") if has_peers else None,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def processor() -> str:
+    """Return the processor's model name, with "AMX" if it has matrix units."""
+    cpu = Path("/proc/cpuinfo")
+    text = cpu.read_text() if cpu.is_file() else ""
+    names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
+    return (names[0] if names else platform.processor()) + " with AMX" * ("amx_tile" in text)
 
 
 def write(path: Path, device: torch.device, results: Any, **more: Any) -> None:
