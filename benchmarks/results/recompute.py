@@ -32,7 +32,6 @@ ROWS = (
     ("retrieval_mqar_short", 1),
 )  # fmt: skip
 """Study and rule of each row of the README's table."""
-Sentences = Iterator[tuple[str, str, list[float]]]
 
 
 class Copied(float):
@@ -214,13 +213,14 @@ def head_norm(path: Path) -> tuple[str, list[float]]:
     ]  # fmt: skip
 
 
-def sentences(pages: dict[str, Page], root: Path) -> Sentences:
+def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
     """Yield page, sentence with {} for each number, and its numbers, of text written by hand."""
     readme, recall, own = "README.md", "retrieval_mqar_short/verdict.md", "damping_short/verdict.md"
     damping, mqar = pages["damping_short"], pages["retrieval_mqar_short"]
     needle, v = pages["retrieval_needle_short"].values, damping.values
     gain, half, gated = ((v["standard"] - v[arm]).mean() for arm in ("v2", "half", "gated"))
-    v2, base = (damping.json["learning_rates"][arm]["losses"] for arm in ("v2", "half"))
+    rates = damping.json["learning_rates"]
+    v2, base = (rates[arm]["losses"] for arm in ("v2", "half"))
     early = [Copied(base[lr] - v2[lr]) for lr in ("0.002", "0.001", "0.004")]
     table = (root / "compare_small" / "report_diff_v2.csv").read_text().splitlines()
     (small,) = (r for r in csv.DictReader(table) if r["variant"] == "standard_half_context")
@@ -236,10 +236,10 @@ def sentences(pages: dict[str, Page], root: Path) -> Sentences:
     yield readme, "V2 ends {} nats per token below standard, half {}.", [gain, half]
     yield readme, "gives {} of V2's gain", [100 * half / gain]
     yield readme, "the gap after 0.26M tokens is {} and {}.", early[1:]
+    others = [exact[i] for i in (0, 1, 3)]
     for page in (readme, recall):
         yield page, "p of {} of 5 runs against {} of 5 is {};", [won, lost, exact[2]]
         yield page, "over the four rules gives {}.", [holm(exact)[2]]
-        others = [exact[i] for i in (0, 1, 3)]
         yield page, "{} against heads, {} against standard, and {} for heads against", others
     for page in (readme, "retrieval_needle_short/verdict.md"):
         at = [interval(needle[arm]) for arm in ("standard", "half", "v2")]
