@@ -1,0 +1,99 @@
+"""Draw held-out loss against tokens for four variants, from the runs of one sweep.
+
+    python train.py -m attention=standard,gated,diff_v1,diff_v2 seed=0,1,2 data=packages \\
+        model=micro model.match_params_to=diff_v2 steps=1000 seq_len=256 global_batch_size=4 \\
+        eval.interval=50 eval.sequences=128 eval.tokens=2e5 run.sweep=four_variants
+    python benchmarks/four_variants.py outputs/four_variants
+
+Writes curves.csv (every evaluation of every run) and runs.json (facts of the runs) into
+benchmarks/results/four_variants/, and losses.png from these two files. Without an argument, only
+redraws losses.png.
+"""
+
+import csv
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results" / "four_variants"
+COLORS = {"standard": "#4d4d4d", "gated": "#d98200", "diff_v1": "#a02c5a", "diff_v2": "#0a6fb8"}
+FACTS = ("parameters", "flops_per_token", "corpus", "device", "torch", "compute_dtype")
+FROM_TOKENS = 150_000
+"""Start of the axis: before that the curves fall together and hide the differences."""
+
+
+def write_curves(sweep: Path) -> None:
+    """Write curves.csv and runs.json from the run directories of a sweep."""
+    from diffllm.report.runs import load_run
+
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    runs = [load_run(path.parent) for path in sorted(sweep.glob("*/summary.json"))]
+    with (RESULTS / "curves.csv").open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["variant", "seed", "tokens", "heldout_loss"])
+        for run in runs:
+            series = run.series("eval/loss")
+            for tokens, loss in zip(series.tokens, series.values, strict=True):
+                table.writerow([run.variant, run.cfg.seed, tokens, f"{loss:.6f}"])
+    facts: dict[str, Any] = {
+        f"{run.variant}-seed{run.cfg.seed}": {
+            **{name: run.facts[name] for name in FACTS},
+            "python": run.facts["environment"]["python"],
+            "final_heldout_loss": run.final_loss,
+            "heldout_tokens": run.facts["heldout_tokens"],
+        }
+        for run in runs
+    }
+    (RESULTS / "runs.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def read_curves() -> dict[str, dict[int, list[float]]]:
+    """Read the losses of all seeds, by variant and tokens."""
+    curves: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in COLORS}
+    with (RESULTS / "curves.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            curves[row["variant"]][int(row["tokens"])].append(float(row["heldout_loss"]))
+    return curves
+
+
+def draw() -> None:
+    """Draw losses.png: means over seeds as lines, lowest to highest seed as bands."""
+    curves, facts = read_curves(), json.loads((RESULTS / "runs.json").read_text())
+    sizes = [run["parameters"] for run in facts.values()]
+    (seeds,) = {len(each) for of_variant in curves.values() for each in of_variant.values()}
+    figure = Figure(figsize=(8, 4.2), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for name, color in COLORS.items():
+        tokens = [at for at in curves[name] if at >= FROM_TOKENS]
+        losses = [curves[name][at] for at in tokens]
+        means = [sum(each) / len(each) for each in losses]
+        millions = [at / 1e6 for at in tokens]
+        axes.plot(millions, means, color=color, label=f"{name}  {means[-1]:.3f}")
+        axes.fill_between(
+            millions, list(map(min, losses)), list(map(max, losses)),
+            color=color, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+    axes.set_title(
+        f"Held-out loss of four attention variants: {sum(sizes) / len(sizes) / 1e6:.2f}M "
+        f"parameters, {seeds} seeds (lower is better)"
+    )
+    axes.set_xlabel("training tokens, millions")
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.legend(title="final loss, mean of seeds (band: all seeds)", frameon=False)
+    axes.grid(color="#e5e5e5")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(RESULTS / "losses.png", dpi=160, metadata={"Software": None})
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        write_curves(Path(sys.argv[1]))
+    draw()
+
+
+if __name__ == "__main__":
+    main()
