@@ -233,6 +233,19 @@ def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, li
         yield page, "half minus V2 at equal FLOPs is {} ({} to {})", at_flops
         late = (v["half"] - v["v2"]).mean()
         yield page, "It was {} nats after 0.26M tokens and is {} after", [early[0], late]
+    rerun = json.loads((root / "head_norm_gradients_rerun.json").read_text())
+    logs = {name: {k: np.log(x) for k, x in of.items()} for name, of in rerun["norms"].items()}
+    norm, plain, other = (logs[name] for name in ("diff_v2_head_norm", "diff_v2", "standard"))
+    own_ratio = norm["wo"] - plain["wo"]
+    slopes, at = np.polyfit(np.log(rerun["lengths"]), own_ratio.T, 1)[0], [0, 5]
+    ends_of = np.exp(own_ratio.mean(0))[[0, -1]]
+    yield readme, "Over V2 it gives {} times at 128 tokens and {} times at 8,192", [*ends_of]
+    yield readme, "with a slope of {} ({} to {})", interval(slopes)
+    ratios = [np.exp((norm[k] - other[k]).mean(0))[at] for k in ("wo", "all")]
+    yield readme, "is {} times as large at 128 tokens and {} times at 4,096", [*ratios[0]]
+    yield readme, "all gradients together {} and {} times", [*ratios[1]]
+    ratio = np.exp((plain["wo"] - other["wo"]).mean(0))[at]
+    yield readme, "V2 has {} times the gradient of standard at 128 tokens and {} times at", [*ratio]
     yield readme, "V2 ends {} nats per token below standard, half {}.", [gain, half]
     yield readme, "gives {} of V2's gain", [100 * half / gain]
     yield readme, "the gap after 0.26M tokens is {} and {}.", early[1:]
