@@ -1,4 +1,4 @@
-"""The README stays on two screens, and what the documentation points to is there."""
+"""The README stays short, and the links of the documentation lead somewhere."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import diffllm
 
 ROOT = Path(diffllm.__file__).parents[1]
-MOST_LINES = 170
+MOST_LINES = 110
 PAGES = sorted(
     page
     for pattern in ("*.md", "docs/*.md", "launch/*.md", "data/*.md", "diffllm/**/README.md")
@@ -16,8 +16,7 @@ PAGES = sorted(
 )
 
 
-def test_the_readme_stays_on_two_screens():
-    """More is written into docs/."""
+def test_readme_has_at_most_110_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
 
 
@@ -28,7 +27,7 @@ def test_links_lead_somewhere(page: Path):
     missing = []
     for link in links:
         path, _, anchor = link.partition("#")
-        if path.startswith(("http:", "https:")):
+        if path.startswith(("http:", "https:", "../../actions/")):  # a page of the repository host
             continue
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (anchor and anchor not in anchors(target)):

@@ -31,7 +31,7 @@ def corpus(tmp_path: Path) -> list[str]:
 def test_a_command_that_says_nothing_of_what_is_computed_is_the_quickstart(word: str):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == "quickstart"
-    assert (cfg.steps, cfg.seq_len) == (280, 256)
+    assert (cfg.steps, cfg.seq_len) == (240, 256)
 
 
 @pytest.mark.parametrize("word", SAYING)
@@ -43,7 +43,7 @@ def test_any_other_command_has_none_of_its_settings(word: str):
 
 def test_an_experiment_that_is_asked_for_is_taken():
     cfg = load_config(["experiment=quickstart", "attention=standard"])
-    assert (cfg.steps, cfg.seq_len, cfg.optim.warmup_steps) == (280, 256, 28)
+    assert (cfg.steps, cfg.seq_len, cfg.optim.warmup_steps) == (240, 256, 24)
     assert load_config(["experiment=none"]).seq_len == 512
 
 
