@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "integration")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "integration")]
 
 from runs import checkpoint_tensors, descendants, overrides_of, write_corpus  # noqa: E402
 
