@@ -94,6 +94,7 @@ def samples(run: Path) -> dict[int, set[tuple[str, ...]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_again_and_again_a_run_becomes_what_it_would_have_been():
     """A short version of the benchmark, on one rank, with torchrun restarting it."""
     words = ["--kills", "3", "--saves", "1", "--ranks", "1", "--every", "4"]
@@ -101,7 +102,7 @@ def test_killed_again_and_again_a_run_becomes_what_it_would_have_been():
         [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
