@@ -37,6 +37,11 @@ class FileFacts(NamedTuple):
     is_blank: bool
     """True if the file holds nothing but whitespace."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the file contains UTF-8 text other than whitespace."""
+        return self.is_utf8 and not self.is_blank
+
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
     """Return facts about `paths`, in order, and read only those that are new or changed; raises

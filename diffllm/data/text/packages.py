@@ -3,16 +3,13 @@
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
-from diffllm.data.text.files import check_all, parts_of
-from diffllm.data.text.stdlib import python_files
+from diffllm.data.text.stdlib import corpus_of, python_files
 from diffllm.errors import DataError
 from diffllm.registry import source
 
@@ -60,26 +57,17 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     found = {name: package_files(name) for name in REFERENCE}
     paths = [path for files in found.values() for path in files]
     facts = dict(zip(paths, file_facts(paths, cache_dir), strict=True))
-    texts = [path for path in paths if facts[path].is_utf8 and not facts[path].is_blank]
+    texts = [path for path in paths if facts[path].is_text]
     if not texts:
         raise DataError(f"data=packages: none of {', '.join(REFERENCE)} is installed")
     by_text: dict[str, Path] = {}
     for path in texts:
         by_text.setdefault(facts[path].sha256, path)
     kept = list(by_text.values())
-    of_kept = [facts[path] for path in kept]
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
-    identity = texts_hash(of_kept)
-    whole = replace(cfg, sample_by=SampleBy.document)
-    return Corpus(
-        description=f"source of {', '.join(REFERENCE)}, {len(kept)} files",
-        identity=identity,
-        list_parts=lambda: parts_of(kept, of_kept, ["text"] * len(kept), whole),
-        check=partial(check_all, kept, of_kept),
-        note="" if identity == REFERENCE_SHA256 else difference(hashes),
-        skipped_empty=sum(each.is_blank for each in facts.values()),
-        skipped_undecodable=sum(not each.is_utf8 for each in facts.values()),
-    )
+    identity = texts_hash([facts[path] for path in kept])
+    note = "" if identity == REFERENCE_SHA256 else difference(hashes)
+    return corpus_of(cfg, facts, kept, f"source of {', '.join(REFERENCE)}", identity, note)
 
 
 def package_files(name: str) -> list[Path]:
