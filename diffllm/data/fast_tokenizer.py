@@ -9,6 +9,7 @@ from pathlib import Path
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import FAST_CONFIG
 from diffllm.errors import DataError
+from diffllm.files import read_json
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Names of the token that ends a document, where no tokenizer_config.json says it."""
@@ -62,17 +63,17 @@ def end_of(path: Path, vocabulary: dict[str, int]) -> str:
     name; raises DataError."""
     config = path.with_name(FAST_CONFIG)
     try:
-        said = json.loads(config.read_text()).get("eos_token") if config.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
+        said = read_json(config, follow=True).get("eos_token") if config.is_file() else None
+    except (OSError, ValueError) as error:
         raise DataError(f"{config}: not a tokenizer's config ({error})") from error
     name = said.get("content") if isinstance(said, dict) else said
     if name is None:
         name = next((usual for usual in USUAL_ENDS if usual in vocabulary), None)
-    if name not in vocabulary:
+    if not isinstance(name, str) or name not in vocabulary:
         raise DataError(
             f"{path}: it has no token {name!r} to end a document with"
-            if name
+            if name is not None
             else f"{path}: nothing says which token ends a document; {FAST_CONFIG} beside it does, "
             'with {"eos_token": "..."}'
         )
-    return str(name)
+    return name

@@ -25,6 +25,7 @@ FACTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
     ),
+    **dict.fromkeys(("diffllm", "git", "imported"), (dict,)),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": SUMMARY,

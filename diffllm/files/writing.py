@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffllm.errors import CheckpointError
-from diffllm.files.locks import Lock
+from diffllm.errors import CheckpointError, InUseError
+from diffllm.files.locks import Held, Lock
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -97,40 +97,53 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def build_once(final: Path, build: Callable[[Path], None]) -> None:
-    """Create the directory `final` by calling `build` on a temporary sibling, then rename it.
+    """Create the directory `final` by calling `build` on a scratch directory, then rename it.
 
-    However many processes ask, one builds and the others wait for it. A build that dies at any
-    moment leaves no `final`; what it left behind is removed by the next one.
+    One process builds, and the others wait for it. A killed build leaves no `final`.
     """
     if final.is_dir():
         return
     final.parent.mkdir(parents=True, exist_ok=True)
-    with Lock(Path(f"{final}.lock")):
-        if final.is_dir():
-            return
-        # Whoever wrote these held the lock and is gone.
-        for leftover in final.parent.glob(f"{final.name}.tmp-*"):
-            shutil.rmtree(leftover)
-        temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
-        temporary.mkdir()
-        with published(temporary, final):
-            build(temporary)
+    with scratch_directory(final, wait=True) as scratch:
+        if not final.is_dir():
+            build(scratch)
+            publish(scratch, final)
 
 
 @contextmanager
-def published(temporary: Path, final: Path) -> Iterator[None]:
-    """Give the directory `temporary` the name `final` once the block has filled it and all of it is
-    on disk; after an error it is removed. Raises OSError, also where something has the name."""
+def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
+    """Create an empty hidden directory next to `final`; remove it at the end unless it was renamed.
+
+    A lock next to the directory keeps other processes out, so a directory that is found under the
+    lock was left by a killed process and is removed. Raises OSError.
+
+    Args:
+        wait: wait for the lock; otherwise raise InUseError if another process has it.
+    """
+    name = os.fsdecode(b"." + os.fsencode(final.name)[:200])
+    scratch, lock = final.with_name(f"{name}.partial"), Lock(final.with_name(f"{name}.lock"))
     try:
-        yield
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
-        if os.path.lexists(final):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-        os.rename(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        lock.acquire(wait)
+    except Held:
+        raise InUseError(f"{final} is being written by another process") from None
+    try:
+        if os.path.lexists(scratch):
+            shutil.rmtree(scratch)
+        scratch.mkdir()
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        lock.made = True  # also if a killed process made the file
+        lock.release(remove=True)
+
+
+def publish(scratch: Path, final: Path) -> None:
+    """Sync a directory to disk and rename it to `final`; raises OSError, also if `final` exists."""
+    for path in [*scratch.rglob("*"), scratch]:
+        sync(path)
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    os.rename(scratch, final)
     sync(final.parent)
 
 

@@ -1,17 +1,16 @@
-"""A directory that is there whole or not at all."""
+"""A directory that exists completely or not at all."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint.reader import reason
 from diffllm.errors import ConfigError
-from diffllm.files import published
+from diffllm.files import publish, scratch_directory
 
 
 def check_free(out: Path) -> None:
@@ -22,24 +21,13 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """Give a hidden directory that gets the name `out` once all of it is on disk; raises
-    ConfigError where it cannot be written."""
+    """Create a hidden directory and rename it to `out` once all of its content is on disk; raises
+    ConfigError if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        hidden = Path(mkdtemp(prefix=f".{out.name[:200]}-", dir=out.parent))
-    except OSError as error:
-        raise ConfigError(f"out={out} cannot be written: {error.strerror}") from error
-    try:
-        with published(hidden, out):
-            yield hidden
-            hidden.chmod(0o777 & ~umask())
+        with scratch_directory(out) as scratch:
+            yield scratch
             check_free(out)
+            publish(scratch, out)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise ConfigError(f"out={out} cannot be written: {reason(error)}") from error
-
-
-def umask() -> int:
-    """Return the permissions that new files lack."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -141,9 +141,11 @@ def write_card(
     (directory / "README.md").write_text(card)
 
 
-def origin_or_training(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
+def origin_or_training(
+    imported: dict[str, Any] | None, step: int, cfg: TrainConfig
+) -> dict[str, Any]:
     """Say what a model was trained on; of an imported one, where it comes from."""
-    if isinstance(imported, dict):
+    if imported:
         revision = f" at revision {imported['revision']}" if imported.get("revision") else ""
         return {"from": f"{imported.get('from')}{revision}", "changed": imported.get("converted")}
     weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None

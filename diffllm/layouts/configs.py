@@ -1,11 +1,12 @@
 """The shape of a decoder from the config.json of transformers: Llama, Qwen3, Qwen3Moe, DiffLlama,
 and our own modelling file's.
 
-Where a file leaves a setting out, transformers' default stands; a setting that our decoders do not
-have is refused. Raised errors are ValueErrors, phrases about the file.
+A missing or null setting has the default of transformers. A setting that our decoders do not have
+is refused. Errors are ValueErrors whose text follows the name of the file.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
 
 T = TypeVar("T")
-Config = Mapping[str, Any]
 COMPUTED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
     "partial_rotary_factor": 1.0, "quantization_config": None, "decoder_sparse_step": 1,
@@ -40,68 +40,112 @@ CLASSES: dict[str, type[AttentionConfig]] = {
 }
 
 
-def model_of(config: Config) -> ModelConfig:
-    """Return the decoder that a config.json describes."""
-    architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else architectures
-    if not isinstance(name, str) or name not in READERS:
+KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "a whole number above 0": (lambda value: type(value) is int and value > 0, (
+        "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
+        "moe_intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+        "original_max_position_embeddings", "vocab_size")),
+    "a whole number": (lambda value: type(value) is int, (
+        "num_experts", "num_experts_per_tok", "num_local_experts")),
+    "a finite number": (lambda value: type(value) in (int, float) and math.isfinite(value), (
+        "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
+        "initializer_range", "low_freq_factor", "rms_norm_eps", "rope_theta")),
+    "true or false": (lambda value: type(value) is bool, (
+        "norm_topk_prob", "qk_norm", "tie_word_embeddings")),
+    "text": (lambda value: type(value) is str, ("rope_type", "type", "variant")),
+    "an object": (lambda value: type(value) is dict, (
+        "attention", "moe", "rope_parameters", "rope_scaling")),
+    "a list of text": (lambda value: is_list_of(str, value), ("architectures", "layer_types")),
+    "a list of whole numbers": (lambda value: is_list_of(int, value), ("mlp_only_layers",)),
+}  # fmt: skip
+"""The types of all settings that are read: a test and the keys that it is for."""
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    return type(value) is list and all(type(item) is kind for item in value)
+
+
+class Config(dict[str, Any]):
+    """Settings of a config.json or of an object inside it.
+
+    Every setting in KINDS has its type. Null settings are missing, and `config[key]` raises
+    ValueError for a missing setting.
+    """
+
+    def __init__(self, content: dict[str, Any]):
+        super().__init__({key: value for key, value in content.items() if value is not None})
+        for kind, (is_kind, keys) in KINDS.items():
+            for key in self.keys() & keys:
+                if not is_kind(self[key]):
+                    raise ValueError(f"has {key}={self[key]!r}, which must be {kind}")
+                if kind == "a finite number":
+                    self[key] = float(self[key])
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"has no {key}")
+
+
+def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
+    """Return the architecture that a config.json names, and the decoder that it describes."""
+    config = Config(content)
+    name = next(iter(config["architectures"]), None)
+    if name not in READERS:
         raise ValueError(f"names the architecture {name}, which is none of {', '.join(READERS)}")
     for key, computed in COMPUTED.items():
-        if config.get(key) not in (None, computed):
+        if config.get(key, computed) != computed:
             raise ValueError(f"says {key}={config[key]}, and only {computed} is computed here")
-    if others := set(config.get("layer_types") or []) - {"full_attention"}:
-        raise ValueError(f"has layers of {', '.join(map(str, others))}, which are not known here")
+    if others := set(config.get("layer_types", ())) - {"full_attention"}:
+        raise ValueError(f"has layers of {', '.join(others)}, which are not known here")
     model = READERS[name](config)
     model.validate()
-    return model
+    return name, model
 
 
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int) -> ModelConfig:
     """Return what all architectures have in common."""
-    dim = whole(config, "hidden_size")
-    heads = whole(config, "num_attention_heads")
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
         dim=dim,
-        n_layers=whole(config, "num_hidden_layers"),
+        n_layers=config["num_hidden_layers"],
         n_heads=n_heads,
-        n_kv_heads=whole(config, "num_key_value_heads", heads),
-        head_dim=whole(config, "head_dim", dim // heads),
-        ffn_dim=whole(config, "intermediate_size"),
-        vocab_size=whole(config, "vocab_size"),
-        seq_len=whole(config, "max_position_embeddings", 2048),
+        n_kv_heads=config.get("num_key_value_heads", heads),
+        head_dim=config.get("head_dim", dim // heads),
+        ffn_dim=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        seq_len=config.get("max_position_embeddings", 2048),
         attention=attention,
         rope=rope_of(config),
-        tie_embeddings=setting(config, "tie_word_embeddings", bool, False),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        init_std=number(config, "initializer_range", 0.02),
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        init_std=config.get("initializer_range", 0.02),
         init_seed=0,
     )
 
 
 def llama(config: Config) -> ModelConfig:
     """Read Llama's."""
-    return shape_of(config, StandardConfig(), whole(config, "num_attention_heads"))
+    return shape_of(config, StandardConfig(), config["num_attention_heads"])
 
 
 def qwen3(config: Config) -> ModelConfig:
     """Read Qwen3's, which normalises queries and keys."""
-    return replace(llama({"head_dim": 128, **config}), qk_norm=True)
+    return replace(llama(Config({"head_dim": 128, **config})), qk_norm=True)
 
 
 def qwen3_moe(config: Config) -> ModelConfig:
     """Read Qwen3Moe's; its first layers may be dense, and no others."""
-    dense = config.get("mlp_only_layers") or []
+    dense = config.get("mlp_only_layers", [])
     if dense != list(range(len(dense))):
         raise ValueError(f"says mlp_only_layers={dense}; only the first layers may be dense")
     if "num_local_experts" in config:  # as transformers 5 saves it
-        config = {"num_experts": config["num_local_experts"], **config}
+        config = Config({"num_experts": config["num_local_experts"], **config})
     moe = MoEConfig(
-        n_experts=whole(config, "num_experts"),
-        top_k=whole(config, "num_experts_per_tok", 8),
-        expert_dim=whole(config, "moe_intermediate_size"),
+        n_experts=config["num_experts"],
+        top_k=config.get("num_experts_per_tok", 8),
+        expert_dim=config["moe_intermediate_size"],
         n_dense_layers=len(dense),
         score=Score.softmax,
-        renormalise=setting(config, "norm_topk_prob", bool, False),
+        renormalise=config.get("norm_topk_prob", False),
         bias_update_rate=0.0,
     )
     return replace(qwen3(config), moe=moe)
@@ -109,33 +153,34 @@ def qwen3_moe(config: Config) -> ModelConfig:
 
 def diffllama(config: Config) -> ModelConfig:
     """Read DiffLlama's, whose eps is that of the head norm too."""
-    attention = DiffV1Config(head_norm_eps=number(config, "rms_norm_eps", 1e-5))
-    heads = whole(config, "num_attention_heads")
-    return shape_of({"rms_norm_eps": 1e-5, **config}, attention, heads)
+    config = Config({"rms_norm_eps": 1e-5, **config})
+    attention = DiffV1Config(head_norm_eps=config["rms_norm_eps"])
+    return shape_of(config, attention, config["num_attention_heads"])
 
 
 def own(config: Config) -> ModelConfig:
     """Read that of our own modelling file."""
-    settings = dict(setting(config, "attention", dict, {}))
-    variant = settings.pop("variant", None)
+    settings = dict(config["attention"])
+    variant = Config(settings)["variant"]
     if variant not in CLASSES:
         raise ValueError(f"has attention {variant}, which is none of {', '.join(CLASSES)}")
-    settings.pop("backend", None)  # of the machine that wrote it
+    for key in ("variant", "backend"):  # the backend is of the machine that wrote the file
+        settings.pop(key, None)
     attention = typed(CLASSES[variant], settings, "attention")
-    heads = whole(config, "num_attention_heads")
+    heads = config["num_attention_heads"]
     n_heads: float = heads
     if isinstance(attention, DiffV1Config):  # of whose heads the kernel gets two as one
-        pairs, width = whole(config, "num_key_value_heads"), whole(config, "head_dim")
-        config = {**config, "num_key_value_heads": 2 * pairs, "head_dim": width // 2}
+        pairs, width = config["num_key_value_heads"], config["head_dim"]
+        config = Config({**config, "num_key_value_heads": 2 * pairs, "head_dim": width // 2})
     elif isinstance(attention, StandardConfig):
         n_heads = heads / attention.query_heads
     elif isinstance(attention, DiffV2Config):
         n_heads = heads / 2
     if n_heads != round(n_heads):
         raise ValueError(f"has num_attention_heads={heads}, which {variant} cannot have")
-    moe = typed(MoEConfig, config.get("moe") or {}, "moe")
-    qk_norm = setting(config, "qk_norm", bool, False)
-    return replace(shape_of(config, attention, round(n_heads)), moe=moe, qk_norm=qk_norm)
+    moe = typed(MoEConfig, config.get("moe", {}), "moe")
+    shape = shape_of(config, attention, round(n_heads))
+    return replace(shape, moe=moe, qk_norm=config.get("qk_norm", False))
 
 
 READERS: dict[str, Callable[[Config], ModelConfig]] = {
@@ -150,39 +195,44 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
 
 def rope_of(config: Config) -> RopeConfig:
     """Read the frequencies, as transformers 5 or an older one writes them."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(said, dict) or any(isinstance(value, dict) for value in said.values()):
-        raise ValueError("has settings of RoPE that differ by layer, or are no mapping")
+    said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
+    if any(isinstance(value, dict) for value in said.values()):
+        raise ValueError("has settings of RoPE that differ by layer")
     kind = said.get("rope_type", said.get("type", "default"))
     if kind not in ROPES:
         raise ValueError(f"has RoPE of type {kind}, which is none of {', '.join(ROPES)}")
-    if others := [key for key in said if key not in ROPE_KEYS and said[key] is not None]:
+    if others := [key for key in said if key not in ROPE_KEYS]:
         raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
-    theta = number(config, "rope_theta", 10_000.0)
-    rope = RopeConfig(theta=number(said, "rope_theta", theta), scaling=ROPES[kind])
-    if said.get("partial_rotary_factor") not in (None, 1.0):
+    theta = config.get("rope_theta", 10_000.0)
+    rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
+    if said.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("rotates a part of each head's channels, which is not computed here")
     if kind == "default":
         return rope
-    rope.factor = number(said, "factor")
+    rope.factor = said["factor"]
     if kind == "linear":
         return rope
-    longest = whole(config, "max_position_embeddings", 2048)
-    rope.original_seq_len = whole(said, "original_max_position_embeddings", longest)
+    longest = config.get("max_position_embeddings", 2048)
+    rope.original_seq_len = said.get("original_max_position_embeddings", longest)
     if kind == "llama3":
-        rope.low_freq_factor = number(said, "low_freq_factor")
-        rope.high_freq_factor = number(said, "high_freq_factor")
+        rope.low_freq_factor = said["low_freq_factor"]
+        rope.high_freq_factor = said["high_freq_factor"]
         return rope
-    rope.beta_slow = number(said, "beta_slow", 1.0)
-    rope.beta_fast = number(said, "beta_fast", 32.0)
+    rope.beta_slow = said.get("beta_slow", 1.0)
+    rope.beta_fast = said.get("beta_fast", 32.0)
     usual = attention_factor(rope)
-    factor = number(said, "attention_factor", usual)
+    factor = said.get("attention_factor", usual)
     rope.attention_factor = None if factor == usual else factor
     return rope
 
 
 def typed(cls: type[T], values: Any, where: str) -> T:
-    """Make a config of ours from the plain values of its fields."""
+    """Make a config of ours from the plain values of its fields.
+
+    OmegaConf would resolve an interpolation: `${oc.env:...}` reads this process's environment.
+    """
+    if "${" in str(values):
+        raise ValueError(f"has an interpolation in its settings of {where}")
     try:
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except (OmegaConfBaseException, ValueError) as error:
@@ -190,29 +240,3 @@ def typed(cls: type[T], values: Any, where: str) -> T:
         raise ValueError(f"has settings of {where} that cannot be: {reason}") from error
     assert isinstance(made, cls)
     return made
-
-
-def setting(config: Config, key: str, kind: type[T], default: T | None = None) -> T:
-    """Return a setting of a type, or its default where it is missing or null."""
-    value = config.get(key)
-    if value is None:
-        if default is None:
-            raise ValueError(f"has no {key}")
-        return default
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"says {key}={value!r}, which is no {kind.__name__}")
-    return value
-
-
-def whole(config: Config, key: str, default: int | None = None) -> int:
-    """Return a whole number above 0."""
-    value = setting(config, key, int, default)
-    if value < 1:
-        raise ValueError(f"says {key}={value}, which has to be at least 1")
-    return value
-
-
-def number(config: Config, key: str, default: float | None = None) -> float:
-    """Return a number."""
-    value = config.get(key)
-    return float(value) if type(value) is int else setting(config, key, float, default)

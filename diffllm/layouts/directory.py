@@ -5,6 +5,7 @@ Nothing in it is run: no modelling file, no pickle.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import FAST, MODEL
 from diffllm.errors import CheckpointError, ConfigError, DataError, listed
-from diffllm.files import read_json
+from diffllm.files import read_json, readable
+from diffllm.files.reading import open_regular
 from diffllm.layouts.choice import layout_of
 from diffllm.layouts.configs import model_of
 from diffllm.layouts.layout import Mapped
@@ -40,12 +42,12 @@ class ModelDirectory:
 
     def __init__(self, path: Path):
         self.path = path
-        config = self._json(CONFIG)
         try:
-            self.model = model_of(config)
-        except (ValueError, ConfigError, ArithmeticError) as error:
+            with readable(path / CONFIG):
+                config = read_json(path / CONFIG, follow=True)  # the hub's cache consists of links
+                self.architecture, self.model = model_of(config)
+        except (ConfigError, ArithmeticError) as error:
             raise CheckpointError(f"{path / CONFIG} {error}") from error
-        self.architecture = config["architectures"][0]
         layout = layout_of(self.model, own=self.architecture == OWN)
         self._made = {tensor.name: tensor for tensor in layout.imported}
         self._places = self._placed()
@@ -85,35 +87,20 @@ class ModelDirectory:
                 return self.path / name
         raise CheckpointError(str(refused or f"{self.path} has neither {MODEL} nor {FAST}"))
 
-    def _json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file of the directory."""
-        try:
-            return read_json((self.path / name).resolve())  # the hub's cache is made of links
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.path} has no {name}") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / name} {error}") from error
-
     def _placed(self) -> dict[str, Any]:
         """Open the files; return the one of each tensor by its name there."""
         names = [WEIGHTS]
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
                 raise CheckpointError(why_no_weights(self.path))
-            where = self._json(INDEX).get("weight_map")
-            if not isinstance(where, dict) or not where:
-                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
-            names = sorted(set(map(str, where.values())))
+            with readable(self.path / INDEX):
+                names = weight_files(read_json(self.path / INDEX, follow=True))
         places: dict[str, Any] = {}
         for name in names:
-            if name != os.path.basename(name):
-                raise CheckpointError(f"{self.path / INDEX} names {name}, a file elsewhere")
+            with readable(self.path / name):  # safe_open would wait at a FIFO
+                open_regular(self.path / name, sys.maxsize, follow=True).close()
             try:
                 file = safe_open(self.path / name, "pt")
-            except FileNotFoundError:
-                raise CheckpointError(f"{self.path / name} is missing") from None
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self.path / name} is damaged: {error}") from error
             places |= dict.fromkeys(file.keys(), file)
@@ -145,6 +132,17 @@ class ModelDirectory:
                     f"{self.path}: {name} is of dtype {found.get_dtype()}, which is none of "
                     f"{', '.join(FLOATS)}"
                 )
+
+
+def weight_files(index: dict[str, Any]) -> list[str]:
+    """List the files that an index names; raises ValueError unless they are next to it."""
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError("has no weight_map")
+    for name in places.values():
+        if not isinstance(name, str) or name != os.path.basename(name):
+            raise ValueError(f"has {name!r} in its weight_map, which must be file names")
+    return sorted(set(places.values()))
 
 
 def why_no_weights(path: Path) -> str:

@@ -8,7 +8,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.distributed.world import World
 from diffllm.errors import ConfigError
 from diffllm.study.file import Study
-from diffllm.study.rates import choose
+from diffllm.study.rates import choose_all
 from diffllm.study.runs import (
     Planned,
     config_of,
@@ -82,7 +82,8 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         added: plugins and --config-dir, for the runs' own command lines.
 
     Returns:
-        0 if every run has ended, 128 + n if signal n stopped the study, else 1.
+        0 if every run has ended and every arm has a learning rate, 128 + n if signal n stopped the
+        study, else 1.
 
     Raises:
         ConfigError: a study that could not run; nothing has been started or changed.
@@ -113,25 +114,28 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     if course.failed or course.stopped:
         print(f"{len(course.failed)} runs did not end; the same command goes on with them")
         return 128 + course.stopped if course.stopped else 1
-    print(f"all runs of {out} have ended: diffllm study verdict {study.path} out={out}")
-    return 0
+    diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
+    for choice in diverged:
+        rates = ", ".join(f"{lr:g}" for lr in choice.losses)
+        print(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
+    which = "all other runs" if diverged else "all runs"
+    print(f"{which} of {out} have ended: diffllm study verdict {study.path} out={out}")
+    return 1 if diverged else 0
 
 
 def next_runs(study: Study, out: Path) -> list[Planned]:
     """The runs of the stage that comes next and have not ended: those that learning rates are
     chosen by, all arms together, then those that decide."""
-    rates: dict[str, float | None] = dict.fromkeys(study.arms)
-    if study.lr:
-        choices = [choose(study, arm, out) for arm in study.arms]
-        if wanted := [run for choice in choices for run in choice.wanted]:
-            return wanted
-        rates = {choice.arm: choice.lr for choice in choices}
+    choices = choose_all(study, out)
+    if wanted := [run for choice in choices for run in choice.wanted]:
+        return wanted
+    rates = {choice.arm: choice.lr for choice in choices}
     runs = [
         run
         for seed in study.seeds
         for arm in study.arms
         if study.lr is None or rates[arm] is not None
-        for run in deciding_runs(study, arm, seed, rates[arm])
+        for run in deciding_runs(study, arm, seed, rates.get(arm))
     ]
     return [run for run in runs if not is_ended(out / run.name)]
 

@@ -24,6 +24,11 @@ class Choice:
     """Why the best one is not to be trusted: it lies at an end of a grid that goes no further."""
 
 
+def choose_all(study: Study, out: Path) -> list[Choice]:
+    """Choose the learning rate of every arm; return an empty list if the study chooses none."""
+    return [choose(study, arm, out) for arm in study.arms] if study.lr else []
+
+
 def choose(study: Study, arm: str, out: Path) -> Choice:
     """Choose an arm's learning rate from the runs in `out`, as far as they have ended.
 

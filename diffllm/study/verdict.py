@@ -16,7 +16,7 @@ from diffllm.statistics.outcomes import Outcome, diverged_more, outcome
 from diffllm.statistics.survival import Times, sooner
 from diffllm.study.file import Rule, Study
 from diffllm.study.metric import number_of
-from diffllm.study.rates import Choice, choose
+from diffllm.study.rates import Choice, choose_all
 from diffllm.study.runs import (
     RATES,
     Planned,
@@ -123,7 +123,7 @@ class Verdict:
 
 def judge(study: Study, out: Path) -> Verdict:
     """Judge a study by the runs in `out`; raises ConfigError where none has ended."""
-    choices = [choose(study, arm, out) for arm in study.arms] if study.lr else []
+    choices = choose_all(study, out)
     rates = {choice.arm: choice.lr for choice in choices}
     arms, planned = [], []
     for name in study.arms:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -31,7 +30,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
 from diffllm.errors import ConfigError
-from diffllm.files import read_bytes, readable, sync
+from diffllm.files import read_bytes, readable, scratch_directory, sync
 from diffllm.run.parameters import DTYPES, check_form, loaded, tensors_of, write_safetensors
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
@@ -82,8 +81,7 @@ def write(args: Arguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> Non
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".consolidate-", dir=directory) as temporary:
-            hidden = Path(temporary)
+        with scratch_directory(directory / stem) as hidden:
             size = write_safetensors(hidden, stem, tensors, values, args.max_shard_size, checkpoint)
             for name, content in beside.items():
                 (hidden / name).write_bytes(content)
