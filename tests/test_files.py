@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 from gloo import forked
 
-from diffllm.errors import ConfigError
-from diffllm.files import Lock, hold, locks, open_to_append, replace_file
+from diffllm.errors import ConfigError, InUseError
+from diffllm.files import (
+    Lock,
+    build_once,
+    hold,
+    locks,
+    open_to_append,
+    publish,
+    replace_file,
+    scratch_directory,
+)
 from diffllm.files.locks import Held
 
 
@@ -60,6 +69,65 @@ def test_what_is_no_file_is_not_replaced_nor_appended_to(tmp_path):
         with pytest.raises(OSError):  # noqa: PT011
             open_to_append(tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
+
+
+# Directories
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def die_in_scratch_directory(final):
+    """Leave a scratch directory as a killed process does."""
+    with scratch_directory(final) as scratch:
+        (scratch / "half").write_text("")
+        os._exit(9)
+
+
+@pytest.mark.parametrize("name", ["out", "x" * 255, "\u00e9" * 127])
+def test_scratch_directory_of_killed_process_is_removed_by_the_next(tmp_path, name):
+    final, other = tmp_path / name, tmp_path / ".out.other"
+    other.mkdir()
+    process = forked(die_in_scratch_directory, (final,))
+    process.start()
+    process.join()
+    assert len(names(tmp_path)) == 3, "the scratch directory, its lock, and a directory of a user"
+    with scratch_directory(final) as scratch:
+        assert names(scratch) == []
+        (scratch / "whole").write_text("")
+        publish(scratch, final)
+    assert names(tmp_path) == sorted([name, other.name])
+    assert names(final) == ["whole"]
+
+
+def test_scratch_directory_that_another_process_uses_is_refused_and_kept(tmp_path):
+    with scratch_directory(tmp_path / "out") as scratch:
+        with pytest.raises(InUseError, match="out is being written by another process"):
+            scratch_directory(tmp_path / "out").__enter__()
+        assert scratch.is_dir()
+    assert names(tmp_path) == []
+
+
+def test_link_in_place_of_scratch_directory_is_refused_and_its_target_kept(tmp_path):
+    (tmp_path / "mine" / "data").mkdir(parents=True)
+    (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic link"):
+        scratch_directory(tmp_path / "out").__enter__()
+    assert names(tmp_path / "mine") == ["data"]
+
+
+def test_failed_build_leaves_nothing_and_the_next_build_succeeds(tmp_path):
+    def fail(scratch):
+        (scratch / "half").write_text("")
+        raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        build_once(tmp_path / "final", fail)
+    assert names(tmp_path) == []
+    build_once(tmp_path / "final", lambda scratch: (scratch / "whole").write_text(""))
+    build_once(tmp_path / "final", fail)
+    assert names(tmp_path / "final") == ["whole"]
 
 
 # Locks

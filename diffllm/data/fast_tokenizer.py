@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.tokenizer import BEHAVIOUR_PROBE, Tokenizer
 from diffllm.data.tokenizer_files import FAST_CONFIG
 from diffllm.errors import DataError
-from diffllm.files import read_json
+from diffllm.files import read_text
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Names of the token that ends a document, where no tokenizer_config.json says it."""
+LARGEST_VOCABULARY = 2**24
 
 
 class FastTokenizer(Tokenizer):
@@ -29,14 +30,20 @@ class FastTokenizer(Tokenizer):
             raise DataError(f"{path}: pip install tokenizers reads such files") from error
         try:
             self._fast = tokenizers.Tokenizer.from_file(str(path))
+            self._fast.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
         except Exception as error:
             raise DataError(f"{path}: not a file of tokenizers ({error})") from error
         self._fast.encode_special_tokens = True
         self._fast.no_truncation()
         self._fast.no_padding()
-        self.vocab_size: int = self._fast.get_vocab_size()
-        self.eos_token = end_of(path, self._fast.get_vocab())
-        self.eos_id = int(self._fast.get_vocab()[self.eos_token])
+        vocabulary = self._fast.get_vocab()
+        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise DataError(
+                f"{path}: token id {self.vocab_size - 1:,} is not below {LARGEST_VOCABULARY:,}"
+            )
+        self.eos_token = end_of(path, vocabulary)
+        self.eos_id = int(vocabulary[self.eos_token])
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Encode each text to token ids, in order, without EOS, in threads that the library has."""
@@ -63,8 +70,9 @@ def end_of(path: Path, vocabulary: dict[str, int]) -> str:
     name; raises DataError."""
     config = path.with_name(FAST_CONFIG)
     try:
-        said = read_json(config, follow=True).get("eos_token") if config.is_file() else None
-    except (OSError, ValueError) as error:
+        content = json.loads(read_text(config, follow=True)) if config.is_file() else {}
+        said = content.get("eos_token")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{config}: not a tokenizer's config ({error})") from error
     name = said.get("content") if isinstance(said, dict) else said
     if name is None:

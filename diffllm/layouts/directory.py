@@ -48,9 +48,16 @@ class ModelDirectory:
                 self.architecture, self.model = model_of(config)
         except (ConfigError, ArithmeticError) as error:
             raise CheckpointError(f"{path / CONFIG} {error}") from error
+        self._places = self._placed()
+        moe, least = self.model.moe, self.model.n_layers
+        if self.architecture != OWN:  # an expert has tensors of its own
+            least = max(least, moe.n_experts * (least - moe.n_dense_layers))
+        if len(self._places) < least:  # a forged config could describe billions
+            raise CheckpointError(
+                f"{path} has {len(self._places)} tensors; its {CONFIG} describes at least {least}"
+            )
         layout = layout_of(self.model, own=self.architecture == OWN)
         self._made = {tensor.name: tensor for tensor in layout.imported}
-        self._places = self._placed()
         self._check({tensor.name: tensor for tensor in layout.exported})
 
     def tensor(self, name: str) -> Tensor:

@@ -63,7 +63,7 @@ def visible(cache: Path) -> list[str]:
         str(path.relative_to(cache))
         for kind in ("tokens", "tokenizers")
         for path in (cache / kind).glob("*")
-        if path.is_dir() and ".tmp-" not in path.name and ".partial-" not in path.name
+        if path.is_dir() and path.name[0] != "." and ".partial-" not in path.name
     )
 
 

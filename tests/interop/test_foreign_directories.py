@@ -1,0 +1,154 @@
+"""Directories of models from elsewhere with odd files: read, or refused with a known error."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from diffllm.config import load_config
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.layouts import Layout, ModelDirectory, layout_of
+from diffllm.layouts.configs import KINDS, model_of
+from diffllm.model import without_storage
+
+SMALL = (
+    "model=tiny", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=1", "model.head_dim=16",
+    "model.ffn_dim=64", "model.vocab_size=300", "model.n_layers=2",
+)  # fmt: skip
+MIXTURE = (
+    "attention=standard", "model.qk_norm=true", "model.moe.n_experts=2", "model.moe.top_k=1",
+    "model.moe.expert_dim=16", "model.moe.score=softmax", "model.moe.bias_update_rate=0",
+)  # fmt: skip
+YARN = ("model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_seq_len=64")
+
+
+def layout(*words: str) -> Layout:
+    return layout_of(load_config([*SMALL, *words]).model)
+
+
+LAYOUTS = {
+    "llama": layout("attention=standard", *YARN),
+    "qwen3_moe": layout(*MIXTURE),
+    "own": layout("attention=diff_v2"),
+}
+
+
+def config_of(found: Layout) -> dict[str, Any]:
+    return {"architectures": [found.architecture], **found.config}
+
+
+def keys_of(found: Layout) -> Iterator[tuple[str, ...]]:
+    """List the keys of a config, of the objects inside it, and all keys that have a type."""
+    config = config_of(found)
+    for key in sorted({*config, *(key for _, keys in KINDS.values() for key in keys)}):
+        yield (key,)
+        if isinstance(config.get(key), dict):
+            yield from ((key, inner) for inner in config[key])
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=5)
+)
+ODD = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=3), SCALARS)
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), odd=ODD | st.just([[0]]))
+def test_config_with_odd_value_is_read_or_refused(data: Any, kind: str, odd: Any) -> None:
+    content = json.loads(json.dumps(config_of(LAYOUTS[kind])))
+    *outer, key = data.draw(st.sampled_from(list(keys_of(LAYOUTS[kind]))))
+    (content[outer[0]] if outer else content)[key] = odd
+    try:
+        _, model = model_of(content)
+    except (ValueError, ConfigError, ArithmeticError):
+        return
+    assert math.isfinite(model.norm_eps)
+    assert model.n_layers <= 10_000
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("layer_types", 7, "has layer_types=7, which must be a list of text"),
+        ("mlp_only_layers", True, "has mlp_only_layers=True, which must be a list of whole number"),
+        ("rope_parameters", {"rope_type": ["x"]}, r"has rope_type=\['x'\], which must be text"),
+        ("attention", {"variant": {}}, "has variant={}, which must be text"),
+        ("attention", {"variant": "diff_v2", "context_scale": "${oc.env:HOME}"}, "interpolation"),
+        ("moe", {"n_experts": "${oc.env:HOME}"}, "has an interpolation in its settings of moe"),
+        ("rms_norm_eps", math.inf, "has rms_norm_eps=inf, which must be a finite number"),
+        ("architectures", "LlamaForCausalLM", "which must be a list of text"),
+        ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
+    ],
+)
+def test_config_value_of_wrong_type_is_named(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        model_of({**config_of(LAYOUTS["own"]), key: value})
+
+
+def write(directory: Path, found: Layout, **changes: Any) -> Path:
+    """Write a directory of a layout, with tensors of ones."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**config_of(found), **changes}))
+    ours = dict(without_storage(model_of(config_of(found))[1]).named_parameters())
+    shapes = {tensor.name: tensor.of(ours).shape for tensor in found.exported}
+    save_file({n: torch.ones(s) for n, s in shapes.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_fifo_in_place_of_weights_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "hf", LAYOUTS["llama"])
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / name)
+    writer = os.open(path / name, os.O_RDWR | os.O_NONBLOCK)  # a reader would not wait
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        ModelDirectory(path)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("[]", "is not a JSON object"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ('{"weight_map": {"a": "../x"}}', r"has '../x' in its weight_map"),
+        ('{"weight_map": {"a": ["x"]}}', r"has \['x'\] in its weight_map"),
+        ('{"weight_map": {"a": ".."}}', "is not a regular file"),
+        ('{"weight_map": {"a": "x\\u0000"}}', "embedded null"),
+        ('{"weight_map": {"a": "none"}}', "none cannot be read: No such file"),
+    ],
+)
+def test_index_with_odd_content_is_refused(tmp_path: Path, index: str, said: str) -> None:
+    path = write(tmp_path / "hf", LAYOUTS["llama"])
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=said):
+        ModelDirectory(path)
+
+
+def test_files_that_are_links_are_read_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    path, links = write(tmp_path / "hf", LAYOUTS["llama"]), tmp_path / "links"
+    links.mkdir()
+    for file in path.iterdir():
+        (links / file.name).symlink_to(file)
+    assert ModelDirectory(links).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "least"),
+    [("llama", {"num_hidden_layers": 90}, 90), ("qwen3_moe", {"num_experts": 65536}, 131072)],
+)
+def test_config_with_more_layers_or_experts_than_tensors_is_refused(
+    tmp_path: Path, kind: str, change: dict[str, int], least: int
+) -> None:
+    """Without this check, the names of billions of tensors could be listed."""
+    with pytest.raises(CheckpointError, match=f"config.json describes at least {least}"):
+        ModelDirectory(write(tmp_path / "hf", LAYOUTS[kind], **change))
