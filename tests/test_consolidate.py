@@ -201,6 +201,12 @@ def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_consolidate_after_killed_consolidate_removes_what_it_left(run, tmp_path):
+    (tmp_path / ".model.partial" / "half").mkdir(parents=True)
+    assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}"]) == 0
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_damaged_checkpoint_is_named_and_nothing_written(run, tmp_path, capfd):
     path = tmp_path / "run"
     shutil.copytree(run[0], path, ignore=shutil.ignore_patterns("consolidated"))

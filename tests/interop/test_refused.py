@@ -1,5 +1,6 @@
 """Exports and imports that cannot be: one line, and nothing left behind."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,3 +72,24 @@ def test_a_tokenizer_of_a_terabyte_is_not_read(
                     file.truncate(2**40)
         error = refused(["import", f"hf={source}", f"out={tmp_path / 'out'}"], capsys)
         assert "bytes, more than 1,073,741,824" in error
+
+
+@pytest.mark.parametrize("facts", [{"diffllm": "x"}, {"imported": 7}])
+def test_export_of_run_with_odd_facts_is_refused(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], facts: dict
+) -> None:
+    run = make_run("run", "attention=diff_v2")
+    (run / "run.json").write_text(json.dumps(facts))
+    error = refused(["export", f"run={run}", f"out={tmp_path / 'hf'}"], capsys)
+    assert f"run.json has no usable {next(iter(facts))}: it is not an object" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_import_after_killed_import_removes_what_it_left(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "out" / ".i.partial" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / ".i.lock").write_text("")
+    run = make_run("run", "attention=diff_v2")
+    assert main(["import", f"hf={run}", f"out={tmp_path / 'out' / 'i'}"]) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["i"]

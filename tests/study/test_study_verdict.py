@@ -7,7 +7,7 @@ import pytest
 
 from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
-from diffllm.study.command import check_runs, next_runs
+from diffllm.study.command import check_runs, next_runs, run_study
 from diffllm.study.file import load_study
 from diffllm.study.page import conditions, markdown, origin, page, verdict_text
 from diffllm.study.rates import choose
@@ -236,6 +236,21 @@ def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
     assert (found.lr, found.problem) == (0.008, "the best is the largest of the grid")
     write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     assert choose(study, "standard", out).problem == "every learning rate diverged"
+
+
+def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    write_rates(study, out, "v2", {0.001: NAN, 0.002: NAN, 0.004: NAN})
+    write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
+    assert {run.arm for run in next_runs(study, out)} == {"half"}, "the other arms still run"
+    for run in next_runs(study, out):
+        write_ended(study, run, out, 4.4)
+    assert run_study(study, out, [], []) == 1
+    said = capsys.readouterr().out
+    assert "arm v2 diverged at every learning rate (0.001, 0.002, 0.004)" in said
+    assert f"all other runs of {out} have ended" in said
+    assert judge(study, out).verdict == "exploratory"
 
 
 @pytest.mark.slow
