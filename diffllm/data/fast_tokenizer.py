@@ -13,7 +13,6 @@ from diffllm.files import read_text
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Names of the token that ends a document, where no tokenizer_config.json says it."""
-LARGEST_VOCABULARY = 2**24
 
 
 class FastTokenizer(Tokenizer):
@@ -38,10 +37,8 @@ class FastTokenizer(Tokenizer):
         self._fast.no_padding()
         vocabulary = self._fast.get_vocab()
         self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
-        if self.vocab_size > LARGEST_VOCABULARY:
-            raise DataError(
-                f"{path}: token id {self.vocab_size - 1:,} is not below {LARGEST_VOCABULARY:,}"
-            )
+        if self.vocab_size > 2**24:
+            raise DataError(f"{path}: token id {self.vocab_size - 1} must be below {2**24}")
         self.eos_token = end_of(path, vocabulary)
         self.eos_id = int(vocabulary[self.eos_token])
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from diffllm.errors import CheckpointError, DataError
-from diffllm.files import replace_file
-from diffllm.files.paths import why_no_file
+from diffllm.files import readable, replace_file
+from diffllm.files.reading import open_regular
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 """The file of a sentencepiece model; that of a Hugging Face tokenizer, and the one beside it that
@@ -57,11 +57,8 @@ def tokenizer_of(run: Path) -> Path:
     there is no file of the run's own."""
     for name in (FAST, MODEL):
         if os.path.lexists(run / name):
-            wrong = why_no_file(run / name)
-            if not wrong and (size := (run / name).stat().st_size) > LARGEST_TOKENIZER:
-                wrong = f"has {size:,} bytes, more than {LARGEST_TOKENIZER:,}"
-            if wrong:
-                raise CheckpointError(f"{run / name} {wrong}")
+            with readable(run / name):
+                open_regular(run / name, LARGEST_TOKENIZER).close()
             return run / name
     raise CheckpointError(f"{run} has no {MODEL}")
 

@@ -112,10 +112,11 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Create an empty hidden directory next to `final`; remove it at the end unless it was renamed.
+    """Create an empty hidden directory next to `final`; at the end, remove it unless it was renamed,
+    and sync its parent directory.
 
-    A lock next to the directory keeps other processes out, so a directory that is found under the
-    lock was left by a killed process and is removed. Raises OSError.
+    A lock file next to it keeps other processes out. Under the lock, a directory of this name was
+    left by a killed process and is removed. Raises OSError.
 
     Args:
         wait: wait for the lock; otherwise raise InUseError if another process has it.
@@ -135,6 +136,7 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         lock.made = True  # also if a killed process made the file
         lock.release(remove=True)
+    sync(final.parent)
 
 
 def publish(scratch: Path, final: Path) -> None:
@@ -144,7 +146,6 @@ def publish(scratch: Path, final: Path) -> None:
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     os.rename(scratch, final)
-    sync(final.parent)
 
 
 def sync(path: Path) -> None:

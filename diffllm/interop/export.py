@@ -141,9 +141,7 @@ def write_card(
     (directory / "README.md").write_text(card)
 
 
-def origin_or_training(
-    imported: dict[str, Any] | None, step: int, cfg: TrainConfig
-) -> dict[str, Any]:
+def origin_or_training(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
     """Say what a model was trained on; of an imported one, where it comes from."""
     if imported:
         revision = f" at revision {imported['revision']}" if imported.get("revision") else ""

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffllm.layouts.layout import (
-    Layout,
-    Mapped,
-    name_there,
-    renamed,
-    same,
-    shape_config,
-)
+from diffllm.layouts.layout import Layout, Mapped, name_there, renamed, same, shape_config
 from diffllm.model import without_storage
 from diffllm.model.attention.diff_v1 import DiffV1Config
 from diffllm.model.attention.standard import Sink, StandardConfig

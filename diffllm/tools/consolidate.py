@@ -89,9 +89,8 @@ def write(args: Arguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> Non
             for file in complete:
                 sync(file)
             written = [file.replace(directory / file.name) for file in complete]
-        for file in set(earlier) - set(written):
-            file.unlink()
-        sync(directory)
+            for file in set(earlier) - set(written):
+                file.unlink()
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be written: {reason(error)}") from error
     finally:
