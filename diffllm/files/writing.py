@@ -112,11 +112,11 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Create an empty hidden directory next to `final`; at the end, remove it unless it was renamed,
-    and sync its parent directory.
+    """Create an empty hidden directory next to `final`, which the block may rename.
 
-    A lock file next to it keeps other processes out. Under the lock, a directory of this name was
-    left by a killed process and is removed. Raises OSError.
+    At the end, remove the directory if it still exists, and sync its parent. A lock file next to it
+    keeps other processes out. Under the lock, a directory of this name was left by a killed process
+    and is removed. Raises OSError.
 
     Args:
         wait: wait for the lock; otherwise raise InUseError if another process has it.
