@@ -60,6 +60,43 @@ def test_any_text_comes_back_exactly(fast: Tokenizer, text: str) -> None:
     assert fast.decode([*ids, fast.eos_id]) == text
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"eos_token": ["x"]}', r"no token \['x'\] to end a document"),
+        ('{"eos_token": {"content": []}}', r"no token \[\] to end a document"),
+        ("[" * 100_000, "not a tokenizer's config"),
+        ("[]", "not a tokenizer's config"),
+    ],
+)
+def test_odd_tokenizer_config_is_refused(
+    directory: Path, tmp_path: Path, config: str, said: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(DataError, match=said):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def write_bpe(path: Path, vocabulary: dict[str, int], **options: Any) -> Path:
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], **options)).save(str(path))
+    return path
+
+
+def test_vocabulary_with_gaps_has_the_size_of_its_largest_id(tmp_path: Path) -> None:
+    file = write_bpe(tmp_path / "tokenizer.json", {"a": 0, "</s>": 99_999})
+    assert Tokenizer.from_file(file).vocab_size == 100_000
+    write_bpe(file, {"a": 0, "</s>": 2**31})
+    with pytest.raises(DataError, match="token id 2147483648 must be below 16777216"):
+        Tokenizer.from_file(file)
+
+
+def test_unknown_token_without_piece_is_refused(tmp_path: Path) -> None:
+    file = write_bpe(tmp_path / "tokenizer.json", {"a": 0, "</s>": 1}, unk_token="none")
+    with pytest.raises(DataError, match="Unk token `none` not found"):
+        Tokenizer.from_file(file)
+
+
 def test_the_end_is_said_by_the_config_beside(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text((directory / "tokenizer.json").read_text())
