@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and locks, also where the system offers little."""
+"""Atomic files, and locks."""
 
 import errno
 import fcntl
@@ -16,7 +16,6 @@ from diffllm.files import (
     Lock,
     build_once,
     hold,
-    locks,
     open_to_append,
     publish,
     replace_file,
@@ -133,24 +132,20 @@ def test_failed_build_leaves_nothing_and_the_next_build_succeeds(tmp_path):
 # Locks
 
 
-@pytest.fixture(params=[None, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def flock(request, monkeypatch):
-    """A file system with locks, or one that answers a request for one with this error."""
-    if request.param is not None:
-        monkeypatch.setattr(fcntl, "flock", missing(request.param))
-        monkeypatch.setattr(locks, "BEAT_S", 0.02)
-        monkeypatch.setattr(locks, "SILENT_S", 1.0)
-    return request.param
-
-
-def missing(number: int):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_hold_on_a_file_system_without_flock_says_so_and_leaves_nothing(
+    tmp_path, monkeypatch, number
+):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    return flock
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match=r"its file system has no flock\); choose run\.dir"):
+        hold(tmp_path / "outputs" / "run", "run directory", "run.dir=...")
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_one_holds_a_lock_at_a_time(tmp_path, flock):
+def test_one_holds_a_lock_at_a_time(tmp_path):
     first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
     first.acquire()
     with pytest.raises(Held):
@@ -161,14 +156,14 @@ def test_one_holds_a_lock_at_a_time(tmp_path, flock):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"], "the first has made it"
 
 
-def test_who_made_a_lock_can_take_it_along(tmp_path, flock):
+def test_who_made_a_lock_can_take_it_along(tmp_path):
     lock = Lock(tmp_path / "lock")
     lock.acquire()
     lock.release(remove=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_waits_comes_next(tmp_path, flock):
+def test_one_that_waits_comes_next(tmp_path):
     first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
     first.acquire()
     waiting = threading.Thread(target=second.acquire)
@@ -180,21 +175,18 @@ def test_one_that_waits_comes_next(tmp_path, flock):
     second.release()
 
 
-def hold_until_killed(path: str, number: int | None) -> None:
-    """Hold a run directory as another host would, and say so."""
-    if number is not None:
-        fcntl.flock = missing(number)
-    locks.socket.gethostname = lambda: "another-host"
+def hold_until_killed(path: str) -> None:
+    """Hold a run directory, with a child process that outlives this one, such as a data loader."""
     held = hold(Path(path), "run directory", "run.dir=...")
-    child = multiprocessing.get_context("fork").Process(target=signal.pause)  # as a loader's
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
     child.start()
     Path(path, "holds").write_text(str(child.pid))
     signal.pause()
     held.release()
 
 
-def test_a_directory_is_free_again_once_its_holder_was_killed_on_another_host(tmp_path, flock):
-    process = forked(hold_until_killed, (str(tmp_path), flock))
+def test_a_killed_process_releases_its_directory_though_its_child_is_alive(tmp_path):
+    process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"
     while not holds.exists() or not holds.read_text():
@@ -207,7 +199,7 @@ def test_a_directory_is_free_again_once_its_holder_was_killed_on_another_host(tm
         os.kill(int(holds.read_text()), signal.SIGKILL)
 
 
-def test_a_directory_whose_holder_is_alive_is_refused(tmp_path, flock):
+def test_a_directory_whose_holder_is_alive_is_refused(tmp_path):
     held = hold(tmp_path, "run directory", "run.dir=...")
     with pytest.raises(ConfigError, match="is in use by another process"):
         hold(tmp_path, "run directory", "run.dir=...")

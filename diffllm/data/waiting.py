@@ -12,8 +12,7 @@ from filelock import FileLock
 
 from diffllm.data.progress import print_line
 from diffllm.errors import printable
-from diffllm.files import replace_file
-from diffllm.files.locks import content_of
+from diffllm.files import read_text, replace_file
 
 PATIENCE = 15.0
 """Seconds after which it is said what is waited for."""
@@ -66,5 +65,7 @@ def note_of(path: Path) -> Path:
 
 
 def holder(path: Path) -> str:
-    """Say who has a lock: 'process 17 on node3', or 'another process' where that is not known."""
-    return printable(content_of(note_of(path))) or "another process"
+    """Name the process that has a lock, such as 'process 17 on node3', or 'another process'."""
+    with suppress(OSError, ValueError):
+        return printable(read_text(note_of(path), most=1000))
+    return "another process"

@@ -1,16 +1,11 @@
-"""Locks between processes and nodes that end with the process that holds them."""
+"""Locks between processes and nodes. The system releases the lock of a killed process."""
 
-import atexit
 import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import shutil
-import socket
 import stat
-import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -18,12 +13,8 @@ from pathlib import Path
 from diffllm.errors import ConfigError, InUseError
 
 MISSING = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of a file system that has no locks."""
+"""Errors of flock on a file system without locks."""
 POLL_S = 0.05
-BEAT_S = 5.0
-"""Seconds between two beats of a process that holds a lock on such a file system."""
-SILENT_S = 60.0
-"""Seconds without a beat after which that process is gone."""
 
 
 class Held(Exception):
@@ -31,24 +22,24 @@ class Held(Exception):
 
 
 class Lock:
-    """A lock on the name of a file, which is made; held until `release`, or the process ends.
+    """An flock on a file, which is created. It ends with `release` or with the process.
 
-    By flock, which the system gives up for a process that was killed. A file system without it,
-    as Lustre is mounted on some clusters, has a second file beside the first, into which the holder
-    writes every few seconds: that of a process which is silent for long is taken over.
+    A shared file system must support flock (Lustre: mount option `flock`).
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.descriptor: int | None = None
-        self.beats: Beats | None = None
         self.made = False
-        """Whether the file was not there before."""
+        """Whether this lock created the file."""
         LOCKS.add(self)
 
     def acquire(self, wait: bool = True) -> None:
-        """Take the lock; raises Held if another process has it and this one is not to wait, and
-        OSError where the file cannot be made."""
+        """Acquire the lock.
+
+        Raises Held if another process has it and `wait` is false, and OSError if the file cannot be
+        created or the file system has no locks.
+        """
         while not self._taken():
             if not wait:
                 raise Held
@@ -61,13 +52,14 @@ class Lock:
             there = same_file(descriptor, self.path)
         except OSError as error:
             os.close(descriptor)
-            if error.errno in MISSING:
-                self.beats = Beats.begin(self.path.with_name(f"{self.path.name}.held"))
-                return self.beats is not None
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
+            if self.made:
+                self.path.unlink()
+            if error.errno in MISSING:
+                raise OSError(error.errno, "its file system has no flock", str(self.path)) from None
             raise
-        if there:  # else its holder has removed it, and the name is another file's
+        if there:  # otherwise its holder has removed the file, and another file has the name
             self.descriptor = descriptor
         else:
             os.close(descriptor)
@@ -86,19 +78,18 @@ class Lock:
         return descriptor
 
     def release(self, remove: bool = False) -> None:
-        """Give the lock back, if it is held.
+        """Release the lock if it is held.
 
         Args:
-            remove: the file goes, too, if this lock has made it.
+            remove: also remove the file if this lock created it.
         """
-        if remove and self.made and (self.descriptor is not None or self.beats):
+        if self.descriptor is None:
+            return
+        if remove and self.made:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-        if self.beats:
-            self.beats.end()
-        self.descriptor = self.beats = None
+        os.close(self.descriptor)
+        self.descriptor = None
 
     def __enter__(self) -> "Lock":
         self.acquire()
@@ -115,111 +106,16 @@ LOCKS: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def forget_in_child() -> None:
-    """Leave the locks of a process to it, in a child that was forked: the child may outlive it."""
+    """Close the locks of the parent process in a forked child, which may outlive the parent."""
     for lock in list(LOCKS):
-        if lock.descriptor is not None:
-            os.close(lock.descriptor)  # the parent's own stays open, and locked
-        lock.descriptor = lock.beats = None
+        lock.release()  # the parent's descriptor stays open and locked
 
 
 os.register_at_fork(after_in_child=forget_in_child)
 
 
-class Beats:
-    """A file that its process writes into every few seconds, so that others see it alive."""
-
-    def __init__(self, path: Path, name: str):
-        self.path, self.name, self.process = path, name, os.getpid()
-        self.over = threading.Event()
-        # On a thread that does not know this object: it ends with whoever holds the lock.
-        args = (path, name, self.over)
-        threading.Thread(target=beat, args=args, daemon=True).start()
-        atexit.register(self.end)
-
-    @classmethod
-    def begin(cls, path: Path) -> "Beats | None":
-        """Make the file, or take over that of a process which is silent; None if one is alive."""
-        name = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-        if written_first(path, name):
-            return cls(path, name)
-        last = content_of(path)
-        if not silent(path, last):
-            return None
-        taken = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            path.rename(taken)
-            if content_of(taken) != last:  # it was: this is its new one
-                taken.rename(path)
-                return None
-            taken.unlink()
-        return cls(path, name) if written_first(path, name) else None
-
-    def end(self) -> None:
-        """Stop, and remove the file if it is still this process's."""
-        if os.getpid() == self.process and not self.over.is_set():
-            self.over.set()
-            atexit.unregister(self.end)
-            if content_of(self.path).startswith(self.name):
-                self.path.unlink(missing_ok=True)
-
-
-def written_first(path: Path, name: str) -> bool:
-    """Make a file with its holder's name; False if there is one."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags, 0o666)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w") as file:
-        file.write(name)
-    return True
-
-
-def beat(path: Path, name: str, over: threading.Event) -> None:
-    """Write into the file again and again, for as long as it is this process's."""
-    count = 0
-    while not over.wait(BEAT_S):
-        if not content_of(path).startswith(name):
-            return
-        count += 1
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(f"{name} {count}")
-
-
-def silent(path: Path, last: str) -> bool:
-    """Whether nobody changes the file's `last` content for SILENT_S seconds; takes that long to
-    find out."""
-    began, said = time.monotonic(), False
-    while time.monotonic() - began < SILENT_S:
-        if content_of(path) != last:
-            return False
-        if time.monotonic() - began > 2 * BEAT_S and not said:
-            said = True
-            holder = " ".join(last.split()[:2]) or "another process"
-            print(
-                f"{path.parent} was last held by {holder}: seeing for {SILENT_S:.0f} s whether it "
-                "is alive",
-                file=sys.stderr,
-                flush=True,
-            )
-        time.sleep(POLL_S)
-    return True
-
-
-def content_of(path: Path) -> str:
-    """Return a small file's text, read anew; empty where it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            return file.read(1000).decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def same_file(descriptor: int, path: Path) -> bool:
-    """Whether a path still is that of an open file."""
+    """Whether `path` names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
