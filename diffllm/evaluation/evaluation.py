@@ -68,11 +68,6 @@ class Evaluation(ABC):
     unit: str
     """The unit of its scores, as "nats a token"."""
 
-    @property
-    def file(self) -> str:
-        """The name of the file that keeps its results of a checkpoint."""
-        return f"{self.name}.jsonl"
-
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
         """Return all that lines depend on beside the checkpoint and its tokenizer, as JSON values;

@@ -30,8 +30,6 @@ SUITES: dict[str, dict[str, Sequence[Level]]] = {
 }
 """Evaluations by suite, with the levels that a suite insists on. Those of needles are as in section
 3.4 of arXiv 2410.05258: 4K with N needles of which R are asked for, and 64K by length and depth."""
-HARNESS = "lm_eval"
-"""The suite whose tasks are those of lm-evaluation-harness (`interop/harness.py`)."""
 Result = dict[str, Any]
 """The "unit" of an evaluation, and its "scores", a dict for each, see `Score`."""
 
@@ -48,7 +46,7 @@ def chosen(
         levels: those of the task that is named alone, none for those that fit.
     """
     if suite not in SUITES:
-        raise ConfigError(f"suite={suite} must be one of {', '.join([*SUITES, HARNESS])}")
+        raise ConfigError(f"suite={suite} must be one of {', '.join(SUITES)}")
     wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
     if levels and len(wanted) != 1:
         raise ConfigError("level is of one task: name it by tasks=[...]")
@@ -82,7 +80,7 @@ def evaluate(
     for each in evaluations:
         settings = each.settings(subject, asked)
         key = key_of(subject, each.name, settings)
-        file = directory / each.file
+        file = directory / f"{each.name}.jsonl"
         lines = kept(file, key)
         made = lines is None
         if lines is None:

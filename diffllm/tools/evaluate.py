@@ -7,16 +7,11 @@ the run's held-out data: position (loss by position, distance and repetition), o
 diffllm outliers), quantise (loss and needles with 8, 6 and 4 bits). Results are kept below
 <run>/evaluation/, an example a line, and not made again.
 
-suite=lm_eval runs tasks of lm-evaluation-harness, by its names for them: of its own, or of YAML
-files in a directory, include=DIR. Without tasks= they are the seven zero-shot ones of the paper on
-the Differential Transformer.
-
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
 diffllm evaluate run=outputs/mine suite=checkpoint every=true
 diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6, asked: 2}'
 diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
-diffllm evaluate run=outputs/mine suite=lm_eval tasks=[hellaswag,arc_easy]
 """
 
 import json
@@ -36,7 +31,7 @@ from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
-from diffllm.evaluation.suite import HARNESS, SUITES, Result, chosen, evaluate
+from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
 from diffllm.evaluation.wandb_results import record
 from diffllm.report.numbers import ascii_minus, in_digits
 from diffllm.run.model import decoder
@@ -54,17 +49,12 @@ class Arguments:
     every: bool = field(
         default=False, metadata={"help": "true: every checkpoint, for scores at equal loss"}
     )
-    suite: str = field(
-        default="claims", metadata={"help": f"one of {', '.join([*SUITES, HARNESS])}"}
-    )
+    suite: str = field(default="claims", metadata={"help": f"one of {', '.join(SUITES)}"})
     tasks: str = field(
         default="", metadata={"help": "[a,b]: these alone; a file of examples ends in .jsonl"}
     )
     level: str = field(
         default="", metadata={"help": "{key: value or list}: of the one task in tasks"}
-    )
-    include: str = field(
-        default="", metadata=a_path("directory of lm-eval's YAML tasks, with suite=lm_eval")
     )
     limit: int | None = field(default=None, metadata={"help": "most examples, or documents"})
     seed: int = field(default=0, metadata={"help": "of the examples"})
@@ -79,16 +69,15 @@ class Arguments:
             raise ConfigError(f"limit={self.limit} must be at least 1")
         if self.every and self.step:
             raise ConfigError(f"step={self.step} is one checkpoint, and every=true all")
-        if self.include and self.suite != HARNESS:
-            raise ConfigError(f"include={self.include} belongs to suite={HARNESS}")
-        if self.seed and self.suite == HARNESS:
-            raise ConfigError(f"seed={self.seed} draws examples, and suite={HARNESS} draws none")
-        if self.level and self.suite == HARNESS:
-            raise ConfigError(f"level={self.level} is of a generated task, not of suite={HARNESS}")
 
 
 def main(argv: list[str]) -> None:
     """Evaluate, and print a table a run, or JSON alone."""
+    if "suite=lm_eval" in argv:
+        raise ConfigError(
+            "suite=lm_eval was removed: use diffllm export run=RUN out=DIR, then "
+            "lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks ..."
+        )
     args = parse(Arguments, [word for word in argv if word != "--json"], __doc__)
     names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
     runs = runs_in(Path(args.run))
@@ -117,11 +106,6 @@ def steps_of(run: Path, args: Arguments) -> list[int]:
 
 def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Asked]:
     """Return what is to be evaluated, and how; raises ConfigError."""
-    if args.suite == HARNESS:
-        from diffllm.interop.harness import harness_tasks  # imports transformers
-
-        include = Path(args.include) if args.include else None
-        return harness_tasks(names, include), Asked(limit=args.limit)
     evaluations, asked = chosen(args.suite, names, levels_in(args.level))
     return evaluations, replace(asked, seed=args.seed, limit=args.limit)
 

@@ -140,6 +140,7 @@ def test_what_cannot_be_is_one_line(
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle is none of"),
         ([f"run={run}", "suite=claim"], "suite=claim must be one of claims"),
+        ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
         ([f"run={run}", "limit=0"], "limit=0 must be at least 1"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is neither a run nor a sweep"),
