@@ -26,7 +26,6 @@ import pyarrow.parquet
 import torch
 from measuring import markdown, write
 
-from diffllm.data import progress
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation import tokens
 from diffllm.data.preparation.config import PrepareConfig
@@ -150,7 +149,7 @@ def main() -> None:
     cores = available_cores()
     counts = [n for n in (1, 2, 4, 8) if n <= cores]
     files.PART_BYTES = int(args.megabytes * 1e6 / args.parts)
-    progress.print_line = tokens.print_line = lambda _: None
+    tokens.to_stderr = lambda _: None
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         source = {"source": "files", "paths": args.paths} if args.paths else {"source": "stdlib"}

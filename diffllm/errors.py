@@ -13,16 +13,17 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        line = " ".join(message.split("\n"))
-        line = printable(line)
+        line = printable(" ".join(message.split("\n")))
         if len(line) > LONGEST:
             line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
         super().__init__(line)
 
 
-def printable(text: str) -> str:
-    """Return a text in one line, in which what cannot be printed is spelt out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, kept: str = "") -> str:
+    """Escape what a terminal may act on: control characters, line breaks and direction marks."""
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from diffllm.metrics.display import Display, to_stderr
+from diffllm.console import Console
+from diffllm.metrics.display import Display
 from diffllm.metrics.log import Copied, RunLog
+from diffllm.printing import to_stderr
 
 STEPS = 2000
 
@@ -35,9 +36,7 @@ def shown(display: Display, steps: list[int], evaluated: int = 0) -> None:
 def on_terminal(log: RunLog | None = None) -> tuple[Display, io.StringIO]:
     """A display on a terminal that nobody sees."""
     display, screen = Display(STEPS, log=log), io.StringIO()
-    display.console = Console(
-        file=screen, force_terminal=True, width=120, highlight=False, soft_wrap=True
-    )
+    display.console = Console(file=screen, force_terminal=True, width=120, soft_wrap=True)
     return display, screen
 
 

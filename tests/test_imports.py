@@ -12,11 +12,17 @@ import pytest
 import diffllm
 
 ROOT = Path(diffllm.__file__).parent
-BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions", "diffllm.bounds")
+BOTTOM = (
+    "diffllm.registry",
+    "diffllm.errors",
+    "diffllm.torch_versions",
+    "diffllm.bounds",
+    "diffllm.printing",
+)
 FLOORS = (
     ("errors", "torch_versions"),
-    ("bounds", "registry"),
-    ("files", "model", "optim", "spikes", "statistics"),
+    ("bounds", "printing", "registry"),
+    ("console", "files", "model", "optim", "spikes", "statistics"),
     ("tasks",),
     ("analysis", "data", "distributed", "evaluate", "heldout", "metrics"),
     ("layouts",),

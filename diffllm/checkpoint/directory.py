@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -14,6 +13,7 @@ from diffllm.checkpoint.manifest import read_manifest
 from diffllm.checkpoint.state_file import faults
 from diffllm.errors import CheckpointError, UserError
 from diffllm.files import sync
+from diffllm.printing import to_stderr
 
 T = TypeVar("T")
 ATTEMPTS = 20
@@ -60,7 +60,10 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
             continue
         if not problems:
             for name in damaged:
-                warn(f"damaged checkpoint {name}: left alone; continuing from {path.name} instead")
+                to_stderr(
+                    f"warning: damaged checkpoint {name} is ignored; continuing from {path.name} "
+                    "instead"
+                )
             return path
         damaged.append(f"{path} ({summary(problems)})")
     if damaged:
@@ -117,11 +120,6 @@ def summary(problems: Sequence[str]) -> str:
     return "; ".join([*problems[:3], *([f"and {more} more"] if more > 0 else [])])
 
 
-def warn(text: str) -> None:
-    """Print one line on stderr."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def remove(path: Path) -> None:
     """Delete a directory, or whatever else has its name, but not what a link points to."""
     if path.is_symlink() or not path.is_dir():
@@ -136,7 +134,7 @@ def set_aside(path: Path) -> None:
     places = (path.with_name(f"damaged-{path.name}{name}") for name in names)
     aside = next(place for place in places if not os.path.lexists(place))
     path.rename(aside)
-    warn(f"{path} was in the way of a new checkpoint; it is now {aside.name}")
+    to_stderr(f"warning: {path} was in the way of a new checkpoint; it is now {aside.name}")
 
 
 def publish(hidden: Path, final: Path) -> None:
@@ -163,4 +161,4 @@ def delete(path: Path) -> None:
         path.rename(hidden)
         remove(hidden)
     except OSError as error:
-        warn(f"old checkpoint {path} cannot be deleted: {error.strerror or error}")
+        to_stderr(f"warning: old checkpoint {path} cannot be deleted: {error.strerror or error}")

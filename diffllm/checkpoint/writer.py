@@ -28,13 +28,13 @@ from diffllm.checkpoint.directory import (
     publish,
     remove,
     step_of,
-    warn,
 )
 from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durably, write_manifest
 from diffllm.checkpoint.reader import reason
 from diffllm.distributed.collectives import in_background
 from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.files import replace_file
+from diffllm.printing import to_stderr
 from diffllm.torch_versions import Stager
 
 Part = Manifest | str
@@ -206,7 +206,7 @@ class Checkpointer:
         try:
             replace_file(file, json.dumps({"step": step}) + "\n")
         except OSError as error:
-            warn(f"{file} cannot be written: {error.strerror or error}")
+            to_stderr(f"warning: {file} cannot be written: {error.strerror or error}")
 
     def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
         """Return on every rank what `choose` returns on rank 0."""
@@ -226,7 +226,7 @@ class Checkpointer:
         newest = f"the newest checkpoint is {left[-1]}" if left else "there is no checkpoint yet"
         said = f"step {step} could not be saved under {self.directory}: {why}; {newest}"
         if not final:
-            warn(f"{said}; training goes on")
+            to_stderr(f"warning: {said}; training goes on")
         elif self.rank > 0:
             raise LastSaveFailedToo(said)
         else:

@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 
 from diffllm.config.compose import compose_config, variants
 from diffllm.config.help import Key, Section, choices, sections_of
+from diffllm.printing import echo
 
 HEAD = """\
 # Configuration
@@ -87,4 +88,4 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    echo(document(), end="")

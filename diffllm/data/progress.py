@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
-
-def print_line(message: str) -> None:
-    """Print one line to stderr."""
-    Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
+from diffllm.console import Console
 
 
 @contextmanager
@@ -17,5 +14,5 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show progress on a terminal and nothing elsewhere; yields `advance(steps)`."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
+        task = progress.add_task(escape(description), total=total)
         yield lambda steps: progress.advance(task, steps)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from diffllm.data.progress import print_line
 from diffllm.errors import printable
 from diffllm.files import read_text, replace_file
+from diffllm.printing import to_stderr
 
 PATIENCE = 15.0
 """Seconds after which it is said what is waited for."""
@@ -31,7 +31,7 @@ def said_if_long(what: str | Callable[[], str]) -> Iterator[None]:
         started = time.monotonic()
         while not over.wait(PATIENCE):
             words = what if isinstance(what, str) else what()
-            print_line(f"waiting for {words}, for {time.monotonic() - started:.0f} s now")
+            to_stderr(f"waiting for {words}, for {time.monotonic() - started:.0f} s now")
 
     speaker = threading.Thread(target=say, daemon=True)
     speaker.start()

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -33,6 +32,7 @@ from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError
 from diffllm.files import open_to_write
+from diffllm.printing import echo, to_stderr
 
 T = TypeVar("T")
 
@@ -243,7 +243,7 @@ class Watch:
                 self._end(message)
             if waited > STOPPING_S and waits is not said:
                 said = waits
-                print(f"warning: {message}, for {waited:.0f} s now", file=sys.stderr, flush=True)
+                to_stderr(f"warning: {message}, for {waited:.0f} s now")
 
     def _diagnosis(self, silent: list[int], calls: Calls) -> str:
         here = Beat(0, self.where(), 0.0, calls, stopping=False, left=False, words="")
@@ -293,7 +293,7 @@ class Watch:
             wait(work, LAST_WORDS_S)
             if not told.done() or told.result():
                 where = written.result() if written.done() else ""
-                print(f"error: {message}{where}", file=sys.stderr, flush=True)
+                to_stderr(f"error: {message}{where}")
             if self.size > 1:
                 time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with us
         finally:
@@ -317,7 +317,7 @@ class Watch:
             self.traces.mkdir(exist_ok=True)
             file_of_rank = self.traces / f"rank-{self.rank:05d}.txt"
             with os.fdopen(open_to_write(file_of_rank), "w") as file:
-                print(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
+                echo(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
                 if self.error:
                     traceback.print_exception(self.error, file=file)
                 file.flush()

@@ -5,10 +5,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diffllm.console import Console
+from diffllm.errors import printable
 from diffllm.metrics.log import Copied, RunLog
+from diffllm.printing import KEPT
 
 SAY_S = 30
 """Seconds between lines about an evaluation, where there is no bar."""
@@ -22,7 +24,7 @@ class Display:
         self.log = log or RunLog()
         self.staying = 0
         """The step from which on the next line stays on a terminal."""
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(soft_wrap=True)
         self.live: Progress | None = None
         self.evaluating: tuple[float, float] | None = None
         """The times at which the last evaluation began and was last spoken of."""
@@ -67,7 +69,7 @@ class Display:
             newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
             self.live.update(self.task, completed=step, status=newest)
             if step >= min(self.staying, self.steps) or "eval/loss" in values:
-                self.console.print(line, markup=False)
+                self.console.print(line)
                 self.staying = step + max(1, min(step // 4, self.steps // 20))
             self.log.write(f"{line}\n")
         else:
@@ -85,10 +87,10 @@ class Display:
             self.evaluating = began, now
 
     def print(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, and log the line."""
         if self.enabled:
-            self.console.print(text, markup=False)
-            self.log.write(f"{text}\n")
+            self.console.print(text)
+            self.log.write(f"{printable(text, KEPT)}\n")
 
     def stop(self) -> None:
         """Remove the live line."""
@@ -113,11 +115,6 @@ def bits(values: Mapping[str, Any], of: str) -> str:
     """Return a loss of "train" or "eval" in bits a byte, to stand behind it; nothing if unknown."""
     value = values.get(f"{of}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
-
-
-def to_stderr(text: str) -> None:
-    """Print a warning as one line on stderr, in place of line breaks a space."""
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

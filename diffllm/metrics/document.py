@@ -2,6 +2,7 @@
 
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS, SECTIONS
+from diffllm.printing import echo
 
 HEAD = """\
 # Metrics
@@ -38,4 +39,4 @@ def line_of(metric: Metric) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    echo(document(), end="")

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffllm.errors import CheckpointError
 from diffllm.files import open_to_append, read_lines, readable, write_atomic
-from diffllm.metrics.display import to_stderr
+from diffllm.printing import to_stderr
 
 
 class MetricsFile:

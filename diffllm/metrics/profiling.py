@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from diffllm.errors import ConfigError
-from diffllm.metrics.display import to_stderr
+from diffllm.printing import to_stderr
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.errors import ConfigError
-from diffllm.metrics.display import to_stderr
+from diffllm.printing import to_stderr
 
 
 @dataclass

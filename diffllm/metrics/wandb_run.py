@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diffllm.errors import ConfigError
-from diffllm.metrics.display import to_stderr
 from diffllm.metrics.table import METRICS
+from diffllm.printing import to_stderr
 
 ONLINE_SECONDS = 20
 """How long the server may take to answer before the run is recorded offline."""

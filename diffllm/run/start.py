@@ -25,6 +25,7 @@ from diffllm.metrics.streams import unfailing
 from diffllm.metrics.tensorboard import EventFiles, check_installed
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
+from diffllm.printing import echo
 from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
 from diffllm.run.checks import check_named, learning_rate_jump
@@ -73,7 +74,7 @@ def run(cfg: TrainConfig) -> Outcome:
     except StoppedEarly as early:
         (number,) = early.args
         if world.rank == 0:
-            print(f"stopped by {number.name} before the first step", flush=True)
+            echo(f"stopped by {number.name} before the first step", flush=True)
             if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else nobody would find it
                 choose_path(cfg).mkdir(parents=True, exist_ok=True)
                 request_requeue(choose_path(cfg), number, None)

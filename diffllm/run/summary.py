@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -253,7 +252,7 @@ def summary_text(
         name, again = rows.pop()
         rows.append((name, f"{again} plugins=[{','.join(cfg.plugins)}]"))
     table = "\n".join(f"{name:<14}{what}" for name, what in rows)
-    return f"\n{visible(text)}\n\n{table}"
+    return f"\n{text}\n\n{table}"
 
 
 def heldout_words(summary: dict[str, Any]) -> str:
@@ -288,10 +287,3 @@ def below(summary: dict[str, Any], section: str) -> dict[str, float]:
     """The numbers of a section, such as one definition of a spike, by the rest of their names."""
     start = f"{section}/"
     return {n.removeprefix(start): value for n, value in summary.items() if n.startswith(start)}
-
-
-def visible(text: str) -> str:
-    """Control characters as escapes: an untrained model draws any byte, a terminal obeys it."""
-    return "".join(
-        repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
-    )

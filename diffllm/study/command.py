@@ -7,6 +7,7 @@ from typing import Any
 from diffllm.config.saved import load_run_config
 from diffllm.distributed.world import World
 from diffllm.errors import ConfigError
+from diffllm.printing import echo
 from diffllm.study.file import Study
 from diffllm.study.rates import choose_all
 from diffllm.study.runs import (
@@ -62,13 +63,13 @@ class Course:
 
     def run(self, jobs: list[Job], world: World) -> None:
         """Run a stage's jobs, and note which did not end."""
-        print(f"{self.out}: {len(jobs)} runs to go in this stage", flush=True)
+        echo(f"{self.out}: {len(jobs)} runs to go in this stage", flush=True)
         self.stopped, endings = run_jobs(jobs, world, self.directory, self.cluster)
         for job in jobs:
             if not is_ended(Path(job.path)):
                 self.failed.append(job.name)
                 ending = endings.get(job.name)
-                print(f"{job.path}: {ending.state if ending else 'not started'}")
+                echo(f"{job.path}: {ending.state if ending else 'not started'}")
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
@@ -112,14 +113,14 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         return 0
     course = begun[0]
     if course.failed or course.stopped:
-        print(f"{len(course.failed)} runs did not end; the same command goes on with them")
+        echo(f"{len(course.failed)} runs did not end; the same command goes on with them")
         return 128 + course.stopped if course.stopped else 1
     diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
     for choice in diverged:
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
-        print(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
+        echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
     which = "all other runs" if diverged else "all runs"
-    print(f"{which} of {out} have ended: diffllm study verdict {study.path} out={out}")
+    echo(f"{which} of {out} have ended: diffllm study verdict {study.path} out={out}")
     return 1 if diverged else 0
 
 

@@ -21,6 +21,7 @@ from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
+from diffllm.printing import echo
 from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.task import ClusterTask
@@ -101,7 +102,7 @@ class ClusterLauncher:
                         handle.cancel()
                     if handle.done():
                         endings[job.name] = ending = self.ending(job, handle)
-                        print(f"run {job.number} of {job.total}: {job.name} {ending.state}")
+                        echo(f"run {job.number} of {job.total}: {job.name} {ending.state}")
         for name in handles.keys() - endings.keys():
             endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}")
         return stops.received, endings
@@ -131,7 +132,7 @@ class ClusterLauncher:
                 directory.write()
         for job in jobs:
             how = "is" if job not in new else "submitted as"
-            print(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
+            echo(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
         return handles
 
     def executor(self, folder: str) -> Any:

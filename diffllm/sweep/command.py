@@ -9,6 +9,7 @@ from hydra.core.override_parser.types import Override
 
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.errors import InUseError, UserError
+from diffllm.printing import echo
 from diffllm.run.directory import fresh
 from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.job import Ending, Job, Stops, path_for_jobs
@@ -100,10 +101,10 @@ def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
     with Stops() as stops:
         for job in jobs:
             if world.rank == 0:
-                print(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
+                echo(f"\nrun {job.number} of {job.total}: {job.name}", flush=True)
             endings[job.name] = ending = stops.run(job, world.rank)
             if world.rank == 0 and ending.state == "failed":
-                print(f"{job.path} failed, {ending.reason}", flush=True)
+                echo(f"{job.path} failed, {ending.reason}", flush=True)
             if stops.received:
                 break
     return stops.received, endings

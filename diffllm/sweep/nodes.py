@@ -11,6 +11,7 @@ from diffllm.config.overrides import one_line
 from diffllm.data import prepare
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.errors import ConfigError, DataError
+from diffllm.printing import echo
 from diffllm.sweep.cluster import ClusterLauncher, why
 
 
@@ -61,7 +62,7 @@ def prepare_on_nodes(words: list[str], launcher: list[str], nodes: int) -> None:
     except submitit.core.utils.FailedJobError as error:
         raise ConfigError(f"{' '.join(launcher)}: {one_line(error)}") from error
     ids = ", ".join(job.job_id for job in jobs)
-    print(f"submitted {nodes} job{'s' * (nodes > 1)}, {ids}; waiting for all")
+    echo(f"submitted {nodes} job{'s' * (nodes > 1)}, {ids}; waiting for all")
     failed: list[str] = []
     for node, job in enumerate(jobs):
         try:

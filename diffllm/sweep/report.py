@@ -6,6 +6,7 @@ from typing import Any
 
 from diffllm.errors import CheckpointError
 from diffllm.files.records import read_ending, stopped_text
+from diffllm.printing import echo
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
 
@@ -14,17 +15,17 @@ def announce(jobs: list[Job], directory: SweepDirectory) -> None:
     """Say how many runs there are, and which are finished."""
     done = [job for job in jobs if job.finished]
     others = f", {len(done)} of them finished" if done else ""
-    print(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
+    echo(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
     for job in done:
         ended = read_ending(Path(job.path)) or {}
         how = "diverged, stopped" if ended.get("stopped") else "is finished"
-        print(f"{job.path} {how}: {ended.get('steps')} steps", flush=True)
+        echo(f"{job.path} {how}: {ended.get('steps')} steps", flush=True)
 
 
 def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
     """Print a line a run and, if some have not ended, how to go on; return how many."""
     width = max(len(job.path) for job in jobs)
-    print()
+    echo()
     failed = unfinished = 0
     for job in jobs:
         ending = endings.get(job.name, Ending("not started"))
@@ -39,11 +40,11 @@ def report(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirector
             failed += ending.state == "failed"
             state = ending.state.replace("failed", "FAILED")
             result = ", ".join(filter(None, [state, ending.reason]))
-        print(f"{job.path:<{width}}  {result}")
+        echo(f"{job.path:<{width}}  {result}")
         if ending.state == "failed":
-            print(f"{'':<{width}}  log {job.log}")
+            echo(f"{'':<{width}}  log {job.log}")
     if unfinished:
-        print(
+        echo(
             f"{unfinished} of {len(jobs)} runs did not finish"
             f"{f', {failed} failed' if failed else ''}; the same command with "
             f"run.sweep={directory.path.name} goes on with them, and `diffllm report "
@@ -69,10 +70,10 @@ def write_comparison(directory: Path) -> None:
     try:
         from diffllm.report import comparison_text, log_gaps, write_report
 
-        print(f"\n{comparison_text([directory])}\n")
+        echo(f"\n{comparison_text([directory])}\n")
         page, table = write_report([directory])
-        print(f"comparison {page}, {table}")
+        echo(f"comparison {page}, {table}")
         wanted = "gaps in wandb"
         log_gaps([directory])
     except Exception as error:
-        print(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")
+        echo(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")

@@ -8,6 +8,7 @@ from keyword import iskeyword
 
 from diffllm.errors import UserError
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
+from diffllm.printing import echo
 
 open_closed_descriptors()  # before the imports that open files
 
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not args or args[0] in ("-h", "--help"):
             with result():
-                print(usage())
+                echo(usage())
             return 0 if args else 2
         if args[0] not in COMMANDS:
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
@@ -103,5 +104,5 @@ def main(argv: list[str] | None = None) -> int:
             return tool.main(words) or 0
         return 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        echo(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
+from diffllm.printing import echo
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
@@ -34,10 +35,10 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
-        print(what.strip(), "", sep="\n")
+        echo(f"{what.strip()}\n")
         for name, f in known.items():
             default = "required" if f.default is MISSING else f"default {f.default!r}"
-            print(f"  {name + '=':<18}{f.metadata.get('help', '')} ({default})")
+            echo(f"  {name + '=':<18}{f.metadata.get('help', '')} ({default})")
         sys.exit(0)
     values: dict[str, Any] = {}
     for word in argv:

@@ -17,6 +17,7 @@ from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import replace_file
 from diffllm.model.probes import entropy, negative_share
+from diffllm.printing import echo
 from diffllm.run.model import load_model
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> None:
             replace_file(out, drawn.getvalue())
         except OSError as error:
             raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
-        print(f"{title}\n{table(shown, heads)}\nfigure: {out}", flush=True)
+        echo(f"{title}\n{table(shown, heads)}\nfigure: {out}", flush=True)
 
 
 def layer_indices(layer: str, n_layers: int) -> list[int]:

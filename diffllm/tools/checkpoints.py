@@ -8,7 +8,6 @@ diffllm checkpoints run=outputs/mine
 diffllm checkpoints run=outputs/mine verify=false --json
 """
 
-import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step
 from diffllm.checkpoint.state_file import faults, read_state
 from diffllm.errors import CheckpointError
 from diffllm.metrics.display import duration
+from diffllm.printing import echo, echo_json
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 
@@ -45,11 +45,11 @@ def main(argv: list[str]) -> int:
         with suppress(FileNotFoundError):  # a run deletes old ones, and renames the one it wrote
             listed.append(facts(path, args.verify))
     if "--json" in argv:
-        print(json.dumps(listed, indent=2))
+        echo_json(listed)
     elif listed:
         show(listed)
     else:
-        print("no checkpoint yet")
+        echo("no checkpoint yet")
     return int(any(one["state"] == "damaged" for one in listed))
 
 

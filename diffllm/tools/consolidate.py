@@ -31,6 +31,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
 from diffllm.errors import ConfigError
 from diffllm.files import read_bytes, readable, scratch_directory, sync
+from diffllm.printing import echo
 from diffllm.run.parameters import DTYPES, check_form, loaded, tensors_of, write_safetensors
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
@@ -97,8 +98,8 @@ def write(args: Arguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> Non
         if made:
             with suppress(OSError):  # it holds something
                 directory.rmdir()
-    print(f"step {step_of(checkpoint)}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
-    print(*written, sep="\n")
+    echo(f"step {step_of(checkpoint)}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
+    echo("\n".join(map(str, written)))
 
 
 def place_for(out: str, run: Path, step: int) -> tuple[Path, str]:

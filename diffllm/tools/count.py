@@ -10,7 +10,6 @@ diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.matc
 """
 
 import argparse
-import json
 from collections import Counter
 from typing import Any
 
@@ -19,6 +18,7 @@ from diffllm.config.compose import check_variant
 from diffllm.errors import ConfigError
 from diffllm.model import without_storage
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
+from diffllm.printing import echo, echo_json
 from diffllm.tools.count_table import print_counts
 
 
@@ -62,7 +62,7 @@ def in_order(by_component: Counter[str]) -> dict[str, int]:
 def main(argv: list[str]) -> None:
     """Print the counts of a training config, or of several, as a table or as JSON."""
     if "-h" in argv or "--help" in argv:
-        print(__doc__)
+        echo(__doc__)
         return
     parser = argparse.ArgumentParser("diffllm count", allow_abbrev=False)
     parser.add_argument("--compare", action="append", nargs="?", const="")
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
         configs[cfg.run.choices["attention"]] = cfg
     counts = {name: count(cfg) for name, cfg in configs.items()}
     if flags.json:
-        print(json.dumps(counts if flags.compare else next(iter(counts.values())), indent=2))
+        echo_json(counts if flags.compare else next(iter(counts.values())))
         return
     cfg = next(iter(configs.values()))
     print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from diffllm.config.matching import MATCHABLE
+from diffllm.console import Console
 from diffllm.model.groups import OTHER_COMPONENTS
+from diffllm.printing import echo
 from diffllm.tools.table import print_table, table, width_of
 
 Counts = dict[str, dict[str, Any]]
@@ -20,10 +21,10 @@ def print_counts(title: str, counts: Counts) -> None:
     """Print `counts`; on a terminal too narrow for all, in blocks that repeat the first column."""
     first, *others = counts
     changes = f"; changes are against {first}" if others else ""
-    print(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
+    echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
     if matched := counts[first]["matched"]:
         by = matched["by"]
-        print(
+        echo(
             f"matched to {matched['target']}: {matched[f'target_{by}']:,.0f} "
             f"{MATCHABLE[by].unit} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
@@ -34,7 +35,7 @@ def print_counts(title: str, counts: Counts) -> None:
         if terminal.is_terminal and shown > 1 and width_of(block) > terminal.width:
             shown -= 1
             continue
-        print()
+        echo()
         print_table(block)
         others = others[shown:]
         shown, more = len(others), bool(others)

@@ -7,6 +7,7 @@ from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.metrics.dashboard import as_json, workspace
 from diffllm.metrics.wandb_run import WandbConfig, resolve_mode
+from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 WHAT = """\
@@ -51,11 +52,11 @@ def main(argv: list[str]) -> None:
             replace_file(Path(args.out), as_json(view) + "\n")
         except OSError as error:
             raise ConfigError(f"out={args.out} cannot be written: {error.strerror}") from None
-        print(f"offline; the view is in {args.out}")
+        echo(f"offline; the view is in {args.out}")
         return
     try:
         view.save()
-        print(view.url)
+        echo(view.url)
     except Exception as error:  # wandb's own, its client's, or its network library's
         why = " ".join(str(error).split())
         raise ConfigError(

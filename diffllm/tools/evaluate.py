@@ -14,7 +14,6 @@ diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6
 diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
 from diffllm.evaluation.wandb_results import record
+from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import ascii_minus, in_digits
 from diffllm.run.model import decoder
 from diffllm.tasks.task import Level, levels_of
@@ -89,12 +89,12 @@ def main(argv: list[str]) -> None:
         name = str(subject.checkpoint if args.every else run)
         found[name] = results = dict(evaluate(subject, evaluations, asked))
         if args.wandb and not record(subject, results):
-            print(f"{run}: its config disables wandb", file=sys.stderr)
+            echo(f"{run}: its config disables wandb", file=sys.stderr)
         if not as_json:
-            print(end="\n" * (len(found) > 1))
+            echo(end="\n" * (len(found) > 1))
             show(run, subject.checkpoint.name, results)
     if as_json:
-        print(json.dumps(found[args.run] if list(found) == [args.run] else found, indent=2))
+        echo_json(found[args.run] if list(found) == [args.run] else found)
 
 
 def steps_of(run: Path, args: Arguments) -> list[int]:
@@ -143,12 +143,12 @@ def opened(run: Path, step: int) -> Subject:
 
 def show(run: Path, step: str, results: dict[str, Result]) -> None:
     """Print the scores of a run, a table for each unit."""
-    print(f"{run}, {step}")
+    echo(f"{run}, {step}")
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
         own = {name: result for name, result in results.items() if result["unit"] == unit}
         scores = [score for result in own.values() for score in result["scores"]]
         guessed = any(score["chance"] is not None for score in scores)
-        print(f"\n{unit}")
+        echo(f"\n{unit}")
         made = table("task", "of", "value", "95% interval", *GUESSED * guessed, "examples")
         for name, result in own.items():
             for score in result["scores"]:

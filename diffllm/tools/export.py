@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import ConfigError
+from diffllm.printing import echo
 from diffllm.run.parameters import DTYPES, check_form
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.extras import needing_interop
@@ -45,4 +46,4 @@ def main(argv: list[str]) -> None:
         from diffllm.interop.export import export
     run, out = Path(args.run), Path(args.out)
     layout, step = export(run, out, args.step, DTYPES[args.dtype], args.max_shard_size, args.own)
-    print(f"step {step} as {layout.architecture}: {out}")
+    echo(f"step {step} as {layout.architecture}: {out}")

@@ -7,6 +7,7 @@ import torch
 from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
 from diffllm.model.generate import generate
+from diffllm.printing import echo
 from diffllm.run.model import load_model
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
@@ -50,4 +51,4 @@ def main(argv: list[str]) -> None:
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )
-    print(f"\n{'-' * 79}\n".join(tokenizer.decode(text) for text in texts))
+    echo(f"\n{'-' * 79}\n".join(tokenizer.decode(text) for text in texts))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import ConfigError
+from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.extras import needing_interop
 
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> None:
     out = Path(args.out)
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     model = origin.model
-    print(
+    echo(
         f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}\n"
         f"python train.py resume=weights:{shlex.quote(str(out))} data.paths=[...] goes on from it"
     )

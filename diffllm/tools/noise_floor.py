@@ -4,7 +4,6 @@ The model, its formulas and the figure are in diffllm/analysis/noise_floor.py.
 """
 
 import itertools
-import json
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +23,7 @@ from diffllm.analysis.noise_floor import (
 )
 from diffllm.errors import ConfigError
 from diffllm.files import replace_file
+from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import short
 from diffllm.tools.arguments import a_path, parse
 from diffllm.tools.table import print_table, table
@@ -104,7 +104,7 @@ def print_tables(result: NoiseFloor) -> None:
     """Print the quantities, a table for each sweep, and the conclusions."""
     cfg = result.settings
     shared = noise_in_words(cfg.correlation)
-    print(
+    echo(
         f"One query: signal {cfg.signal:g} logits above noise of mean 0; {cfg.draws} draws, "
         "± is the standard error.\n"
         "SNR: weight on the signal / root of the sum of the other weights squared, which is the\n"
@@ -125,7 +125,7 @@ def print_tables(result: NoiseFloor) -> None:
     print_table(sweep_table(title, "lambda", tenths, result.by_lambda, noises))
     title = f"Amplitude of the noise: {keys}, {shared}"
     print_table(sweep_table(title, "noise", sigmas, result.by_amplitude, heads))
-    print(f"\n{conclusions(result)}")
+    echo(f"\n{conclusions(result)}")
 
 
 def report(result: NoiseFloor) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> None:
     except OSError as error:
         raise ConfigError(f"out={cfg.out} cannot be written: {error.strerror}") from None
     if "--json" in argv:
-        print(json.dumps(report(result), indent=2))
+        echo_json(report(result))
         return
     print_tables(result)
-    print(f"figure: {cfg.out}")
+    echo(f"figure: {cfg.out}")

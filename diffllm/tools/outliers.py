@@ -1,6 +1,5 @@
 """diffllm outliers run=<dir>: outliers and sinks of a checkpoint over fixed held-out tokens."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from diffllm.analysis.spread import TOP
 from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.own_data import TOKENS, FirstSequences, own_data, sequences_for
+from diffllm.printing import echo, echo_json
 from diffllm.run.model import decoder
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
@@ -79,14 +79,14 @@ def main(argv: list[str]) -> None:
         "layers": [{"layer": i, **numbers} for i, numbers in enumerate(layers)],
     }
     if args.json or "--json" in argv:
-        print(json.dumps(found, indent=2))
+        echo_json(found)
     else:
         show(found)
 
 
 def show(found: dict[str, Any]) -> None:
     """Print a table for hidden states, logits, and what maps and context do."""
-    print(
+    echo(
         f"{found['run']}: {found['variant']}, step {found['step']}, the first {found['tokens']:,} "
         f"held-out tokens ({found['sequences']} sequences), float32"
     )
@@ -107,9 +107,9 @@ def show(found: dict[str, Any]) -> None:
             said = [sink["weight"], sink["share"], *(context if i == 0 else [])]
             sinks.add_row(number, name, *map(short, said))
     for made in (hidden, logits, sinks):
-        print()
+        echo()
         print_table(made)
-    print(f"\n{READING}")
+    echo(f"\n{READING}")
 
 
 def titled(title: str, *heads: str) -> Any:

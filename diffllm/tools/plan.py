@@ -10,7 +10,6 @@ diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 par
     gpus=512 gpu=h200 tokens=1e12
 """
 
-import json
 from typing import Any
 
 from rich.table import Table
@@ -21,6 +20,7 @@ from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 from diffllm.plan.suggest import nearest_change
+from diffllm.printing import echo, echo_json
 from diffllm.tools.arguments import parse
 from diffllm.tools.table import print_table, table
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     made = plan(cluster, {word.partition("=")[0] for word in own}, overrides)
     change = None if made.fits else nearest_change(made)
     if "--json" in argv:
-        print(json.dumps(numbers(made, change), indent=2))
+        echo_json(numbers(made, change))
     else:
         show(made, change)
 
@@ -111,28 +111,28 @@ def show(made: Plan, change: Plan | None) -> None:
     """Print a plan for people."""
     said, cluster = numbers(made, change), made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
-    print(
+    echo(
         f"{said['attention']} / {said['model']}: {made.step.n_params / 1e9:,.2f}B parameters, "
         f"{cluster.gpus:,} x {said['gpu']}, {layout}\n"
         f"{said['global_batch_size']:,} x {said['seq_len']:,} tokens a step, "
         f"a rank {said['micro_batches']} x {said['micro_batch_size']} sequences; "
         f"numbers of rank {cluster.rank}"
     )
-    print("\nmemory")
+    echo("\nmemory")
     print_table(memory_table(made))
-    print("\ncommunication")
+    echo("\ncommunication")
     print_table(flow_table(made))
-    print(verdict(made, change))
-    print("\ntime" if made.fits else "\ntime, if it did fit")
+    echo(verdict(made, change))
+    echo("\ntime" if made.fits else "\ntime, if it did fit")
     for line in time_lines(made):
-        print(f"  {line}")
-    print("\nassumed, not measured; each key can be given")
+        echo(f"  {line}")
+    echo("\nassumed, not measured; each key can be given")
     for key, value, why, given in made.assumptions:
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
-        print(f"  {f'{key}={text}':<28} {why}{' (given)' if given else ''}")
-    print("\nidealised")
+        echo(f"  {f'{key}={text}':<28} {why}{' (given)' if given else ''}")
+    echo("\nidealised")
     for what, how in said["idealised"].items():
-        print(f"  {what:<28} {how}")
+        echo(f"  {what:<28} {how}")
 
 
 def gib(size: float) -> str:

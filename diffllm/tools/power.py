@@ -1,10 +1,10 @@
 """diffllm power pilot=DIR... gap=NATS: the seeds, tokens and hours that a gap takes."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import compact, fixed, short
 from diffllm.statistics.families import ALPHA
 from diffllm.statistics.gaps import pairing_pays_above
@@ -47,10 +47,10 @@ def main(argv: list[str]) -> None:
     pilot = read_pilot([Path(word) for word in args.pilot])
     found = needs(pilot, wanted)
     if "--json" in argv:
-        print(json.dumps(numbers(pilot, wanted, found), indent=2))
+        echo_json(numbers(pilot, wanted, found))
         return
     for line in pilot_lines(pilot):
-        print(line)
+        echo(line)
     show(wanted, found)
 
 
@@ -152,18 +152,18 @@ def show(wanted: Wanted, found: list[Need]) -> None:
             compact(each.total_tokens),
             short(each.hours),
         )
-    print(
+    echo(
         f"\na gap of {wanted.gap:g} nats a token between two arms, found with power "
         f"{wanted.power:g} at alpha {wanted.alpha:g}, {sides}{family}"
     )
     print_table(rows)
-    print("\npower with so many seeds an arm")
+    echo("\npower with so many seeds an arm")
     rows = table("design", "tokens a run", *map(str, SHOWN))
     for each in found:
         cells = [f"{each.power_by_seeds[n]:.2f}" for n in SHOWN]
         rows.add_row(each.design, compact(each.tokens), *cells)
     print_table(rows)
-    print("\nhours: of the pilot's machine, one run after another")
+    echo("\nhours: of the pilot's machine, one run after another")
 
 
 def seeds_text(seeds: int | None) -> str:

@@ -8,6 +8,7 @@ from diffllm.config.help import sections_text
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
+from diffllm.printing import echo
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
@@ -20,7 +21,7 @@ Below are the keys that it reads beside seq_len, for packing; `python train.py -
 def main(argv: list[str]) -> None:
     """Prepare the corpus of a training config and say what there is, source by source."""
     if "-h" in argv or "--help" in argv:
-        print(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
+        echo(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
         return
     launcher = [word for word in argv if word.startswith(("hydra/launcher=", "hydra.launcher."))]
     words = [word for word in argv if word not in launcher]
@@ -34,15 +35,15 @@ def main(argv: list[str]) -> None:
     except LeftToOthers as left:
         if launcher:
             raise
-        print(left)
+        echo(left)
         return
     except KeyboardInterrupt:
-        print("stopped; what is done stays, and the same command goes on", file=sys.stderr)
+        echo("stopped; what is done stays, and the same command goes on", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
-    print("\n\n".join(sources or [data_text(data)]))
+    echo("\n\n".join(sources or [data_text(data)]))
     if packed := packing_counts(data, cfg.data, cfg.seq_len):
-        print("\n" * bool(sources) + f"packing  {packed.text()}")
+        echo("\n" * bool(sources) + f"packing  {packed.text()}")
 
 
 def data_text(data: Prepared) -> str:

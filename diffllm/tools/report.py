@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffllm.printing import echo
 from diffllm.report.comparison import read
 from diffllm.report.page import write
 from diffllm.report.text import whole_text
@@ -47,8 +48,8 @@ def main(argv: list[str]) -> None:
     directories = [Path(word) for word in argv if word not in options]
     comparison, home = read(directories, args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)
-    print(f"{whole_text(comparison)}\n")
+    echo(f"{whole_text(comparison)}\n")
     if args.wandb and log_gaps(comparison, written[0].parent):
-        print(f"gaps over tokens: {written[0].parent / 'wandb'}")
+        echo(f"gaps over tokens: {written[0].parent / 'wandb'}")
     for file in written:
-        print(file)
+        echo(file)

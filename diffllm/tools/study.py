@@ -1,12 +1,11 @@
 """diffllm study run|verdict STUDY.yaml out=DIR: a claim, its runs and the rule that decides it."""
 
-import json
-import sys
 from pathlib import Path
 
 from diffllm.config.plugins import directories, is_plugins, yamls
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
+from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import MISSING, clock, compact
 from diffllm.study.cost import Cost, costs
 from diffllm.study.file import Study, load_study
@@ -31,7 +30,7 @@ OPTIONS = ("out", "probe")
 def main(argv: list[str]) -> int:
     """Run or judge a study; return the exit code."""
     if "-h" in argv or "--help" in argv:
-        print(WHAT)
+        echo(WHAT)
         return 0
     if not argv or argv[0] not in ("run", "verdict"):
         raise ConfigError(f"study {' '.join(argv[:1])}: choose from run, verdict; --help says more")
@@ -76,7 +75,7 @@ def dry_run(study: Study, out: Path, probe: bool) -> None:
 
     check_runs(study, out, 1)
     found = costs(study, out, probe)
-    print(f"{study.path}: {study.claim}\n")
+    echo(f"{study.path}: {study.claim}\n")
     made = table("stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go")
     for cost in found:
         made.add_row(
@@ -84,7 +83,7 @@ def dry_run(study: Study, out: Path, probe: bool) -> None:
             compact(cost.flops), hours(cost.hours),
         )  # fmt: skip
     print_table(made)
-    print(f"\n{total(found)}")
+    echo(f"\n{total(found)}")
 
 
 def hours(value: float | None) -> str:
@@ -116,10 +115,9 @@ def verdict(study: Study, out: Path, as_json: bool) -> int:
     found = judge(study, out)
     files = write_verdict(found, out)
     if as_json:
-        json.dump(found.numbers(), sys.stdout, indent=2, allow_nan=False)
-        print()
+        echo_json(found.numbers())
         return 0
-    print(verdict_text(found))
+    echo(verdict_text(found))
     for file in files:
-        print(file)
+        echo(file)
     return 0

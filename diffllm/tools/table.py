@@ -1,8 +1,9 @@
 """Tables of the commands, printed whole: no cell is cut where a terminal is narrow."""
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+
+from diffllm.console import Console
 
 WHOLE = 10_000
 """Columns that no table fills."""
@@ -22,5 +23,5 @@ def width_of(table: Table) -> int:
 
 
 def print_table(table: Table) -> None:
-    """Print a table, its cells as they are."""
-    Console(width=WHOLE, highlight=False, markup=False).print(table)
+    """Print a table."""
+    Console(width=WHOLE).print(table)

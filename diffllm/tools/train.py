@@ -23,6 +23,7 @@ from diffllm.config.origin import with_origin  # noqa: E402
 from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 from diffllm.metrics.streams import never_fail, result  # noqa: E402
+from diffllm.printing import echo  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             from diffllm.config.help import help_text
 
             with result():
-                print(help_text(args.overrides))
+                echo(help_text(args.overrides))
         elif shows:
             # Here, for of what is wrong Hydra would show a traceback.
             _, words = composed(with_origin(args.overrides))
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
                     hydra_main()
             finally:
                 with result():
-                    print(text.getvalue(), end="")
+                    echo(text.getvalue(), end="")
         elif args.multirun:
             from diffllm.sweep.command import sweep
 
@@ -92,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         rank = reported_rank()
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            echo(f"error: {error}", file=sys.stderr)
         elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
-            print(f"error: rank {rank}: {error}", file=sys.stderr)
+            echo(f"error: rank {rank}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -14,7 +14,6 @@ import pyarrow.parquet
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.files import check_pieces, fingerprint
 from diffllm.data.path_names import names_of
-from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, entropy, token_dtype
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
@@ -22,6 +21,7 @@ from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.errors import DataError
 from diffllm.files import build_once
+from diffllm.printing import to_stderr
 
 ROWS = 128
 """Documents that are in memory, and counted, at a time."""
@@ -34,7 +34,7 @@ def prepare_parquet(cfg: DataConfig, cache_dir: Path, paths: list[Path]) -> Toke
     key = combined_hash([FORMAT_VERSION, corpus, tokenizer.pieces_hash, cfg.heldout_fraction])
 
     def build(directory: Path) -> None:
-        print_line(f"copying tokens of {len(paths)} files into {cache_dir}")
+        to_stderr(f"copying tokens of {len(paths)} files into {cache_dir}")
         write_tokenizer(located(str(cfg.tokenizer)), directory)
         write(cfg, paths, tokenizer, corpus, directory)
 

@@ -20,10 +20,11 @@ import numpy as np
 from diffllm.data.file_array import FileArray
 from diffllm.data.packing.best_fit import best_fit_decreasing
 from diffllm.data.packing.pieces import pieces, windows
-from diffllm.data.progress import print_line, track
+from diffllm.data.progress import track
 from diffllm.data.shards import Stream, again
 from diffllm.data.verified import identity_of, is_at, leave_mark, matches
 from diffllm.errors import DataError
+from diffllm.printing import to_stderr
 
 VERSION = 1
 WINDOW = 2**20
@@ -71,7 +72,7 @@ class PackingCounts:
 def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
     """Pack the documents of a stream, which end with `eos_id`; write the plan into a directory."""
     started = time.monotonic()
-    print_line(f"packing documents into sequences of {seq_len:,} tokens")
+    to_stderr(f"packing documents into sequences of {seq_len:,} tokens")
     documents = cut = sequences = packed = 0
     with ExitStack() as stack:
         files = {name: stack.enter_context((directory / name).open("wb")) for name in ARRAYS}
@@ -95,7 +96,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     described = {name: facts(directory / name) for name in ARRAYS}
     plan = {"counts": asdict(counts), "files": described}
     (directory / PLAN).write_text(json.dumps(plan, indent=2) + "\n")
-    print_line(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
+    to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
 
 def tracked(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:

@@ -4,10 +4,10 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from diffllm.data.progress import print_line
+from diffllm.console import Console
+from diffllm.printing import to_stderr
 
 EVERY = 60.0
 """Seconds between two lines, and after which a worker without progress is named."""
@@ -72,7 +72,7 @@ class Reporter:
         with self._log.open("a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}\n")
         if urgent or not self.on_terminal:
-            print_line(text)
+            to_stderr(text)
 
 
 def rates(text_bytes: int, tokens: int, seconds: float) -> str:

@@ -26,7 +26,6 @@ from diffllm.data.preparation.encoding import (
 )
 from diffllm.data.preparation.sharing import share_parts
 from diffllm.data.preparation.workers import claim
-from diffllm.data.progress import print_line
 from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -36,6 +35,7 @@ from diffllm.data.verified import identity_of, leave_mark
 from diffllm.data.waiting import held
 from diffllm.errors import DataError
 from diffllm.files import replace_file, sync
+from diffllm.printing import to_stderr
 
 ORIGIN = "origin"
 """The file, beside the records of parts, that says where their corpus lies."""
@@ -79,7 +79,7 @@ class TokensJob:
             if self.final.is_dir():
                 self.remove_partial()
                 return []
-            print_line(f"preparing tokens: {self.corpus.description}, in {self.final}")
+            to_stderr(f"preparing tokens: {self.corpus.description}, in {self.final}")
             started = time.monotonic()
             encoding = self.encoding()
             self.remove_outdated()
@@ -167,7 +167,7 @@ class TokensJob:
         sync(self.final.parent)
         self.remove_partial()
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
-        print_line(
+        to_stderr(
             f"prepared {train:,} training and {heldout:,} held-out tokens"
             f"{', the end of the one document,' * manifest.cut} "
             f"in {time.monotonic() - started:.0f} s"

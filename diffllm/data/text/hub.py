@@ -15,7 +15,6 @@ from filelock import FileLock
 
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
-from diffllm.data.progress import print_line
 from diffllm.data.text.corpus import (
     Corpus,
     Part,
@@ -32,6 +31,7 @@ from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.data.waiting import said_if_long
 from diffllm.errors import DataError, printable
 from diffllm.files import replace_file
+from diffllm.printing import to_stderr
 from diffllm.registry import source
 
 MOST_PARTS = 16_384
@@ -161,7 +161,7 @@ def say_left_out(where: str, paths: Sequence[Path], files: dict[str, list[str]])
     read = set(chain.from_iterable(files.values()))
     left = [path for path in paths if str(path) not in read and is_text(path)]
     if left:
-        print_line(f"{where}: these files are not read: {names_of(left)}; data.paths reads them")
+        to_stderr(f"{where}: these files are not read: {names_of(left)}; data.paths reads them")
 
 
 def is_text(path: Path) -> bool:
