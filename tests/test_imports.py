@@ -12,17 +12,11 @@ import pytest
 import diffllm
 
 ROOT = Path(diffllm.__file__).parent
-BOTTOM = (
-    "diffllm.registry",
-    "diffllm.errors",
-    "diffllm.torch_versions",
-    "diffllm.bounds",
-    "diffllm.printing",
-)
+BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions", "diffllm.bounds")
 FLOORS = (
     ("errors", "torch_versions"),
     ("bounds", "printing", "registry"),
-    ("console", "files", "model", "optim", "spikes", "statistics"),
+    ("files", "model", "optim", "spikes", "statistics"),
     ("tasks",),
     ("analysis", "data", "distributed", "evaluate", "heldout", "metrics"),
     ("layouts",),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffllm.console import Console
 from diffllm.metrics.display import Display
 from diffllm.printing import echo, echo_json, to_stderr
+from diffllm.printing.console import Console
 from diffllm.tools import table
 
 OWN = re.compile(r"\x1b\[[\d;]*m")
@@ -70,5 +70,5 @@ def test_console_escapes_foreign_text_and_keeps_own_colours(show):
     screen = io.StringIO()
     show(screen)
     assert not acted_on(OWN.sub("", screen.getvalue()))
-    assert r"\x1b[31mred" in screen.getvalue()
+    assert ESCAPED in screen.getvalue()
     assert bool(OWN.search(screen.getvalue())) == (show is rich_table)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from rich.markup import escape
 from rich.progress import Progress
 
-from diffllm.console import Console
+from diffllm.errors import printable
+from diffllm.printing.console import Console
 
 
 @contextmanager
@@ -14,5 +15,5 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show progress on a terminal and nothing elsewhere; yields `advance(steps)`."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(escape(description), total=total)
+        task = progress.add_task(escape(printable(description)), total=total)
         yield lambda steps: progress.advance(task, steps)

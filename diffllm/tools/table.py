@@ -3,7 +3,7 @@
 from rich import box
 from rich.table import Table
 
-from diffllm.console import Console
+from diffllm.printing.console import Console
 
 WHOLE = 10_000
 """Columns that no table fills."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from diffllm.console import Console
 from diffllm.printing import to_stderr
+from diffllm.printing.console import Console
 
 EVERY = 60.0
 """Seconds between two lines, and after which a worker without progress is named."""

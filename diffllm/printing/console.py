@@ -1,0 +1,20 @@
+"""A rich console for text that may come from foreign files."""
+
+from typing import Any
+
+import rich.console
+from rich.text import Text
+
+from diffllm.errors import printable
+from diffllm.printing import KEPT
+
+
+class Console(rich.console.Console):
+    """A rich console that escapes unprintable characters of strings and prints no markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escape a printed string or a cell of a table before its width is measured."""
+        return super().render_str(printable(text, KEPT), **options)
