@@ -44,6 +44,8 @@ WORDS = {
     (dict,): "an object",
 }
 REQUIRED = {"saved.json": ("step",)}
+LARGEST = 1e40
+"""Larger numbers count as not finite, since statistics take their fourth powers."""
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
@@ -74,13 +76,23 @@ def stopped_text(ending: dict[str, Any]) -> str:
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
-    """Read a JSON file of a run or of a sweep, None where there is none; raises CheckpointError if
-    it cannot be read, or a field is not what it must be."""
+    """Read a JSON file of a run or of a sweep; None if it is missing.
+
+    Numbers that are not finite, or beyond LARGEST, become None. Raises CheckpointError if the file
+    cannot be read or a field has the wrong type.
+    """
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)
         check_fields(file.name, content)
-        return content
+        return {k: finite(v) if isinstance(v, float) else v for k, v in content.items()}
     return None
+
+
+def finite(value: Any) -> float | None:
+    """Return a number as float64; None for what is no number, not finite or beyond LARGEST."""
+    if isinstance(value, bool) or not isinstance(value, NUMBER) or not abs(value) <= LARGEST:
+        return None
+    return float(value)
 
 
 def check_fields(name: str, content: dict[str, Any]) -> None:
@@ -140,14 +152,17 @@ def is_change(line: Any) -> bool:
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
-    """Read step, tokens and the numbers and nulls of a line of metrics.jsonl; None if it is no line
-    of ours."""
+    """Read a line of metrics.jsonl: step, tokens, and numbers or nulls; None for any other line.
+
+    Numbers that are not finite, or beyond LARGEST, become None.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or not all(type(line.get(k)) is int for k in ("step", "tokens")):
+    if not isinstance(line, dict) or {type(v) for v in line.values()} - {int, float, type(None)}:
         return None
-    if any(type(v) is int and abs(v) >= 2**63 for v in line.values()):
+    place = {k: line[k] for k in ("step", "tokens") if type(line.get(k)) is int}
+    if len(place) < 2 or not all(0 <= count < 2**53 for count in place.values()):
         return None
-    return {k: v for k, v in line.items() if v is None or type(v) in (int, float)}
+    return {k: finite(v) for k, v in line.items()} | place

@@ -61,7 +61,9 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
     tokens, losses = run.series(LOSS)
     known = np.isfinite(losses)
     spent = budget.spent(run, tokens[known])
-    if spent is None or not len(spent) or not np.isfinite(spent).all() or spent[0] <= 0:
+    if spent is None or not len(spent) or not np.isfinite(spent).all():
+        return None
+    if spent[0] <= 0 or (np.diff(spent) < 0).any():
         return None
     return Series(spent, losses[known])
 

@@ -4,7 +4,7 @@ from diffllm.config.matching import width_of
 from diffllm.report.keys import FACTS, HELDOUT, MATCHES, SPEED, as_text, differs, overrides, text_of
 from diffllm.report.numbers import clock, compact
 from diffllm.report.rows import Row
-from diffllm.report.runs import Run
+from diffllm.report.runs import Run, skipped_text
 
 TOLERANCE = 0.005
 """Share by which totals of parameters may differ before it is said."""
@@ -53,8 +53,8 @@ def run_notes(run: Run) -> list[str]:
             f"{run.path} diverged: it ended with a held-out loss that is not a finite number; it "
             "is in no loss or gap, which look better for it."
         )
-    if run.metrics.damaged:
-        notes.append(f"{run.metrics.damaged} lines of {run.path}/metrics.jsonl cannot be read.")
+    if run.metrics.skipped:
+        notes.append(f"{skipped_text(run.path, run.metrics.skipped)}.")
     return notes
 
 

@@ -1,20 +1,13 @@
 """Numbers as a report writes them."""
 
-import math
 from typing import Any
 
+from diffllm.files.records import finite
 from diffllm.metrics.display import duration
 from diffllm.statistics.intervals import Estimate
 
 MISSING = "–"
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-
-
-def finite(value: Any) -> float | None:
-    """The value if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def with_minus(text: str) -> str:

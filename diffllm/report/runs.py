@@ -15,13 +15,14 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.files import read_lines, readable
 from diffllm.files.records import (
+    finite,
     gave_up,
     read_changes,
     read_metrics_line,
     read_record,
     read_summary,
 )
-from diffllm.report.numbers import finite
+from diffllm.printing import to_stderr
 
 
 class Series(NamedTuple):
@@ -37,24 +38,24 @@ class Metrics:
     """metrics.jsonl, a column a metric.
 
     Args:
-        lines: the numbers of each line, `step` and `tokens` among them; what is not finite
-            becomes NaN. None for a line that cannot be read, which is counted.
+        lines: the numbers of each line, `step` and `tokens` among them; None becomes NaN. A line
+            that is None, or not after the line before, is skipped and counted.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
-        self.damaged = 0
+        self.skipped = 0
         steps, tokens = array("q"), array("q")
         columns: dict[str, tuple[array[int], array[float]]] = {}
         for line in lines:
-            if line is None:
-                self.damaged += 1
+            after = not steps or (line and line["step"] > steps[-1] and line["tokens"] > tokens[-1])
+            if line is None or not after:
+                self.skipped += 1
                 continue
             for name, value in line.items():
                 if name not in ("step", "tokens"):
                     places, values = columns.setdefault(name, (array("q"), array("d")))
                     places.append(len(steps))
-                    finite = value is not None and math.isfinite(value)
-                    values.append(value if finite else math.nan)
+                    values.append(math.nan if value is None else value)
             steps.append(line["step"])
             tokens.append(line["tokens"])
         self.steps = np.array(steps)
@@ -160,12 +161,22 @@ class Run:
 
 
 def load_run(path: Path) -> Run:
-    """Read a run directory, finished or not; unreadable lines of metrics.jsonl are counted. Raises
-    CheckpointError for what is not a run directory of this version."""
+    """Read a run directory, finished or not; a warning counts the skipped lines of metrics.jsonl.
+
+    Raises CheckpointError for what is not a run directory of this version.
+    """
     cfg = load_run_config(path)
     facts, summary = read_record(path / "run.json"), read_summary(path)
     changes = changes_of(path)
-    return Run(path, cfg, facts or {}, summary, read_metrics(path), changes, gave_up(path))
+    metrics = read_metrics(path)
+    if metrics.skipped:
+        to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
+    return Run(path, cfg, facts or {}, summary, metrics, changes, gave_up(path))
+
+
+def skipped_text(path: Path, lines: int) -> str:
+    """Say that lines of a run's metrics were skipped."""
+    return f"{path}/metrics.jsonl: skipped lines that are no record of numbers in order: {lines}"
 
 
 def changes_of(path: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Gaps between two arms, paired by seed or as two independent samples (Welch)."""
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -124,9 +125,10 @@ def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
     deviations = [float(sample.std(ddof=1)) for sample in (first, second)]
     if max(deviations) <= ROUNDING * largest(first, second):
         return Gap(mean, *sizes, 0.0, sum(sizes) - 2, zero_variance=True)
-    shares = [d**2 / n for d, n in zip(deviations, sizes, strict=True)]
+    unit = max(deviations)  # so that no square underflows
+    shares = [(d / unit) ** 2 / n for d, n in zip(deviations, sizes, strict=True)]
     df = sum(shares) ** 2 / sum(s**2 / (n - 1) for s, n in zip(shares, sizes, strict=True))
-    return Gap(mean, *sizes, float(np.sqrt(sum(shares))), df)
+    return Gap(mean, *sizes, unit * math.sqrt(sum(shares)), df)
 
 
 def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:

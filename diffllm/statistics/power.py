@@ -1,5 +1,6 @@
 """The power of t tests of a gap, and how many seeds reach one."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -36,7 +37,7 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
     shape = (seeds - 1) / 2
     r = betaincinv(shape, shape, (np.arange(SLICES) + 0.5) / SLICES)
     judged_by = (seeds - 1) / (r**2 + (1 - r) ** 2)
-    return t_power(abs(gap) / (sd * np.sqrt(2 / seeds)), 2 * seeds - 2, judged_by, alpha, sides)
+    return t_power(abs(gap) / (sd * math.sqrt(2 / seeds)), 2 * seeds - 2, judged_by, alpha, sides)
 
 
 def student_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
@@ -46,7 +47,7 @@ def student_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides
         sd, seeds: of each arm, as for `welch_power`.
     """
     df = 2 * seeds - 2
-    return t_power(abs(gap) / (sd * np.sqrt(2 / seeds)), df, np.array([df]), alpha, sides)
+    return t_power(abs(gap) / (sd * math.sqrt(2 / seeds)), df, np.array([df]), alpha, sides)
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
@@ -56,7 +57,7 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
         sd: standard deviation of the differences of pairs.
     """
     df = seeds - 1
-    return t_power(abs(gap) / (sd / np.sqrt(seeds)), df, np.array([df]), alpha, sides)
+    return t_power(abs(gap) / (sd / math.sqrt(seeds)), df, np.array([df]), alpha, sides)
 
 
 def t_power(

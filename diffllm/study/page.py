@@ -13,8 +13,10 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from diffllm.config.matching import TOLERANCE
+from diffllm.errors import printable
 from diffllm.files import replace_file
 from diffllm.metrics.table import metric_of
+from diffllm.printing import KEPT
 from diffllm.report import bands
 from diffllm.report.drawing import draw_curves, draw_levels
 from diffllm.report.intervals import draw_gaps
@@ -35,6 +37,8 @@ COMPARED = {
     "flops_per_token": "training FLOPs per token",
 }
 """Quantities that a page compares across arms, by their key in an arm's numbers."""
+LARGEST_LOG = 700.0
+"""Logarithms beyond it have no exponential in float64."""
 
 Drawn = tuple[str, str, str, str]
 """Name, title, SVG and caption of a figure."""
@@ -74,7 +78,9 @@ def rule_line(tested: Tested, study: Study) -> str:
     words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
     interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
     if study.scale == "log" and tested.gap and interval:
-        ratio, low, high = (short(math.exp(x)) for x in (tested.gap.mean, *interval))
+        ratio, low, high = (
+            short(math.exp(min(x, LARGEST_LOG))) for x in (tested.gap.mean, *interval)
+        )
         words.append(f"a ratio of {ratio} ({low} to {high})")
     if tested.p is not None and tested.p_adjusted is not None:
         adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
@@ -297,24 +303,27 @@ def markdown(found: Verdict) -> str:
     """The verdict for a repository."""
     study, names, numbers = found.study, heads(found.study), found.numbers()
     rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
-    return "\n".join(
-        [
-            f"# {headline(found)}",
-            "",
-            f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
-            "",
-            *(f"- {reason}" for reason in found.reasons),
-            "",
-            f"{conditions(numbers)} {power_words(study)}",
-            "",
-            *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
-            "",
-            f"| {' | '.join(names)} |",
-            "|---" * len(names) + "|",
-            rows,
-            "",
-            f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
-            f"`{study.hash}`. {origin(numbers)}",
-            "",
-        ]
+    return printable(
+        "\n".join(
+            [
+                f"# {headline(found)}",
+                "",
+                f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
+                "",
+                *(f"- {reason}" for reason in found.reasons),
+                "",
+                f"{conditions(numbers)} {power_words(study)}",
+                "",
+                *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
+                "",
+                f"| {' | '.join(names)} |",
+                "|---" * len(names) + "|",
+                rows,
+                "",
+                f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
+                f"`{study.hash}`. {origin(numbers)}",
+                "",
+            ]
+        ),
+        KEPT,
     )

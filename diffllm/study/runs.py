@@ -9,7 +9,7 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.config.steps import LENGTHS
 from diffllm.errors import ConfigError
-from diffllm.files.records import gave_up, read_summary
+from diffllm.files.records import finite, gave_up, read_summary
 from diffllm.study.file import Study
 
 DECIDING, RATES = "deciding", "rates"
@@ -114,8 +114,8 @@ def heldout_loss(path: Path) -> float | None:
     it has not ended."""
     if (summary := read_summary(path)) is None:
         return math.inf if gave_up(path) else None
-    loss = summary.get("heldout_loss")
-    return float(loss) if loss is not None and math.isfinite(loss) else math.inf
+    loss = finite(summary.get("heldout_loss"))
+    return math.inf if loss is None else loss
 
 
 def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig) -> str:

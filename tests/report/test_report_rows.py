@@ -684,8 +684,8 @@ def test_damaged_lines_are_said_but_a_last_one_cut_short_is_not(tmp_path):
     broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', huge, *lines[1:3]]
     file.write_text("\n".join(broken))  # the last line is complete but for its line break
     (run,) = loaded([path])
-    assert (len(run.metrics.steps), run.metrics.damaged) == (3, 4)
-    assert said(compare([run]), "4 lines of", "cannot be read")
+    assert (len(run.metrics.steps), run.metrics.skipped) == (3, 4)
+    assert said(compare([run]), "skipped 4 damaged or misplaced lines")
 
 
 # Columns
