@@ -25,7 +25,7 @@ FACTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
     ),
-    **dict.fromkeys(("diffllm", "git", "imported"), (dict,)),
+    **dict.fromkeys(("diffllm", "git", "imported", "environment"), (dict,)),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": SUMMARY,
@@ -44,6 +44,7 @@ WORDS = {
     (dict,): "an object",
 }
 REQUIRED = {"saved.json": ("step",)}
+POSITIVE = ("parameters", "active_parameters", "flops_per_token")
 LARGEST = 1e40
 """Larger numbers count as not finite, since statistics take their fourth powers."""
 
@@ -90,7 +91,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 def finite(value: Any) -> float | None:
     """Return a number as float64; None for what is no number, not finite or beyond LARGEST."""
-    if isinstance(value, bool) or not isinstance(value, NUMBER) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)
 
@@ -104,6 +105,8 @@ def check_fields(name: str, content: dict[str, Any]) -> None:
                 raise ValueError(f"has no {field}")
         elif type(value) not in kinds:
             raise ValueError(f"has no usable {field}: it is not {WORDS[kinds]}")
+        elif field in POSITIVE and value <= 0:
+            raise ValueError(f"has no usable {field}: {value:g} is not above 0")
     if name == "sweep.json":
         check_sweep(content)
 

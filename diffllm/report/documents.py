@@ -3,6 +3,7 @@
 import numpy as np
 
 from diffllm.errors import CheckpointError
+from diffllm.files.records import LARGEST
 from diffllm.heldout import DocumentLosses, document_losses
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
@@ -27,7 +28,7 @@ def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
     if not all(same_documents(first, each) for each in found):
         return None, "withheld: the runs were measured on different documents"
     nats = np.stack([each.nats for each in found])
-    if not np.isfinite(nats).all():
+    if not (np.abs(nats) <= LARGEST).all():
         return None, "withheld: a document's loss is not finite"
     if why := withheld(len(seeds), nats.shape[1]):
         return None, why

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from diffllm.files.records import LARGEST
 from diffllm.report.bands import Band, Floor, envelope, extremes
 from diffllm.report.numbers import compact, short
 from diffllm.report.style import CHARACTER, HEIGHT, MUTED, RowStyle, new_figure, place
@@ -85,8 +86,9 @@ def fit_scales(axes: Axes, bands: Bands, log: bool, mark: tuple[float, str] | No
         np.array([mark[0]] if mark else []),
     ]
     y = shown(np.concatenate(values), log)
-    corners = np.array([[x.min(), np.nanmin(y)], [x.max(), np.nanmax(y)]])
-    axes.dataLim.set_points(corners)
+    y = y[np.isfinite(y)]
+    if len(y):
+        axes.dataLim.set_points(np.array([[x.min(), y.min()], [x.max(), y.max()]]))
     axes.margins(x=0.01)
     axes.autoscale_view()
 
@@ -212,8 +214,8 @@ def stretches(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[np.ndarr
 
 
 def shown(values: np.ndarray, log: bool) -> np.ndarray:
-    """NaN for what has no place on a logarithmic scale."""
-    return np.where(values > 0, values, np.nan) if log else values
+    """Replace values without a place on a logarithmic scale by NaN."""
+    return np.where(values > 1 / LARGEST, values, np.nan) if log else values
 
 
 def name_axes(figure: Figure, axes: Axes, unit: str, across: str) -> None:
@@ -230,7 +232,7 @@ def logarithmic(axes: Axes) -> None:
     """A logarithmic scale with plain numbers."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    decades = np.log10(high / low)
+    decades = np.log10(high) - np.log10(low)
     subs: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
     if decades < 0.6:
         subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)

@@ -47,8 +47,9 @@ class Metrics:
         steps, tokens = array("q"), array("q")
         columns: dict[str, tuple[array[int], array[float]]] = {}
         for line in lines:
-            after = not steps or (line and line["step"] > steps[-1] and line["tokens"] > tokens[-1])
-            if line is None or not after:
+            if line is None or (
+                steps and not (line["step"] > steps[-1] and line["tokens"] > tokens[-1])
+            ):
                 self.skipped += 1
                 continue
             for name, value in line.items():
@@ -175,8 +176,8 @@ def load_run(path: Path) -> Run:
 
 
 def skipped_text(path: Path, lines: int) -> str:
-    """Say that lines of a run's metrics were skipped."""
-    return f"{path}/metrics.jsonl: skipped lines that are no record of numbers in order: {lines}"
+    """Say how many lines of a run's metrics were skipped."""
+    return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced line{'s' * (lines > 1)}"
 
 
 def changes_of(path: Path) -> list[str]:

@@ -37,16 +37,13 @@ COMPARED = {
     "flops_per_token": "training FLOPs per token",
 }
 """Quantities that a page compares across arms, by their key in an arm's numbers."""
-LARGEST_LOG = 700.0
-"""Logarithms beyond it have no exponential in float64."""
-
 Drawn = tuple[str, str, str, str]
 """Name, title, SVG and caption of a figure."""
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
     """Write verdict.html and verdict.md into a study's directory; return their paths."""
-    texts = {"verdict.html": page(found), "verdict.md": markdown(found)}
+    texts = {"verdict.html": page(found), "verdict.md": printable(markdown(found), KEPT)}
     for name, text in texts.items():
         replace_file(out / name, text.encode())
     return [out / name for name in texts]
@@ -78,9 +75,8 @@ def rule_line(tested: Tested, study: Study) -> str:
     words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
     interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
     if study.scale == "log" and tested.gap and interval:
-        ratio, low, high = (
-            short(math.exp(min(x, LARGEST_LOG))) for x in (tested.gap.mean, *interval)
-        )
+        logs = (tested.gap.mean, *interval)
+        ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
         words.append(f"a ratio of {ratio} ({low} to {high})")
     if tested.p is not None and tested.p_adjusted is not None:
         adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
@@ -227,7 +223,7 @@ def page(found: Verdict) -> str:
     numbers = found.numbers()
     places = [PackageLoader(f"diffllm.{room}", ".") for room in ("study", "report")]
     environment = Environment(
-        loader=ChoiceLoader(places), trim_blocks=True,
+        loader=ChoiceLoader(places), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     return environment.get_template("verdict.html.jinja").render(
@@ -303,27 +299,24 @@ def markdown(found: Verdict) -> str:
     """The verdict for a repository."""
     study, names, numbers = found.study, heads(found.study), found.numbers()
     rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
-    return printable(
-        "\n".join(
-            [
-                f"# {headline(found)}",
-                "",
-                f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
-                "",
-                *(f"- {reason}" for reason in found.reasons),
-                "",
-                f"{conditions(numbers)} {power_words(study)}",
-                "",
-                *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
-                "",
-                f"| {' | '.join(names)} |",
-                "|---" * len(names) + "|",
-                rows,
-                "",
-                f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
-                f"`{study.hash}`. {origin(numbers)}",
-                "",
-            ]
-        ),
-        KEPT,
+    return "\n".join(
+        [
+            f"# {headline(found)}",
+            "",
+            f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
+            "",
+            *(f"- {reason}" for reason in found.reasons),
+            "",
+            f"{conditions(numbers)} {power_words(study)}",
+            "",
+            *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
+            "",
+            f"| {' | '.join(names)} |",
+            "|---" * len(names) + "|",
+            rows,
+            "",
+            f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
+            f"`{study.hash}`. {origin(numbers)}",
+            "",
+        ]
     )

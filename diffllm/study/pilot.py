@@ -20,6 +20,8 @@ FEWEST_POINTS = 4
 WIDEST = 0.5
 """Half width of a trend's interval from which on it tells nothing: at 4 times the tokens the
 spread would be known within a factor of 2 either way."""
+STEEPEST = 10.0
+"""Slope beyond which a trend is not extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ def trend_of(rows: list[Row]) -> tuple[Trend | None, str]:
         return None, "the evaluations of seeds do not vary"
     if found.low is None or found.high is None:
         return None, f"it takes 3 seeds or more, these are {found.seeds}"
+    if abs(found.slope) > STEEPEST:
+        return None, f"sd ~ tokens^{found.slope:.2f} is too steep to hold at other lengths"
     if found.high - found.low > 2 * WIDEST:
         return None, (
             f"sd ~ tokens^{found.slope:.2f} with a 95% interval from {found.low:.2f} to "

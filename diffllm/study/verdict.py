@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.errors import ConfigError
-from diffllm.report.numbers import compact
+from diffllm.report.numbers import compact, finite
 from diffllm.report.runs import Run, load_run
 from diffllm.statistics.equivalence import equivalence
 from diffllm.statistics.families import holm
@@ -316,11 +316,6 @@ def exploratory(study: Study, arms: list[Arm], choices: list[Choice], out: Path)
     if waiting:
         problems.append(f"{len(waiting)} runs have not ended: {', '.join(waiting[:3])}")
     return problems
-
-
-def finite(value: float | None) -> float | None:
-    """The value where JSON can hold it."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:

@@ -1,0 +1,186 @@
+"""Reports, verdicts and power read forged runs without a traceback or a warning of numpy."""
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffllm import tools
+from diffllm.errors import CheckpointError
+from diffllm.files.records import LARGEST, read_metrics_line, read_record
+from diffllm.report.bands import over_seeds
+from diffllm.report.drawing import draw_curves
+from diffllm.report.runs import Metrics, Series, load_run
+from diffllm.report.style import RowStyle
+from diffllm.statistics.gaps import welch
+from diffllm.statistics.power import paired_power, student_power, welch_power
+from diffllm.study.runs import deciding_runs, heldout_loss
+from tests.study.written_study import study_file, write_ended
+
+pytestmark = pytest.mark.filterwarnings("error")
+NOT_RECORDS = [
+    "[]", "null", "{}", '{"step": 1}', '{"step": "x", "tokens": {}}', "\ufffd\0", "[" * 50_000,
+    "9" * 5000, '{"step": 1, "tokens": 64, "train/loss": "x"}',
+    '{"step": 1, "tokens": 64, "train/loss": true}', '{"step": -5, "tokens": 64}',
+    '{"step": 1, "tokens": -9}', '{"step": 9007199254740992, "tokens": 64}',
+    '{"step": 1, "tokens": 1e3}', f'{{"step": 1, "tokens": 64, "x": 1{"0" * 5000}}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NOT_RECORDS)
+def test_metrics_line_that_is_no_record_of_numbers_is_none(line: str):
+    assert read_metrics_line(line) is None
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
+def test_number_beyond_reason_reads_as_missing(tmp_path: Path, value: str):
+    line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
+    known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
+    assert read_metrics_line(line) == known
+    (tmp_path / "summary.json").write_text(f'{{"steps": 1, "heldout_loss": {value}}}')
+    assert read_record(tmp_path / "summary.json") == {"steps": 1, "heldout_loss": None}
+    assert heldout_loss(tmp_path) == math.inf
+
+
+@pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])
+def test_impossible_fact_of_a_run_is_refused(tmp_path: Path, fact: str):
+    (tmp_path / "run.json").write_text(f"{{{fact}}}")
+    with pytest.raises(CheckpointError, match=f"has no usable {fact.split(chr(34))[1]}"):
+        read_record(tmp_path / "run.json")
+
+
+@given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
+def test_metrics_keep_lines_in_order_and_count_the_others(places: list[tuple[int, int] | None]):
+    lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
+    metrics = Metrics(lines)
+    assert len(metrics.steps) + metrics.skipped == len(lines)
+    assert (np.diff(metrics.steps) > 0).all()
+    assert (np.diff(metrics.tokens) > 0).all()
+
+
+@pytest.mark.parametrize("unit", [1e-120, 1.0, 1e39])
+def test_welch_does_not_depend_on_the_unit(unit: float):
+    own, base = {0: 5.0, 1: 6.0, 2: 8.0}, {0: 4.0, 1: 4.5, 2: 5.5}
+    scaled = [{seed: unit * value for seed, value in arm.items()} for arm in (own, base)]
+    gap, expected = welch(*scaled), welch(own, base)
+    assert gap is not None
+    assert expected is not None
+    assert gap.df == pytest.approx(expected.df)
+    assert gap.p == pytest.approx(expected.p)
+
+
+@pytest.mark.parametrize("test", [welch_power, student_power, paired_power])
+def test_power_of_extreme_gaps_is_certain_or_chance(test: Callable[..., float]):
+    assert test(1e308, 5e-324, 3) == 1
+    assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
+
+
+@pytest.mark.parametrize("values", [[1e-320, LARGEST], [-1.0, -2.0], [1e-39, 1e-39]])
+@pytest.mark.parametrize("log", [False, True])
+def test_axes_of_extreme_values_are_finite(values: list[float], log: bool):
+    band = over_seeds([Series(np.array([1, 2**53]), np.array(values))])
+    style = RowStyle(0, "a", "#000000", "#ffffff", (), "o")
+    figure = draw_curves([band], [style], "nats", [band], log=log)
+    figure.canvas.draw()
+    assert np.isfinite([*figure.axes[0].get_xlim(), *figure.axes[0].get_ylim()]).all()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of two arms and two seeds, with its runs in s/."""
+    root = tmp_path_factory.mktemp("kept")
+    arms = "{standard: [attention=standard], v2: [attention=diff_v2]}"
+    rule = "{kind: difference, arm: v2, against: standard, below: 0.0}"
+    study = study_file(root / "s.yaml", rule, arms=arms, seeds="[0, 1]", scale="log")
+    for arm, seed in itertools.product(study.arms, study.seeds):
+        (planned,) = deciding_runs(study, arm, seed, None)
+        write_ended(study, planned, root / "s", 5 + 0.1 * seed)
+    return root
+
+
+def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
+    """Replace fields of a JSON file; a callable value takes the run's number."""
+
+    def change(run: Path, number: int) -> None:
+        content = json.loads((run / name).read_text())
+        new = {key: v(number) if callable(v) else v for key, v in values.items()}
+        (run / name).write_text(json.dumps({**content, **new}))
+
+    return change
+
+
+def lines(change: Callable[[list[str], int], list[str]]) -> Callable[[Path, int], None]:
+    """Replace the lines of metrics.jsonl."""
+
+    def changed(run: Path, number: int) -> None:
+        file = run / "metrics.jsonl"
+        file.write_text("".join(f"{x}\n" for x in change(file.read_text().splitlines(), number)))
+
+    return changed
+
+
+def large(texts: list[str], number: int) -> list[str]:
+    value = LARGEST * (-1) ** number
+    found = [json.loads(text) for text in texts]
+    return [json.dumps({k: value if "/" in k else v for k, v in x.items()}) for x in found]
+
+
+def backwards(texts: list[str], number: int) -> list[str]:
+    """Make the clock of a run go backwards."""
+    times = zip(texts, (5.0, -10.0), strict=True)
+    return [json.dumps({**json.loads(text), "perf/step_ms": ms}) for text, ms in times]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        fields("summary.json", heldout_loss=1e308, train_loss=1e308),
+        fields("summary.json", heldout_loss=lambda n: (-1) ** n * LARGEST, seconds=1e308),
+        fields("summary.json", heldout_loss=lambda n: (n + 1) * 1e-170, tokens=0, seconds=0),
+        fields("summary.json", heldout_loss=lambda n: LARGEST if n else 1e-300),
+        fields("run.json", flops_per_token=1e308, heldout_unigram_entropy=-1e308, packing="x"),
+        fields("run.json", flops_per_token=lambda n: LARGEST if n else 1e-320),
+        lines(large),
+        lines(backwards),
+        lines(lambda texts, n: [*reversed(texts), *texts]),
+        lines(lambda texts, n: [NOT_RECORDS[8], *NOT_RECORDS, *texts, *NOT_RECORDS]),
+    ],
+    ids=["loss", "signs", "small", "logs", "facts", "flops", "metrics", "clock", "order", "odd"],
+)  # fmt: skip
+def test_forged_runs_are_read_or_refused_without_warnings(kept, tmp_path, monkeypatch, forge):
+    shutil.copytree(kept, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    for number, run in enumerate(sorted(Path("s").iterdir())):
+        forge(run, number)
+    commands = (["report", "s"], ["study", "verdict", "s.yaml", "out=s"], ["power", "s", "gap=1"])
+    assert {tools.main(words) for words in commands} <= {0, 2}
+
+
+def test_skipped_lines_of_a_run_give_one_warning(kept, tmp_path, capsys):
+    run = shutil.copytree(next((kept / "s").iterdir()), tmp_path / "a")
+    lines(lambda texts, n: [*texts, *NOT_RECORDS, texts[0]])(run, 0)
+    assert load_run(run).metrics.skipped == len(NOT_RECORDS) + 1
+    said = capsys.readouterr().err
+    assert said == f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
+
+
+def test_verdict_escapes_the_claim(kept, tmp_path, monkeypatch, capsys):
+    shutil.copytree(kept, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    text = Path("s.yaml").read_text()
+    Path("s.yaml").write_text(text.replace("v2 is better than half", r'"<b>\e[31mred"'))
+    assert tools.main(["study", "verdict", "s.yaml", "out=s"]) == 0
+    said = capsys.readouterr().out
+    assert r"<b>\x1b[31mred" in said
+    assert "\x1b" not in said + Path("s/verdict.md").read_text()
+    page = Path("s/verdict.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
