@@ -42,12 +42,10 @@ class Unfailing:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each of some texts."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Hand over what is buffered."""
         self._attempt(self.stream.flush)
 
     def _attempt(self, call: Callable[[], Any]) -> None:

@@ -65,7 +65,6 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
 
 
 def band_of(row: Row, pick: Callable[[Run], Series]) -> Band | None:
-    """One series of every run of a row."""
     return over_seeds(pick(run) for run in row.runs)
 
 
@@ -86,7 +85,6 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def shown_at_end(row: Row) -> list[Run]:
-    """The finished runs; all of a row that has none."""
     return [run for run in row.runs if run.summary is not None] or row.runs
 
 

@@ -12,5 +12,4 @@ def share_words(share: Share) -> str:
 
 
 def rate_words(rate: Rate) -> str:
-    """ "0.63 to 4.6": the ends of an interval."""
     return f"{short(rate.low, 2)} to {short(rate.high, 2)}"

@@ -36,10 +36,8 @@ def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
 
 
 def finite_runs(row: Row) -> dict[tuple[int, int], Run]:
-    """Finished runs that did not diverge, by their seeds."""
     return {run.seeds: run for run in row.finished if run.final_loss is not None}
 
 
 def same_documents(one: DocumentLosses, other: DocumentLosses) -> bool:
-    """Whether two runs were measured on the same tokens of the same texts."""
     return np.array_equal(one.texts, other.texts) and np.array_equal(one.tokens, other.tokens)

@@ -19,7 +19,6 @@ def family(rows: list[Row]) -> list[Row]:
 
 
 def survives(row: Row) -> bool:
-    """Whether a gap is shown after Holm's correction."""
     return row.p_holm is not None and row.p_holm < ALPHA
 
 

@@ -37,7 +37,6 @@ class Group:
 
     @property
     def variants(self) -> set[str]:
-        """The variants that have a loss."""
         return {row.keys["attention"] for row in self.rows if row.loss is not None}
 
 

@@ -161,7 +161,6 @@ def variant_keys(variant: str, schema: str) -> dict[str, Any]:
 
 
 def within(key: str, sections: Iterable[str]) -> bool:
-    """Whether a key is one of these, or below one of them."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 

@@ -1,7 +1,6 @@
 """A comparison as one HTML file that needs nothing else: no network, no scripts to be readable."""
 
 import os
-import unicodedata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +8,9 @@ import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffllm.config.descriptions import variant_line
-from diffllm.errors import ConfigError
+from diffllm.errors import ConfigError, printable
 from diffllm.files import replace_file
+from diffllm.printing import KEPT
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
 from diffllm.report.evaluations import LEVEL, reaching
@@ -166,17 +166,9 @@ def texts(rows: list[Row], styles: list[RowStyle]) -> list[Text]:
         for run in row.finished[:1]:
             sample = (run.summary or {}).get("sample")
             if isinstance(sample, str) and sample.strip():
-                found.append(Text(style, run.cfg.seed, plain(sample.strip("\n"))))
+                found.append(Text(style, run.cfg.seed, printable(sample.strip("\n"), KEPT)))
     return found
 
 
-def plain(text: str) -> str:
-    """Text without control characters, which no page may hold: a model can write any."""
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text
-    )
-
-
 def run_name(row: Row) -> str:
-    """The directory of a row's run, or how many runs it has."""
     return row.runs[0].path.name if len(row.runs) == 1 else f"mean of {len(row.runs)} seeds"

@@ -21,7 +21,6 @@ EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", 
 
 
 def measured() -> list[Metric]:
-    """List the metrics that have a column."""
     return [metric for metric in METRICS if metric.column]
 
 
@@ -83,17 +82,14 @@ class Row:
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that have reached their last step."""
         return [run for run in self.runs if run.summary is not None]
 
     @property
     def ended(self) -> list[Run]:
-        """The finished runs, and those that stopped because they had diverged."""
         return [run for run in self.runs if run.ended]
 
     @property
     def diverged_share(self) -> Share:
-        """How many of its ended runs diverged."""
         return Share(self.diverged, len(self.ended))
 
     def events(self, series: str) -> Rate | None:
@@ -210,15 +206,10 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
             for name, rate in events.items()
             for end, field in EVENTS.items()
         },
-        "seconds": mean(seconds_of(row)),
+        "seconds": mean(summarised(row, "seconds")),
         "bits_per_byte": mean(summarised(row, "heldout_bits_per_byte")),
         **{metric.quantity: over_seeds(row, metric) for metric in measured()},
     }
-
-
-def seconds_of(row: Row) -> list[float]:
-    """How long its finished runs took, where their summaries say so."""
-    return summarised(row, "seconds")
 
 
 def summarised(row: Row, name: str) -> list[float]:
@@ -227,7 +218,6 @@ def summarised(row: Row, name: str) -> list[float]:
 
 
 def mean(values: list[float]) -> float | None:
-    """The mean; None of no values."""
     return float(np.mean(values)) if values else None
 
 

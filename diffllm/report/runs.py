@@ -87,7 +87,6 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """Its choice of `attention=`."""
         return self.cfg.run.choices["attention"]
 
     @cached_property
@@ -112,7 +111,6 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Whether it ended without a finite held-out loss."""
         return self.ended and self.final_loss is None
 
     @property
@@ -124,7 +122,6 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The step of the last line; 0 before the first."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     def series(self, name: str) -> Series:
@@ -176,7 +173,6 @@ def load_run(path: Path) -> Run:
 
 
 def skipped_text(path: Path, lines: int) -> str:
-    """Say how many lines of a run's metrics were skipped."""
     return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced line{'s' * (lines > 1)}"
 
 

@@ -87,12 +87,10 @@ class PageSection(NamedTuple):
 
     @property
     def shown(self) -> list[Card]:
-        """Those that stand in the open."""
         return [card for card in self.figures if not card.folded]
 
     @property
     def folded(self) -> list[Card]:
-        """Those that are shown only when asked for."""
         return [card for card in self.figures if card.folded]
 
     @property
@@ -392,7 +390,6 @@ class Figures:
 
 
 def values_of(curves: Bands) -> np.ndarray:
-    """All values that a figure shows."""
     return np.concatenate([np.zeros(0), *(band.drawn for band in curves if band is not None)])
 
 
@@ -417,7 +414,6 @@ def top_of(curves: Bands) -> float:
 
 
 def mark_of(plot: Plot) -> tuple[float, str] | None:
-    """A plot's line at a value, named by it."""
     return None if plot.mark is None else (plot.mark, short(plot.mark))
 
 

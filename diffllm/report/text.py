@@ -39,7 +39,6 @@ def with_interval(estimate: Estimate, signed: bool = False) -> str:
 
 
 def counted(number: int, one: str) -> str:
-    """ "1 seed", "2 seeds"."""
     return f"{number} {one}{'' if number == 1 else 's'}"
 
 

@@ -51,12 +51,10 @@ class Gap:
 
     @property
     def low(self) -> float | None:
-        """Lower end of the 95% interval."""
         return self.estimate.low
 
     @property
     def high(self) -> float | None:
-        """Upper end of the 95% interval."""
         return self.estimate.high
 
     def p_below(self, bound: float = 0.0) -> float | None:
@@ -168,5 +166,4 @@ def arrays(values: Mapping[Seed, float]) -> np.ndarray:
 
 
 def largest(*samples: np.ndarray) -> float:
-    """The largest absolute value."""
     return float(max(np.abs(sample).max() for sample in samples))

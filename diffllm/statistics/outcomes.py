@@ -33,7 +33,6 @@ class Share:
 
 
 def diverged_more(own: Share, base: Share) -> bool:
-    """Whether a larger share of `own` diverged."""
     return own.diverged * base.runs > base.diverged * own.runs
 
 

@@ -21,7 +21,6 @@ class Times:
 
     @property
     def count(self) -> int:
-        """How many runs reached it."""
         return sum(self.reached)
 
     @property

@@ -99,7 +99,6 @@ def costs(study: Study, out: Path, probe: bool) -> list[Cost]:
 
 
 def tokens_of(cfg: TrainConfig) -> int:
-    """Tokens that a run trains on."""
     return cfg.steps * cfg.global_batch_size * cfg.seq_len
 
 

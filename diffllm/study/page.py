@@ -37,6 +37,7 @@ COMPARED = {
     "flops_per_token": "training FLOPs per token",
 }
 """Quantities that a page compares across arms, by their key in an arm's numbers."""
+
 Drawn = tuple[str, str, str, str]
 """Name, title, SVG and caption of a figure."""
 
@@ -87,7 +88,6 @@ def rule_line(tested: Tested, study: Study) -> str:
 
 
 def heads(study: Study) -> tuple[str, ...]:
-    """The heads of the table of arms."""
     return ("arm", study.quantity, "95% interval", "seeds", "diverged", "learning rate")
 
 

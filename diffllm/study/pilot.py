@@ -61,12 +61,10 @@ class Pilot:
 
     @property
     def diverged(self) -> int:
-        """How many finished runs diverged: the spread is of the others."""
         return sum(arm.diverged for arm in self.arms)
 
     @property
     def runs(self) -> int:
-        """How many runs finished."""
         return sum(len(arm.losses) for arm in self.arms) + self.diverged
 
 

@@ -51,17 +51,14 @@ class Arm:
 
     @property
     def diverged(self) -> int:
-        """How many of its runs diverged."""
         return sum(run.final_loss is None for run in self.runs)
 
     @property
     def finite(self) -> list[float]:
-        """The metric of the runs that did not diverge."""
         return [value for value in self.values.values() if value is not None]
 
     @property
     def mean(self) -> Estimate | None:
-        """Its mean over seeds; None where no run has a number."""
         return estimate(self.finite) if self.finite else None
 
 

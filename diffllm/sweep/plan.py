@@ -43,7 +43,6 @@ class SweepDirectory:
             take_back(self.path, self.made)
 
     def write(self) -> None:
-        """Put the record on disk."""
         write_atomic(self.file, json.dumps(self.record, indent=2) + "\n")
 
 

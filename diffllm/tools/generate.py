@@ -26,7 +26,6 @@ class Arguments:
     plugins: str = plugins_field()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number that means nothing."""
         check_bounds("", self)
 
 

@@ -120,5 +120,4 @@ def titled(title: str, *heads: str) -> Any:
 
 
 def short(value: float | None) -> str:
-    """Three significant digits."""
     return "-" if value is None else f"{value:.3g}"

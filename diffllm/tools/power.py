@@ -167,5 +167,4 @@ def show(wanted: Wanted, found: list[Need]) -> None:
 
 
 def seeds_text(seeds: int | None) -> str:
-    """A number of seeds; "many" beyond what is looked for."""
     return "many" if seeds is None else f"{seeds:,}"

@@ -87,7 +87,6 @@ def dry_run(study: Study, out: Path, probe: bool) -> None:
 
 
 def hours(value: float | None) -> str:
-    """Hours to two digits."""
     return MISSING if value is None else f"{value:.2g}"
 
 

@@ -23,5 +23,4 @@ def width_of(table: Table) -> int:
 
 
 def print_table(table: Table) -> None:
-    """Print a table."""
     Console(width=WHOLE).print(table)

@@ -155,7 +155,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
     write_run(tmp_path / "a", "attention=gated", summary=more, facts=facts)
     text = Reader(page(compare(loaded([tmp_path / "a"])))).text
-    assert "def f(<b>):\n\ufffd[31mreturn\ufffd 1" in text
+    assert "def f(<b>):\n\\x1b[31mreturn\\x07 1" in text
     assert command in text
     assert "commit 0123456789ab, with uncommitted changes" in text
     assert text.count("4:03") >= 3
