@@ -232,7 +232,7 @@ def logarithmic(axes: Axes) -> None:
     """A logarithmic scale with plain numbers."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    decades = np.log10(high) - np.log10(low)
+    decades = np.log10(high / low)
     subs: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
     if decades < 0.6:
         subs = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
