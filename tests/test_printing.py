@@ -15,8 +15,8 @@ from diffllm.tools import table
 
 OWN = re.compile(r"\x1b\[[\d;]*m")
 """Colours, which rich writes itself."""
-HOSTILE = "\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] \x7f"
-ESCAPED = r"\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] \x7f"
+HOSTILE = "\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] :x: \x7f"
+ESCAPED = r"\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] :x: \x7f"
 
 
 def acted_on(text: str) -> set[str]:

@@ -10,10 +10,10 @@ from diffllm.printing import KEPT
 
 
 class Console(rich.console.Console):
-    """A rich console that escapes unprintable characters of strings and prints no markup."""
+    """A rich console that escapes unprintable characters of strings and interprets no markup."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, **options)
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape a printed string or a cell of a table before its width is measured."""
