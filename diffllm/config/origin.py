@@ -12,6 +12,7 @@ from typing import Any
 
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.config.compose import variant_config, variants
+from diffllm.config.overrides import check_shared
 from diffllm.config.recipes import as_text
 from diffllm.config.saved import flatten, load_run_config
 from diffllm.config.values import OF_WEIGHTS
@@ -165,6 +166,7 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
         words += [f"model.attention.{key}={as_text(v)}" for key, v in origin.settings.items()]
     if given.get("data") != "tokens" and "data.tokenizer" not in given:
         words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
+    check_shared(words, str(origin.path))
     return words
 
 

@@ -30,7 +30,7 @@ LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
 """The keys that hold lists of text, for which a command line may give a single one."""
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
-    ArithmeticError,
+    ArithmeticError, OSError,
 )  # fmt: skip
 """The exceptions of Hydra and OmegaConf for an override that they cannot compose."""
 
@@ -39,25 +39,71 @@ NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (
 NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
 NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
-SECRET_KEY = re.compile(rf"[+~]*(?:[\w/@]+\.)*{SECRET}", re.I)
+SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(
     rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*|.*\boc\.env:\s*['\"]?{SECRET}\b.*", re.I | re.S
 )
 
 OF_PATHS = re.compile(r"run\.dir|resume|data\.(?!sample_prompt)[\w.]+")
 """Keys that may name a variable of the environment, which is resolved in config.yaml."""
+OF_KEYS = r"\$\{(?:[\w.\[\]]+|of_steps:[\w\s.,]*)\}"
+OF_ENVIRONMENT = r"\$\{oc\.env:[^{}]*\}"
+"""An interpolation without a nested one."""
+NESTED = 4
+"""Levels of interpolations inside each other."""
+
+
+def interpolates(text: str, allowed: str) -> bool:
+    """Whether a text has an interpolation that does not match the pattern `allowed`."""
+    for _ in range(NESTED):
+        text = re.sub(allowed, "", text)
+    return "${" in text
+
+
+def check_shared(words: list[str], where: str) -> None:
+    """Raise ConfigError for an override in a file that only a command line may give."""
+    for word in words:
+        key = word.partition("=")[0].strip().lstrip("+~")
+        check_shared_value(word, f"{where}: {key}")
+        section = re.split(r"[./@:]", key)[0].strip()
+        if section == "plugins":
+            raise ConfigError(
+                f"{where}: {word}: a file imports no plug-ins; name them on the command line, as "
+                "in plugins=[my_variant]"
+            )
+        if section == "hydra":
+            raise ConfigError(f"{where}: {word}: a file sets none of Hydra's own keys")
+
+
+def check_shared_value(value: Any, where: str) -> None:
+    """Raise ConfigError for text in a file that a resolver would replace, without repeating it.
+
+    The resolver `of_steps` is allowed, because it reads only the config.
+    """
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in pairs:
+            check_shared_value(str(key), where)
+            check_shared_value(inner, f"{where}.{key}")
+    elif isinstance(value, str) and interpolates(value, OF_KEYS):
+        raise ConfigError(
+            f"{where}: a file may interpolate ${{key}} and ${{of_steps:share,most}} alone; a path "
+            "on the command line may name a variable of the environment"
+        )
 
 
 def check_secrets(words: list[str]) -> None:
     """Raise ConfigError, which does not repeat it, for a key that would put a secret on disk."""
     for word in words:
         key, _, value = word.partition("=")
-        if SECRET_KEY.fullmatch(key.strip()) or SECRET_IN_VALUE.fullmatch(value):
+        key = key.strip().lstrip("+~")
+        if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value):
             raise ConfigError(
-                f"{key.strip().lstrip('+~')}: secrets come from the environment (WANDB_API_KEY, "
+                f"{key}: secrets come from the environment (WANDB_API_KEY, "
                 "HF_TOKEN), never from the configuration, which is written to disk"
             )
-        if "oc.env:" in value and not OF_PATHS.fullmatch(key.strip().lstrip("+~")):
+        allowed = f"{OF_KEYS}|{OF_ENVIRONMENT}" if OF_PATHS.fullmatch(key) else OF_KEYS
+        if interpolates(word, allowed):
             raise ConfigError(
                 f"{word}: a variable of the environment, whose value is written to disk, fills in "
                 "paths alone (data.*, run.dir, resume); elsewhere the shell does, as in seed=$SEED"

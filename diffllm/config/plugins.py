@@ -15,11 +15,15 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 
-from diffllm.config.overrides import GROUPS
+from diffllm.config.overrides import GROUPS, check_shared_value
+from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
 
@@ -32,15 +36,39 @@ FLAGS = ("--config-dir", "-cd")
 _DIRECTORIES: list[Path] = []
 
 
+class SharedYaml(FileConfigSource):
+    """Reads the YAMLs of a directory that a user or a plug-in brings, as files from others."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "shared"
+
+    def is_config(self, config_path: str) -> bool:
+        # A launcher of Hydra's runs shell commands, its `setup`.
+        return not config_path.startswith("hydra/") and super().is_config(config_path)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        content, text = read_yaml(file)
+        if not isinstance(content, dict | None):
+            raise ConfigError(f"{file} must be a mapping of keys to values")
+        check_shared_value(content, str(file))
+        header = self._get_header_dict(text[:512].decode(errors="ignore"))
+        return ConfigResult(
+            self.provider, self.full_path(), OmegaConf.create(content or {}), header
+        )
+
+
 class SearchPath(SearchPathPlugin):
     """Has Hydra look for YAMLs in the directories that were added here, after our own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for directory in _DIRECTORIES:
-            search_path.append("plugins", f"file://{directory}")
+            search_path.append("plugins", f"shared://{directory}")
 
 
-Plugins.instance().register(SearchPath)
+for plugin in (SharedYaml, SearchPath):
+    Plugins.instance().register(plugin)
 
 
 def directories() -> list[Path]:

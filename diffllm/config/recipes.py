@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
@@ -24,8 +25,10 @@ def overrides_of(word: str) -> list[str]:
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{word} has to be a mapping of keys of data, such as sources")
     source = content.pop("source", "mixture" if "sources" in content else None)
-    chosen = [f"data={source}"] if source else []
-    return chosen + [f"data.{name}={as_text(value)}" for name, value in content.items()]
+    words = [f"data={source}"] if source else []
+    words += [f"data.{name}={as_text(value)}" for name, value in content.items()]
+    check_shared(words, word)
+    return words
 
 
 def as_text(value: Any) -> str:

@@ -4,7 +4,6 @@ import difflib
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,15 @@ from diffllm.config.changes import FREE, Changes, is_allowed
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
-from diffllm.config.yaml_file import LARGEST_YAML, check_size
+from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
 from diffllm.errors import CheckpointError, ConfigError, PluginError
 from diffllm.files import read_text, readable
 from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
+LARGEST_SAVED = 4 * LARGEST_YAML
+"""Limit in bytes of a run's config.yaml, which repeats the defaults of every source."""
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 
@@ -55,9 +56,8 @@ def load_run_config(path: Path) -> TrainConfig:
     file = path / "config.yaml"
     try:
         with readable(file):
-            text = read_text(file, LARGEST_YAML)
-        check_size(text, aliases=False)
-        saved = OmegaConf.load(StringIO(text))
+            content = parse_yaml(read_text(file, LARGEST_SAVED), aliases=False)
+        saved = OmegaConf.create({**content})  # of text, OmegaConf would parse it again
         check_plain(saved)
         check_registered(path, saved)
         return typed(OmegaConf.merge(base_of(saved), saved))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from diffllm.config.overrides import nearest, suggest
+from diffllm.config.overrides import check_shared, nearest, suggest
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 from diffllm.study.metric import OF_THE_SUMMARY, check_metric
@@ -300,7 +300,8 @@ def check_seeds(where: str, seeds: list[int], least: int) -> None:
 
 
 def check_overrides(where: str, words: list[str], rates: bool) -> None:
-    """Raise ConfigError for an override of what the study sets itself."""
+    """Raise ConfigError for an override that no file may give, or of what the study sets itself."""
+    check_shared(words, where)
     for word in words:
         key, equals, _ = word.partition("=")
         key = key.lstrip("+~")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from diffllm.config import TrainConfig, load_config
+from diffllm.config import TrainConfig
+from diffllm.config.loading import without_imports
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.config.steps import LENGTHS
 from diffllm.errors import ConfigError
@@ -77,7 +78,7 @@ def config_of(planned: Planned) -> TrainConfig:
 @cache
 def config(words: tuple[str, ...]) -> TrainConfig:
     """Load a config that is asked for at every stage, and that nobody changes."""
-    return load_config([*words])
+    return without_imports([*words])
 
 
 def mark(study: Study, planned: Planned) -> str:

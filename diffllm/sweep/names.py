@@ -16,7 +16,7 @@ from omegaconf import ListConfig
 
 from diffllm.config import TrainConfig
 from diffllm.config.compose import hydra
-from diffllm.config.overrides import GROUPS, explain, one_line
+from diffllm.config.overrides import COMPOSING, GROUPS, check_shared, explain, one_line
 from diffllm.errors import ConfigError
 from diffllm.run.directory import LONGEST_NAME
 
@@ -30,12 +30,14 @@ def experiment_words(words: list[str]) -> list[str]:
     with hydra():
         try:
             cfg = compose("train", overrides=chosen, return_hydra_config=True)
-        except HydraException:
+        except COMPOSING:
             return []  # several experiments, or one that is not there: the jobs' own check says so
-    return [
+    swept = [
         f"{key}={','.join(map(str, values)) if isinstance(values, ListConfig) else values}"
         for key, values in (cfg.hydra.sweeper.params or {}).items()
     ]
+    check_shared(swept, f"hydra.sweeper.params of {' '.join(chosen)}")
+    return swept
 
 
 def parse(words: list[str]) -> tuple[list[Override], list[str]]:

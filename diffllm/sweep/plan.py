@@ -9,6 +9,7 @@ from hydra.core.override_parser.types import Override
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.changes import described, is_allowed
 from diffllm.config.loading import without_imports
+from diffllm.config.overrides import check_shared
 from diffllm.config.saved import differences
 from diffllm.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.files import hold, missing, take_back, write_atomic
@@ -122,8 +123,10 @@ def check_runs(
     """Raise ConfigError if a run in the directory was made with other fixed overrides."""
     keys = directory.record["keys"]
     fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in (keys or [])]
+    for name, swept in directory.record["runs"].items():
+        check_shared(swept, f"{directory.file}: runs.{name}")
     there = {
-        name: without_imports([*fixed, *swept])  # the file is read, and names nothing that runs
+        name: without_imports([*fixed, *swept])
         for name, swept in directory.record["runs"].items()
         if name not in configs and (directory.path / name / "config.yaml").is_file()
     }

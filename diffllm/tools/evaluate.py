@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from diffllm.checkpoint import list_checkpoints, step_of
 from diffllm.checkpoint.directory import path_of
 from diffllm.config.saved import load_run_config
+from diffllm.config.yaml_file import parse_yaml
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
@@ -113,12 +113,8 @@ def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Ask
 def levels_in(text: str) -> list[Level]:
     """Read levels, none from an empty text; raises ConfigError."""
     try:
-        settings = yaml.safe_load(text)
-    except yaml.YAMLError:
-        settings = None  # which are no settings either
-    try:
-        return levels_of(settings) if text else []
-    except ConfigError as error:
+        return levels_of(parse_yaml(text)) if text else []
+    except (ConfigError, ValueError) as error:
         raise ConfigError(f"level={text} {error}") from None
 
 
