@@ -135,13 +135,11 @@ def test_what_only_has_the_name_of_a_checkpoint_is_passed_over(run, capfd):
 def test_aliases_in_the_config_of_a_run_are_refused(run, text, capfd):
     file = run / "config.yaml"
     file.write_text(text + file.read_text())
-    with pytest.raises(CheckpointError, match="it has aliases"):
+    with pytest.raises(CheckpointError, match="has aliases"):
         load_run_config(run)
     for words in (["generate", "prompt=a"], ["consolidate"]):
         assert main([words[0], f"run={run}", *words[1:]]) == 2
-        assert "config.yaml is not a config of this version: it has aliases" in (
-            capfd.readouterr().err
-        )
+        assert "config.yaml has aliases" in (capfd.readouterr().err)
 
 
 READERS = [load_study, lambda path: overrides_of(f"data={path}"), read_yaml]
@@ -151,13 +149,13 @@ READERS = [load_study, lambda path: overrides_of(f"data={path}"), read_yaml]
 def test_aliases_that_never_end_are_refused_in_a_file_of_a_user(tmp_path, read):
     file = tmp_path / "file.yaml"
     file.write_text(BOMB)
-    with pytest.raises(ConfigError, match=f"it has more than {MOST_NODES:,} keys and values"):
+    with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):
         read(file)
     file.write_text("a: &a [*a]\n")
-    with pytest.raises(ConfigError, match="an alias stands inside of what it means"):
+    with pytest.raises(ConfigError, match="has an alias inside of the value"):
         read(file)
     file.write_text(f"a: {DEEP}")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="is nested too deeply"):
         read(file)
 
 

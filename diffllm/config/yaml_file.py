@@ -59,7 +59,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        """Compose a mapping; raises ValueError for a key that is no text, too long or there twice."""
+        """Compose a mapping; raises ValueError for a key that is too long, or there twice."""
         node = super().compose_mapping_node(anchor)
         keys: set[str] = set()
         for key, _ in node.value:
@@ -78,7 +78,7 @@ class Loader(yaml.SafeLoader):
             return int(node.value, 0)
         except ValueError:
             raise ValueError(
-                f"has the number {node.value[:40]}; write it in decimals, or in quotes if it is text"
+                f"has the number {node.value[:40]}; write it in decimals, or text in quotes"
             ) from None
 
 

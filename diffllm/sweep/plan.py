@@ -123,13 +123,11 @@ def check_runs(
     """Raise ConfigError if a run in the directory was made with other fixed overrides."""
     keys = directory.record["keys"]
     fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in (keys or [])]
+    there = {}
     for name, swept in directory.record["runs"].items():
-        check_shared(swept, f"{directory.file}: runs.{name}")
-    there = {
-        name: without_imports([*fixed, *swept])
-        for name, swept in directory.record["runs"].items()
-        if name not in configs and (directory.path / name / "config.yaml").is_file()
-    }
+        if name not in configs and (directory.path / name / "config.yaml").is_file():
+            check_shared(swept, f"{directory.file}: runs.{name}")
+            there[name] = without_imports([*fixed, *swept])
     for name, cfg in {**there, **configs}.items():
         path = directory.path / name
         log = path.with_name(f"{name}.log")

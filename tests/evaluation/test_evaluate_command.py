@@ -244,7 +244,7 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
         (["tasks=[mqar]", "level={pairs: 500}"], "the task mqar at {'pairs': 500} needs"),
         (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, no pair"),
         (["tasks=[mqar]", "level={pairs: 1}"], "level: mqar has no {'pairs': 1}"),
-        (["tasks=[mqar]", "level=[5"], "level=[5 must be settings like {pairs: 16}"),
+        (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={pairs: []}"], "level={pairs: []} must be settings like {pairs"),
         (["tasks=[mqar]", "level={pairs: [[4]]}"], "level={pairs: [[4]]} must be settings like"),
         (["tasks=[mqar]", "level={}"], "level: mqar has pairs, words; pairs is missing"),

@@ -1,0 +1,217 @@
+"""Files that people pass on import no plug-in and read no variable of the environment."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffllm.config import load_config
+from diffllm.config.compose import bring, config_directory, variant_config
+from diffllm.config.origin import Origin, implied
+from diffllm.config.overrides import check_shared
+from diffllm.config.plugins import add_named_directory
+from diffllm.errors import ConfigError
+from diffllm.study.file import load_study
+from diffllm.sweep.cluster import ClusterLauncher
+from diffllm.sweep.names import experiment_words, parse
+from diffllm.sweep.plan import plan_sweep
+from diffllm.tools import main
+
+SECRET = "hfSecretOfNobody0123456789"
+STUDY = """claim: one
+base: [model=tiny, {base}]
+arms: {{a: [attention=standard], b: [attention=diff_v2, {arm}]}}
+baseline: a
+seeds: [0, 1]
+rule: {{kind: difference, arm: b, against: a, below: 0.0}}
+"""
+PLUGIN = "plugin_that_no_file_imports"
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A secret in the environment, a plug-in in the path, and no directories of YAMLs yet."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_TOKEN", "MY_VARIABLE"):
+        monkeypatch.setenv(name, SECRET)
+    (tmp_path / f"{PLUGIN}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
+    return tmp_path
+
+
+def of_recipe(key: str, value: str) -> None:
+    """Load a recipe with a value of a key of data."""
+    Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["x.txt"], key: value}))
+    load_config(["data=r.yaml", "model=tiny"])
+
+
+def of_directory(group: str) -> Callable[[str, str], None]:
+    """Load a YAML of a group in a directory that the command line names."""
+
+    def load(key: str, value: str) -> None:
+        Path(f"mine/{group}").mkdir(parents=True)
+        Path(f"mine/{group}/x.yaml").write_text(json.dumps({key: value}))
+        load_config([f"{group}=x", "model=tiny"], config_dir="mine")
+
+    return load
+
+
+def of_study(base: str = "steps=1", arm: str = "steps=2") -> None:
+    """Load a study with an override for all arms, or for one."""
+    Path("s.yaml").write_text(STUDY.format(base=json.dumps(base), arm=json.dumps(arm)))
+    load_study(Path("s.yaml"))
+
+
+def of_sweeper(word: str) -> None:
+    """Read the swept values of an experiment."""
+    key, _, value = word.partition("=")
+    Path("mine/experiment").mkdir(parents=True)
+    params = json.dumps({"hydra": {"sweeper": {"params": {key: value}}}})
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}")
+    add_named_directory(Path("mine").resolve(), config_directory())
+    experiment_words(["experiment=x"])
+
+
+def of_sweep(word: str) -> None:
+    """Continue a sweep whose record has a run with an override."""
+    own = parse(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
+    plan_sweep(own, 1)[0].lock.release()
+    file = Path("outputs/s/sweep.json")
+    record = json.loads(file.read_text())
+    record["runs"]["forged"] = [word]
+    file.write_text(json.dumps(record))
+    Path("outputs/s/forged").mkdir()
+    Path("outputs/s/forged/config.yaml").write_text("")
+    plan_sweep(own, 1)
+
+
+def of_word(load: Callable[[str], None]) -> Callable[[str, str], None]:
+    """Give a key and a value as one override."""
+    return lambda key, value: load(f"data.{key}='{value}'")
+
+
+SOURCES: dict[str, Callable[[str, str], None]] = {
+    "recipe": of_recipe,
+    "experiment": of_directory("experiment"),
+    "data": of_directory("data"),
+    "base": of_word(of_study),
+    "arm": of_word(lambda word: of_study(arm=word)),
+    "sweeper": of_word(of_sweeper),
+    "sweep.json": of_word(of_sweep),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sample_prompt", "${oc.env:HF_TOKEN}"),
+        ("cache_dir", "x/${oc.decode:${oc.env:MY_VARIABLE}}"),
+        ("text_column", "${oc.${split}:MY_VARIABLE}"),
+    ],
+)
+def test_file_with_a_resolver_is_refused_before_it_is_resolved(
+    source: str, key: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match="a file may interpolate") as caught:
+        SOURCES[source](key, value)
+    assert key in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["sources: {'${oc.env:HF_TOKEN}': {}}", "'${oc.env:HF_TOKEN}': 1", "source: '${oc.env:X}'"],
+)
+def test_recipe_with_a_resolver_in_a_name_is_refused(content: str) -> None:
+    Path("r.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="a file may interpolate"):
+        load_config(["data=r.yaml", "model=tiny"])
+
+
+def test_file_may_interpolate_keys_and_shares_of_the_steps() -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/x.yaml").write_text(
+        "# @package _global_\nsteps: 40\noptim: {warmup_steps: '${of_steps:0.1, 200}'}\n"
+        "eval: {interval: '${optim.warmup_steps}'}\n"
+    )
+    cfg = load_config(["experiment=x", "model=tiny"], config_dir="mine")
+    assert (cfg.optim.warmup_steps, cfg.eval.interval) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["steps=${oc.decode:'1'}", "run.dir=${hydra:runtime.cwd}", "seed=${oc.${a}:MY_VARIABLE}"],
+)
+def test_command_line_with_another_resolver_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="fills in paths alone"):
+        load_config(["model=tiny", word])
+
+
+@pytest.mark.parametrize("load", [of_study, lambda word: of_study(arm=word), of_sweeper, of_sweep])
+@pytest.mark.parametrize("mark", ["", "+", "++"])
+def test_file_that_names_a_plugin_is_refused_and_imports_nothing(
+    load: Callable[[str], None], mark: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"a file imports no plug-ins; name them on the command"):
+        load(f"{mark}plugins=[{PLUGIN}]")
+    assert PLUGIN not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["plugins.0=x", "~plugins", "plugins@data=x", " plugins =[x]", "+plugins.x=1", "plugins/x=1",
+     "hydra.launcher.setup=[ls]", "hydra/launcher=x", "+hydra.callbacks.x._target_=x"],
+)  # fmt: skip
+def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^f: .*a file (imports no plug-ins|sets none of Hydra)"):
+        check_shared([word], "f")
+
+
+def test_study_run_with_plugins_on_its_command_line_imports_them(capsys) -> None:
+    Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
+    words = ["s.yaml", "out=o", "--dry-run", "probe=false", f"plugins=[{PLUGIN}]"]
+    try:
+        assert main(["study", "run", *words]) == 0, capsys.readouterr().err
+        assert sys.modules.pop(PLUGIN)
+    finally:
+        sys.modules.pop(PLUGIN, None)
+
+
+def test_launcher_in_a_named_directory_is_not_read() -> None:
+    """Its setup lines would run as shell commands."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
+        Path(f"mine/{file}.yaml").parent.mkdir(parents=True)
+        Path(f"mine/{file}.yaml").write_text(text)
+    bring([], [Path("mine").resolve()])
+    launcher = ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
+    assert launcher is not None
+    assert "setup" not in launcher.settings
+
+
+@pytest.mark.parametrize(
+    "text", ["model: !!timestamp x", "a: &a [*a]", f"seed: {'9' * 5000}", "[1]", "\udcff"]
+)
+def test_odd_yaml_in_a_named_directory_names_its_file(text: str) -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/x.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"mine/experiment/x\.yaml (has|is not|must)"):
+        load_config(["experiment=x"], config_dir="mine")
+
+
+def test_key_longer_than_a_file_name_is_one_error() -> None:
+    with pytest.raises(ConfigError, match="File name too long"):
+        load_config(["model=tiny", f"data.{'k' * 300}=1"])
+
+
+def test_weights_with_a_resolver_in_their_config_are_refused() -> None:
+    model = load_config(["model=tiny"]).model
+    model.attention = variant_config("standard")
+    model.match_params_to = None
+    model.rope.scaling = "${oc.env:HF_TOKEN}"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="a file may interpolate"):
+        implied(Origin(Path("w"), model, chosen="standard"), {"data": "tokens"})

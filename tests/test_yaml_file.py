@@ -1,0 +1,112 @@
+"""The reader of YAML: plain values load as before, anything else raises one ValueError."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from diffllm.config.compose import config_directory
+from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml, read_yaml
+from diffllm.errors import ConfigError
+
+CONF = config_directory()
+RECIPES = Path(__file__).parents[1] / "data" / "recipes"
+COMMITTED = sorted([*CONF.rglob("*.yaml"), *RECIPES.glob("*.yaml")])
+BY_PYYAML = {RECIPES, CONF / "study"}
+
+
+def with_numbers(value: Any) -> Any:
+    """Convert text such as 1e-3, which PyYAML leaves as text, to a number."""
+    if isinstance(value, dict):
+        return {key: with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_numbers(inner) for inner in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_committed_yaml_loads_to_the_values_of_the_former_loaders(path: Path) -> None:
+    content, text = read_yaml(path)
+    if path.parent in BY_PYYAML:
+        former = with_numbers(yaml.safe_load(text))
+    else:
+        former = OmegaConf.to_container(OmegaConf.load(path))
+    assert repr(content or {}) == repr(former)
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="$"), max_size=20)
+SPELT = st.sampled_from(["010", "0x1F", "1:30", "2026-11-24", "1e5", "08", "yes", "~", "=", "<<"])
+KEYS = TEXT | SPELT
+
+
+@given(
+    st.dictionaries(
+        KEYS,
+        st.recursive(
+            PLAIN | KEYS,
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+            max_leaves=8,
+        ),
+        max_size=3,
+    )
+)
+def test_saved_config_loads_to_the_saved_values(saved: dict[str, Any]) -> None:
+    assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved)), aliases=False) == saved
+
+
+def test_numbers_load_by_the_rule_of_omegaconf() -> None:
+    text = "[1e-3, 2.5e+1, 1_000, -7, 0x1F, 0b11, .inf, yes, ~]"
+    assert parse_yaml(text) == [0.001, 25.0, 1000, -7, 31, 3, float("inf"), True, None]
+
+
+@pytest.mark.parametrize(
+    "text", ["190:20:30", ":".join(["59"] * 3000), "2026-11-24", "2026-99-99", "08", "="]
+)
+def test_dates_and_sexagesimals_stay_text(text: str) -> None:
+    assert parse_yaml(f"a: {text}") == {"a": text}
+
+
+HOSTILE = {
+    **dict.fromkeys(["!!int ''", "!!timestamp x", "!!bool maybe", "!own x", "! x"], "has the tag"),
+    "!!python/object/apply:os.system [ls]": "has the tag",
+    "010": "has the number 010",
+    "1__0": "has the number 1__0",
+    "9" * 5000: "has the number 999",
+    "0" + "7" * 5000: "has the number 077",
+    "0x" + "f" * 5000: "beyond 64 bits",
+    "'\\ud800'".replace("'", '"'): "surrogate",
+    "{a: 1, a: 2}": "has the key a twice",
+    "{? [a] : 1}": "a list or a mapping as a key",
+    f"{{? {'k' * 300} : 1}}": "has a key of more than 255 characters",
+    "[" * 3000: "is nested too deeply",
+    "[" * 100 + "]" * 100: "is nested too deeply",
+    "*gone": "is not YAML",
+    "&a {<<: *a}": "has an alias inside of the value",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_text_beyond_plain_yaml_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=HOSTILE[text]) as caught:
+        parse_yaml(f"a: {text}")
+    assert len(str(caught.value)) < 300
+
+
+def test_merged_mapping_may_override_a_key_before_its_own_mapping_is_built() -> None:
+    text = "x: {base: &b {<<: &a {q: 1, c: 1}, c: 2}}\nd: {<<: *b}"
+    assert parse_yaml(text) == {"x": {"base": {"q": 1, "c": 2}}, "d": {"q": 1, "c": 2}}
+
+
+def test_file_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.write_text("a: " + "x" * LARGEST_YAML)
+    with pytest.raises(ConfigError, match=r"large\.yaml has 1,048,579 bytes, more than 1,048,576"):
+        read_yaml(file)
