@@ -32,8 +32,6 @@ from diffllm.checkpoint.reader import check_index
 from diffllm.errors import CheckpointError, UserError
 from diffllm.run.continuation import resume_checkpoint
 from diffllm.run.directory import RunDirectory
-from diffllm.sweep.names import parse
-from diffllm.sweep.plan import plan_sweep
 from diffllm.tools import main
 
 ROOT = Path(diffllm.__file__).parent
@@ -390,7 +388,7 @@ def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
         )
     )
     capfd.readouterr()
-    with pytest.raises(CheckpointError, match=r"config\.yaml is not a config") as caught:
+    with pytest.raises(CheckpointError, match=r"config\.yaml (is not|is nested|has) ") as caught:
         RunDirectory(run, load_config(CONFIG)).check()
     said = str(caught.value)
     for words in (
@@ -480,19 +478,6 @@ def test_a_plugin_is_imported_where_the_command_line_names_it(run, evil):
     """The other side: what is forged above would be imported if it were asked for."""
     assert main(["generate", f"run={run}", "prompt=a", "plugins=[evil_plugin]"]) in (0, 2)
     assert evil.exists()
-
-
-def test_a_sweep_directory_names_no_plugin(run, evil, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    there = tmp_path / "outputs" / "mine"
-    shutil.copytree(run, there / "seed0")
-    runs = {"seed0": ["plugins=[evil_plugin]"], "seed1": ["++plugins=[evil_plugin]"]}
-    shutil.copytree(run, there / "seed1")
-    (there / "sweep.json").write_text(json.dumps({"keys": ["seed"], "runs": runs, "jobs": {}}))
-    directory, _ = plan_sweep(parse([*CONFIG, "run.sweep=mine", "seed=2,3"])[0], 1)
-    directory.lock.release()
-    assert set(directory.record["runs"]) > {"seed0", "seed1"}
-    assert not evil.exists()
 
 
 # The source

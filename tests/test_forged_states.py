@@ -131,15 +131,15 @@ def test_what_only_has_the_name_of_a_checkpoint_is_passed_over(run, capfd):
 # YAML whose aliases never end
 
 
-@pytest.mark.parametrize("text", [BOMB, f"{BOMB}seed: *a11\n", "a: &a 1\nseed: *a\n"])
-def test_aliases_in_the_config_of_a_run_are_refused(run, text, capfd):
+def test_config_of_a_run_with_endless_aliases_is_refused(run, capfd):
     file = run / "config.yaml"
-    file.write_text(text + file.read_text())
-    with pytest.raises(CheckpointError, match="has aliases"):
+    file.write_text(BOMB + file.read_text())
+    said = f"config.yaml has more than {MOST_NODES:,} keys and values"
+    with pytest.raises(CheckpointError, match=said):
         load_run_config(run)
     for words in (["generate", "prompt=a"], ["consolidate"]):
         assert main([words[0], f"run={run}", *words[1:]]) == 2
-        assert "config.yaml has aliases" in (capfd.readouterr().err)
+        assert said in capfd.readouterr().err
 
 
 READERS = [load_study, lambda path: overrides_of(f"data={path}"), read_yaml]
@@ -152,7 +152,7 @@ def test_aliases_that_never_end_are_refused_in_a_file_of_a_user(tmp_path, read):
     with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):
         read(file)
     file.write_text("a: &a [*a]\n")
-    with pytest.raises(ConfigError, match="has an alias inside of the value"):
+    with pytest.raises(ConfigError, match="has the alias a before the end of its value"):
         read(file)
     file.write_text(f"a: {DEEP}")
     with pytest.raises(ConfigError, match="is nested too deeply"):

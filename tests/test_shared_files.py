@@ -14,6 +14,7 @@ from diffllm.config.overrides import check_shared
 from diffllm.config.plugins import add_named_directory
 from diffllm.errors import ConfigError
 from diffllm.study.file import load_study
+from diffllm.study.runs import config
 from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import plan_sweep
@@ -118,7 +119,7 @@ def test_file_with_a_resolver_is_refused_before_it_is_resolved(
 ) -> None:
     with pytest.raises(ConfigError, match="a file may interpolate") as caught:
         SOURCES[source](key, value)
-    assert key in str(caught.value)
+    assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
@@ -156,7 +157,7 @@ def test_command_line_with_another_resolver_is_refused(word: str) -> None:
 def test_file_that_names_a_plugin_is_refused_and_imports_nothing(
     load: Callable[[str], None], mark: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"a file imports no plug-ins; name them on the command"):
+    with pytest.raises(ConfigError, match=r"a file cannot set plugins .* only the command line"):
         load(f"{mark}plugins=[{PLUGIN}]")
     assert PLUGIN not in sys.modules
 
@@ -167,8 +168,13 @@ def test_file_that_names_a_plugin_is_refused_and_imports_nothing(
      "hydra.launcher.setup=[ls]", "hydra/launcher=x", "+hydra.callbacks.x._target_=x"],
 )  # fmt: skip
 def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"^f: .*a file (imports no plug-ins|sets none of Hydra)"):
+    with pytest.raises(ConfigError, match=r"^f: .*: a file cannot set plugins"):
         check_shared([word], "f")
+
+
+def test_config_of_a_planned_run_imports_nothing() -> None:
+    config(("model=tiny", f"plugins=[{PLUGIN}]"))
+    assert PLUGIN not in sys.modules
 
 
 def test_study_run_with_plugins_on_its_command_line_imports_them(capsys) -> None:
@@ -181,16 +187,15 @@ def test_study_run_with_plugins_on_its_command_line_imports_them(capsys) -> None
         sys.modules.pop(PLUGIN, None)
 
 
-def test_launcher_in_a_named_directory_is_not_read() -> None:
+def test_launcher_in_a_named_directory_is_refused() -> None:
     """Its setup lines would run as shell commands."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
         Path(f"mine/{file}.yaml").parent.mkdir(parents=True)
         Path(f"mine/{file}.yaml").write_text(text)
     bring([], [Path("mine").resolve()])
-    launcher = ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
-    assert launcher is not None
-    assert "setup" not in launcher.settings
+    with pytest.raises(ConfigError, match=r"submitit_local\.yaml: a file cannot set Hydra"):
+        ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_launcher_in_a_named_directory_is_not_read() -> None:
 def test_odd_yaml_in_a_named_directory_names_its_file(text: str) -> None:
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=r"mine/experiment/x\.yaml (has|is not|must)"):
+    with pytest.raises(ConfigError, match=r"mine/experiment/x\.yaml(:| has| is not) "):
         load_config(["experiment=x"], config_dir="mine")
 
 

@@ -59,7 +59,7 @@ KEYS = TEXT | SPELT
     )
 )
 def test_saved_config_loads_to_the_saved_values(saved: dict[str, Any]) -> None:
-    assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved)), aliases=False) == saved
+    assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved))) == saved
 
 
 def test_numbers_load_by_the_rule_of_omegaconf() -> None:
@@ -68,7 +68,7 @@ def test_numbers_load_by_the_rule_of_omegaconf() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["190:20:30", ":".join(["59"] * 3000), "2026-11-24", "2026-99-99", "08", "="]
+    "text", ["190:20:30", ":".join(["59"] * 3000), "2026-11-24", "2026-99-99", "08"]
 )
 def test_dates_and_sexagesimals_stay_text(text: str) -> None:
     assert parse_yaml(f"a: {text}") == {"a": text}
@@ -84,12 +84,12 @@ HOSTILE = {
     "0x" + "f" * 5000: "beyond 64 bits",
     "'\\ud800'".replace("'", '"'): "surrogate",
     "{a: 1, a: 2}": "has the key a twice",
-    "{? [a] : 1}": "a list or a mapping as a key",
+    "{? [a] : 1}": "is not YAML: .*unhashable",
     f"{{? {'k' * 300} : 1}}": "has a key of more than 255 characters",
     "[" * 3000: "is nested too deeply",
     "[" * 100 + "]" * 100: "is nested too deeply",
-    "*gone": "is not YAML",
-    "&a {<<: *a}": "has an alias inside of the value",
+    "*gone": "has the alias gone before",
+    "&a {<<: *a}": "has the alias a before the end of its value",
 }
 
 

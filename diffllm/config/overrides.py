@@ -47,49 +47,31 @@ SECRET_IN_VALUE = re.compile(
 OF_PATHS = re.compile(r"run\.dir|resume|data\.(?!sample_prompt)[\w.]+")
 """Keys that may name a variable of the environment, which is resolved in config.yaml."""
 OF_KEYS = r"\$\{(?:[\w.\[\]]+|of_steps:[\w\s.,]*)\}"
-OF_ENVIRONMENT = r"\$\{oc\.env:[^{}]*\}"
-"""An interpolation without a nested one."""
-NESTED = 4
-"""Levels of interpolations inside each other."""
+ENVIRONMENT = r"\$\{oc\.env:[^{}]*\}"
+KEYS_OR_ENVIRONMENT = rf"{OF_KEYS}|\$\{{oc\.env:(?:[^{{}}]|{ENVIRONMENT})*\}}"
+"""The interpolations that a command line may have in paths; elsewhere only OF_KEYS are allowed."""
 
 
-def interpolates(text: str, allowed: str) -> bool:
-    """Whether a text has an interpolation that does not match the pattern `allowed`."""
-    for _ in range(NESTED):
-        text = re.sub(allowed, "", text)
-    return "${" in text
+def check_interpolations(words: list[str], where: str) -> None:
+    """Raise ConfigError, before it is resolved, for an interpolation that no file may have."""
+    for word in words:
+        if "${" in re.sub(OF_KEYS, "", word):
+            raise ConfigError(
+                f"{where}: {word.partition('=')[0]}: a file may interpolate ${{key}} and "
+                "${of_steps:share,most} only; a path on the command line may name a variable of "
+                "the environment"
+            )
 
 
 def check_shared(words: list[str], where: str) -> None:
     """Raise ConfigError for an override in a file that only a command line may give."""
+    check_interpolations(words, where)
     for word in words:
-        key = word.partition("=")[0].strip().lstrip("+~")
-        check_shared_value(word, f"{where}: {key}")
-        section = re.split(r"[./@:]", key)[0].strip()
-        if section == "plugins":
+        if re.match(r"[\s+~]*(plugins|hydra)\b", word):
             raise ConfigError(
-                f"{where}: {word}: a file imports no plug-ins; name them on the command line, as "
-                "in plugins=[my_variant]"
+                f"{where}: {word}: a file cannot set plugins or Hydra's own keys; only the command "
+                "line imports plug-ins, with plugins=[my_variant]"
             )
-        if section == "hydra":
-            raise ConfigError(f"{where}: {word}: a file sets none of Hydra's own keys")
-
-
-def check_shared_value(value: Any, where: str) -> None:
-    """Raise ConfigError for text in a file that a resolver would replace, without repeating it.
-
-    The resolver `of_steps` is allowed, because it reads only the config.
-    """
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in pairs:
-            check_shared_value(str(key), where)
-            check_shared_value(inner, f"{where}.{key}")
-    elif isinstance(value, str) and interpolates(value, OF_KEYS):
-        raise ConfigError(
-            f"{where}: a file may interpolate ${{key}} and ${{of_steps:share,most}} alone; a path "
-            "on the command line may name a variable of the environment"
-        )
 
 
 def check_secrets(words: list[str]) -> None:
@@ -102,8 +84,8 @@ def check_secrets(words: list[str]) -> None:
                 f"{key}: secrets come from the environment (WANDB_API_KEY, "
                 "HF_TOKEN), never from the configuration, which is written to disk"
             )
-        allowed = f"{OF_KEYS}|{OF_ENVIRONMENT}" if OF_PATHS.fullmatch(key) else OF_KEYS
-        if interpolates(word, allowed):
+        allowed = KEYS_OR_ENVIRONMENT if OF_PATHS.fullmatch(key) else OF_KEYS
+        if "${" in re.sub(allowed, "", word):
             raise ConfigError(
                 f"{word}: a variable of the environment, whose value is written to disk, fills in "
                 "paths alone (data.*, run.dir, resume); elsewhere the shell does, as in seed=$SEED"

@@ -22,7 +22,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from diffllm.config.overrides import GROUPS, check_shared_value
+from diffllm.config.overrides import GROUPS, check_interpolations
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
@@ -37,26 +37,20 @@ _DIRECTORIES: list[Path] = []
 
 
 class SharedYaml(FileConfigSource):
-    """Reads the YAMLs of a directory that a user or a plug-in brings, as files from others."""
+    """Reads YAMLs outside our own directory as files that come from others."""
 
     @staticmethod
     def scheme() -> str:
         return "shared"
 
-    def is_config(self, config_path: str) -> bool:
-        # A launcher of Hydra's runs shell commands, its `setup`.
-        return not config_path.startswith("hydra/") and super().is_config(config_path)
-
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))
+        if config_path.startswith("hydra/"):  # a launcher's `setup` runs shell commands
+            raise ConfigError(f"{file}: a file cannot set Hydra's own keys")
         content, text = read_yaml(file)
-        if not isinstance(content, dict | None):
-            raise ConfigError(f"{file} must be a mapping of keys to values")
-        check_shared_value(content, str(file))
+        check_interpolations([f"{key}={value}" for key, value in content.items()], str(file))
         header = self._get_header_dict(text[:512].decode(errors="ignore"))
-        return ConfigResult(
-            self.provider, self.full_path(), OmegaConf.create(content or {}), header
-        )
+        return ConfigResult(self.provider, self.full_path(), OmegaConf.create(content), header)
 
 
 class SearchPath(SearchPathPlugin):

@@ -21,9 +21,9 @@ def overrides_of(word: str) -> list[str]:
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
         return [word]
-    content, _ = read_yaml(user_path(value, key), called=word)
-    if not isinstance(content, dict) or not content:
-        raise ConfigError(f"{word} has to be a mapping of keys of data, such as sources")
+    content, _ = read_yaml(user_path(value, key))
+    if not content:
+        raise ConfigError(f"{word} is empty; it needs keys of data, such as sources")
     source = content.pop("source", "mixture" if "sources" in content else None)
     words = [f"data={source}"] if source else []
     words += [f"data.{name}={as_text(value)}" for name, value in content.items()]

@@ -22,8 +22,6 @@ from diffllm.files import read_text, readable
 from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
-LARGEST_SAVED = 4 * LARGEST_YAML
-"""Limit in bytes of a run's config.yaml, which repeats the defaults of every source."""
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 
@@ -55,10 +53,11 @@ def load_run_config(path: Path) -> TrainConfig:
     there is none, or it is not a config of ours, PluginError if it needs a plugin."""
     file = path / "config.yaml"
     try:
-        with readable(file):
-            content = parse_yaml(read_text(file, LARGEST_SAVED), aliases=False)
-        saved = OmegaConf.create({**content})  # of text, OmegaConf would parse it again
-        check_plain(saved)
+        with readable(file):  # it repeats the defaults of every source of a recipe
+            content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
+        if "${" in repr(content):  # OmegaConf would resolve it, also from the environment
+            raise ValueError("it has an interpolation, not a value")
+        saved = OmegaConf.create({**content})
         check_registered(path, saved)
         return typed(OmegaConf.merge(base_of(saved), saved))  # type: ignore[arg-type]
     except CheckpointError as error:
@@ -80,17 +79,6 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
     hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
     return f"{path} is not a run directory: it has no {missing}{hint}"
-
-
-def check_plain(saved: Any) -> None:
-    """Raise ValueError unless a config holds plain values only, as a saved one does.
-
-    An interpolation would be resolved here: `${oc.env:...}` reads this process's environment.
-    """
-    content: Any = OmegaConf.to_container(saved, resolve=False)
-    for key, value in flatten(content).items():
-        if "${" in str(value):
-            raise ValueError(f"{key} is an interpolation, not a value")
 
 
 def check_registered(path: Path, saved: Any) -> None:

@@ -1,10 +1,11 @@
 """The one reader of YAML from users and run directories: plain values, of bounded size."""
 
-import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf._utils import get_yaml_loader
 
 from diffllm.errors import ConfigError
 from diffllm.files import read_text
@@ -15,107 +16,79 @@ LARGEST_YAML = 2**20
 MOST_NODES = 100_000
 """Limit of keys and values in a file, with every alias expanded."""
 LONGEST_KEY = 255
-PLAIN = ("null", "bool", "merge")
-INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0[0-7_]+|0x[0-9a-fA-F_]+|0b[01_]+)")
-FLOAT = re.compile(
-    r"""[-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
-    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
-    |[-+]?\.(?:inf|Inf|INF)
-    |\.(?:nan|NaN|NAN)""",
-    re.X,
-)
-"""The numbers of OmegaConf (1e-3 is one), without sexagesimal ones."""
 
 
-class Loader(yaml.SafeLoader):
-    """Loads null, booleans, numbers, text, lists and mappings; dates and sexagesimals are text."""
+class Loader(get_yaml_loader()):  # type: ignore[misc]
+    """OmegaConf's loader of null, booleans, numbers, text, lists and mappings, without tags.
 
-    def __init__(self, text: str, aliases: bool) -> None:
-        super().__init__(text)
-        self.aliases = aliases
-        self.nodes = 0
-        self.sizes: dict[str, int] = {}
-        """Nodes below each anchor whose value is complete."""
+    Dates and sexagesimal numbers are text, and 1e-3 is a number.
+    """
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node; raises ValueError for a tag, and beyond the limits."""
-        event: Any = self.peek_event()
-        before = self.nodes
+    construct_mapping = yaml.SafeLoader.construct_mapping
+    nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
+        """Compose a node; raises ValueError for a tag, and for too many nodes."""
+        event, before = self.peek_event(), self.nodes
         if isinstance(event, yaml.AliasEvent):
-            if not self.aliases:
-                raise ValueError("has aliases")
-            if event.anchor in self.anchors and event.anchor not in self.sizes:
-                raise ValueError("has an alias inside of the value that the alias repeats")
-            self.nodes += self.sizes.get(event.anchor, 0)
+            if not hasattr(self.anchors.get(event.anchor), "size"):
+                raise ValueError(f"has the alias {event.anchor[:40]} before the end of its value")
+            self.nodes += self.anchors[event.anchor].size
         elif event.tag:
             raise ValueError(f"has the tag {event.tag[:40]}; write the value without a tag")
-        self.nodes += 1
+        else:
+            self.nodes += 1
         if self.nodes > MOST_NODES:
             raise ValueError(f"has more than {MOST_NODES:,} keys and values")
         node = super().compose_node(parent, index)
-        if event.anchor:
-            self.sizes[event.anchor] = self.nodes - before
+        node.size = self.nodes - before
         return node
 
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> Any:
         """Compose a mapping; raises ValueError for a key that is too long, or there twice."""
         node = super().compose_mapping_node(anchor)
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ValueError("has a list or a mapping as a key")
-            if len(key.value) > LONGEST_KEY:
-                raise ValueError(f"has a key of more than {LONGEST_KEY} characters")
-            if key.value in keys:
-                raise ValueError(f"has the key {key.value[:40]} twice")
-            keys.add(key.value)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if any(len(key) > LONGEST_KEY for key in keys):
+            raise ValueError(f"has a key of more than {LONGEST_KEY} characters")
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise ValueError(f"has the key {twice[0][:40]} twice")
         return node
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
         """Convert a number; raises ValueError for 010, which is 8 or 10 depending on the reader."""
+        text = str(node.value)
+        if ":" in text:
+            return text
         try:
-            return int(node.value, 0)
+            return int(text, 0) if node.tag.endswith("int") else self.construct_yaml_float(node)
         except ValueError:
             raise ValueError(
-                f"has the number {node.value[:40]}; write it in decimals, or text in quotes"
+                f"has the number {text[:40]}; write it in decimals, or text in quotes"
             ) from None
 
 
-Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] in PLAIN]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for name, numbers in (("int", INT), ("float", FLOAT)):
-    pattern = re.compile(f"(?:{numbers.pattern})$", numbers.flags)
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", pattern, list("-+0123456789."))
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+for kind in ("int", "float"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.construct_number)
 
 
-def read_yaml(path: Path, called: str | None = None) -> tuple[Any, bytes]:
-    """Return a file's content, and its bytes; raises ConfigError: one line.
-
-    Args:
-        called: what the error names it by; its path unless given.
-    """
-    called = called or str(path)
+def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
+    """Return the mapping in a file, and the file's bytes; raises ConfigError."""
     try:
         text = read_text(path, LARGEST_YAML, follow=True)
-        return parse_yaml(text), text.encode()
+        content = parse_yaml(text)
     except OSError as error:
-        raise ConfigError(f"{called} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{called} {error}") from error
+        raise ConfigError(f"{path} {error}") from error
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"{path}: a mapping of keys to values is needed")
+    return content or {}, text.encode()
 
 
-def parse_yaml(text: str, aliases: bool = True) -> Any:
-    """Parse YAML of plain values; raises ValueError with words that follow a file's name.
-
-    Args:
-        aliases: whether there may be any.
-    """
+def parse_yaml(text: str) -> Any:
+    """Parse YAML of plain values; raises ValueError with words that follow a file's name."""
     try:
-        content = Loader(text, aliases).get_single_data()
+        content = Loader(text).get_single_data()
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except yaml.YAMLError as error:
