@@ -1,6 +1,5 @@
 """The one reader of YAML from users and run directories: plain values, of bounded size."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,11 @@ LARGEST_YAML = 2**20
 """Limit in bytes of a file that a user names."""
 MOST_NODES = 100_000
 """Limit of keys and values in a file, with every alias expanded."""
-LONGEST_KEY = 255
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
-    """OmegaConf's loader of null, booleans, numbers, text, lists and mappings, without tags.
+    """OmegaConf's loader without tags. Dates and sexagesimals are text, 1e-3 is a number."""
 
-    Dates and sexagesimal numbers are text, and 1e-3 is a number.
-    """
-
-    construct_mapping = yaml.SafeLoader.construct_mapping
     nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
@@ -42,16 +36,6 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
             raise ValueError(f"has more than {MOST_NODES:,} keys and values")
         node = super().compose_node(parent, index)
         node.size = self.nodes - before
-        return node
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> Any:
-        """Compose a mapping; raises ValueError for a key that is too long, or there twice."""
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if any(len(key) > LONGEST_KEY for key in keys):
-            raise ValueError(f"has a key of more than {LONGEST_KEY} characters")
-        if twice := [key for key, count in Counter(keys).items() if count > 1]:
-            raise ValueError(f"has the key {twice[0][:40]} twice")
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
