@@ -185,4 +185,7 @@ def test_a_variable_of_any_name_fills_in_paths_alone(key: str, monkeypatch, tmp_
         load_config(["model=tiny", f"{key}=${{oc.env:SOME_NAME}}"])
     assert SECRET not in str(caught.value)
     monkeypatch.setenv("SOME_PLACE", str(tmp_path))
-    assert load_config(["data.cache_dir=${oc.env:SOME_PLACE}/c"]).data.cache_dir == f"{tmp_path}/c"
+    for word in ("${oc.env:SOME_PLACE}/c", "${oc.env:NONE,${oc.env:SOME_PLACE}}/c"):
+        assert load_config([f"data.cache_dir='{word}'"]).data.cache_dir == f"{tmp_path}/c"
+    named = load_config(["data.cache_dir='${oc.env:NONE,/x/${steps}}'", "steps=3"])
+    assert named.data.cache_dir == "/x/3"

@@ -48,7 +48,7 @@ OF_PATHS = re.compile(r"run\.dir|resume|data\.(?!sample_prompt)[\w.]+")
 """Keys that may name a variable of the environment, which is resolved in config.yaml."""
 OF_KEYS = r"\$\{(?:[\w.\[\]]+|of_steps:[\w\s.,]*)\}"
 ENVIRONMENT = r"\$\{oc\.env:[^{}]*\}"
-KEYS_OR_ENVIRONMENT = rf"{OF_KEYS}|\$\{{oc\.env:(?:[^{{}}]|{ENVIRONMENT})*\}}"
+KEYS_OR_ENVIRONMENT = rf"{OF_KEYS}|\$\{{oc\.env:(?:[^{{}}]|{OF_KEYS}|{ENVIRONMENT})*\}}"
 """The interpolations that a command line may have in paths; elsewhere only OF_KEYS are allowed."""
 
 
