@@ -34,6 +34,12 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
+def what_differs(changes: Changes) -> str:
+    """Say whether code or config differs, and how: 'another config (seed: 0 there, 1 here)'."""
+    what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
+    return f"{what} ({described(changes)})"
+
+
 def described(changes: Changes) -> str:
     """Describe the first changes: 'seed: 0 there, 1 here; ...'."""
     return listed([f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()])

@@ -4,16 +4,15 @@ Only what is named in `plugins=[...]` on a command line, or in Python's override
 neither a run directory nor a package that is merely installed names anything that then runs.
 """
 
-import hashlib
 import importlib
 import importlib.util
 import re
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
@@ -23,6 +22,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from diffllm.config.overrides import GROUPS, check_interpolations
+from diffllm.config.plugin_code import loaded_version, note_version
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
@@ -101,21 +101,29 @@ def load(names: list[str], ours: Path) -> None:
         ours: the directory of our own YAMLs.
     """
     for name in names:
-        module = imported(name)
-        for directory in places(module):
+        for directory in places(imported(name)):
             if (directory / "conf").is_dir():
                 add_directory(directory / "conf", ours)
 
 
-def imported(name: str) -> ModuleType:
-    """Import the plugin of this name; raises ConfigError for whatever goes wrong."""
+def imported(name: str) -> ModuleSpec:
+    """Import the plugin of this name and note its version; raises ConfigError for whatever goes
+    wrong."""
     target = module_of(name)
     importlib.invalidate_caches()  # a notebook may have written the file a moment ago
     try:
-        return importlib.import_module(target)
+        importlib.import_module(target)
+        spec = importlib.util.find_spec(target)
+        namespace = spec and not spec.origin and spec.submodule_search_locations
+        if spec is None or not (spec.has_location or namespace):
+            raise ConfigError(f"{target} has no source file, so no run can record its version")
+        note_version(target, spec)
+        return spec
+    except KeyboardInterrupt:
+        raise
     except ConfigError as error:
         raise ConfigError(f"plugins=[{name}]: {error}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a plugin may raise anything, asyncio.CancelledError too
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
@@ -158,31 +166,21 @@ def described(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         at = f" ({error.filename}, line {error.lineno})"
         return f"SyntaxError: {error.msg}{at}"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}{at}"
+    text = "".join(traceback.format_exception_only(error))  # str(error) may raise
+    return f"{' '.join(text.split())}{at}"
 
 
-def places(module: ModuleType) -> Iterator[Path]:
+def places(spec: ModuleSpec) -> Iterator[Path]:
     """Iterate over the directories that a module's file, or a package's files, lie in."""
-    if module.__file__:
-        yield Path(module.__file__).resolve().parent
+    if spec.origin:
+        yield Path(spec.origin).resolve().parent
     else:
-        yield from map(Path, getattr(module, "__path__", []))
+        yield from map(Path, spec.submodule_search_locations or [])
 
 
 def plugin_versions(names: list[str]) -> dict[str, str]:
-    """Hash the sources of imported plugins, which are to be the same on all ranks."""
-    versions = {}
-    for name in names:
-        module = sys.modules[module_of(name)]
-        digest = hashlib.sha256()
-        for root in map(Path, getattr(module, "__path__", [])):
-            for path in sorted(root.rglob("*.py")):
-                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-        if module.__file__:
-            digest.update(Path(module.__file__).read_bytes())
-        versions[f"plugin {name}"] = digest.hexdigest()[:16]
-    return versions
+    """Return the versions of plugins by module."""
+    return {module: loaded_version(module) for module in map(module_of, names)}
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:

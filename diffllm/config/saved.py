@@ -11,24 +11,43 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.config.changes import FREE, Changes, is_allowed
+from diffllm.checkpoint.directory import warn
+from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
 from diffllm.config.compose import compose_config, typed
+from diffllm.config.plugin_code import version_changes
 from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
-from diffllm.errors import CheckpointError, ConfigError, PluginError
+from diffllm.errors import CheckpointError, ConfigError, PluginError, printable
 from diffllm.files import read_text, readable
+from diffllm.files.records import read_record
 from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)
 
 
-def differences(path: Path, cfg: TrainConfig) -> Changes:
-    """Return the changes that `cfg` would make to the run at `path`, if there is one; raises
-    CheckpointError if its config.yaml is not a config of ours."""
-    return changes_to(load_run_config(path), cfg) if (path / "config.yaml").is_file() else {}
+def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
+    """Return the changes that `cfg` and the code of plugins here would make to the run at `path`.
+
+    Raises CheckpointError if config.yaml or run.json is damaged.
+    """
+    if not (path / "config.yaml").is_file():
+        return {}
+    return changes_to(load_run_config(path), cfg, free) | plugin_changes(path)
+
+
+def plugin_changes(run: Path) -> Changes:
+    """Compare the plugins that a run recorded with those of this process; {} if all are equal."""
+    return version_changes((read_record(run / "run.json") or {}).get("plugin_code") or {})
+
+
+@cache
+def warn_of_plugins(run: Path) -> None:
+    """Print a warning if plugins are not those that the run was trained with."""
+    if changes := plugin_changes(run):
+        warn(printable(f"{run} was trained with {what_differs(changes)}"))
 
 
 def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:

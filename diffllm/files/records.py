@@ -25,7 +25,7 @@ FACTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
     ),
-    **dict.fromkeys(("diffllm", "git", "imported", "environment"), (dict,)),
+    **dict.fromkeys(("diffllm", "git", "imported", "environment", "plugin_code"), (dict,)),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": SUMMARY,
@@ -109,6 +109,8 @@ def check_fields(name: str, content: dict[str, Any]) -> None:
             raise ValueError(f"has no usable {field}: {value:g} is not above 0")
     if name == "sweep.json":
         check_sweep(content)
+    if name == "run.json" and not all_text([*(content.get("plugin_code") or {}).values()]):
+        raise ValueError("has no usable plugin_code: a version is not text")
 
 
 def check_sweep(content: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.config.compose import variant_config
+from diffllm.config.plugin_code import several_versions, version_text
 from diffllm.config.saved import FREE, flatten
 from diffllm.report.runs import Run
 
@@ -39,6 +40,8 @@ CAUSES = {
 
 MATCHES = ("model.match_params_to", "model.match_flops_to")
 """Keys that name the variant whose total a run has."""
+PLUGINS = "plugins"
+"""Plugins of which the runs have several versions."""
 CHANGED = "changed"
 """Not a key of a config: what was changed on the way of a run."""
 IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
@@ -49,7 +52,7 @@ IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
 INCOMPARABLE = (
     "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
     "optim.schedule", "optim.warmup_steps", "optim.decay_fraction", "optim.min_lr_ratio", *FACTS,
-    CHANGED,
+    PLUGINS, CHANGED,
 )  # fmt: skip
 SWEEPABLE = (
     "model.ffn_dim", *MATCHES, "model.init_std", "model.z_loss", "model.attention",
@@ -87,6 +90,10 @@ def distinguish(runs: list[Run]) -> Keys:
     none knows it, the config keys behind it decide alone.
     """
     values = [deciding_values(run) for run in runs]
+    several = several_versions([run.plugin_code for run in runs])
+    for run, each in zip(runs, values, strict=True):
+        own = [version_text(n, v) for n, v in sorted(run.plugin_code.items()) if n in several]
+        each[PLUGINS] = own or None
     count_targets_as_matched(values)
     for key, source in FOLLOWS.items():
         if all(each[key] == each[source] for each in values):

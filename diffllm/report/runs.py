@@ -95,6 +95,12 @@ class Run:
         return flatten(yaml_dict(self.cfg))
 
     @property
+    def plugin_code(self) -> dict[str, str]:
+        """Its plugins and their versions; "unknown" if an older version of diffllm ran it."""
+        unknown = dict.fromkeys(self.cfg.plugins, "unknown")
+        return self.facts.get("plugin_code") or unknown
+
+    @property
     def seeds(self) -> tuple[int, int]:
         """(seed, model.init_seed): what the order of samples and the initial values come from."""
         return self.cfg.seed, self.cfg.model.init_seed

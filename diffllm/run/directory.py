@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from diffllm.checkpoint.config import SAVED
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
-from diffllm.config.changes import NO_WAY_ON, Changes, described, is_allowed
-from diffllm.config.saved import changes_to, differences, load_run_config
+from diffllm.config.changes import NO_WAY_ON, Changes, described, is_allowed, what_differs
+from diffllm.config.saved import differences, load_run_config
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.errors import CheckpointError, ConfigError, InUseError
 from diffllm.files import hold, missing, take_back, user_path, write_atomic
@@ -59,7 +59,7 @@ class RunDirectory:
             other = experiment != self.cfg.run.choices["experiment"]
             made = f", made with experiment={experiment}" if other else ""
             raise ConfigError(
-                f"{self.path} is a run with another config ({described(changes)}){made}; choose "
+                f"{self.path} is a run with {what_differs(changes)}{made}; choose "
                 "another run.name, or go on with "
                 f"run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
@@ -147,7 +147,7 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     """
     found = read_ending(path)
     if found and found.get("stopped"):
-        return None if changes_to(load_run_config(path), cfg, NO_WAY_ON) else found
+        return None if differences(path, cfg, NO_WAY_ON) else found
     return found if steps_made(path) == cfg.steps else None
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state, step_of
 from diffllm.checkpoint.directory import with_checkpoint
-from diffllm.config.saved import load_run_config
+from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError
@@ -30,6 +30,7 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
     """Load a run's decoder as `load_model` does, and say the step of its checkpoint."""
     cfg = load_run_config(run)
+    warn_of_plugins(run)
     cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here
 
     def load(path: Path) -> tuple[Transformer, int]:

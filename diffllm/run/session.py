@@ -96,7 +96,8 @@ class Session:
                 "weights": weights and str(weights),
             }
 
-        check_same(world, "code", {**code_version(), **plugin_versions(cfg.plugins)})
+        plugins = plugin_versions(cfg.plugins).items()
+        check_same(world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
         check_same(world, "config", shared_config(cfg))
         claimed = world.decide("run", on_rank_0)
         self.path, self.saved_ranks = Path(claimed["path"]), claimed["ranks"]

@@ -13,6 +13,7 @@ from diffllm.build import Training
 from diffllm.choices import for_json
 from diffllm.config import TrainConfig
 from diffllm.config.descriptions import variant_line
+from diffllm.config.plugins import plugin_versions
 from diffllm.data import (
     Prepared,
     heldout_tokens,
@@ -153,6 +154,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "compute_dtype": dtype_name(t.compute_dtype),
         "torch": torch.__version__,
+        "plugin_code": plugin_versions(cfg.plugins),
         "variant_line": variant_line(cfg.run.choices["attention"], cfg.model.attention),
         "choices": for_json(t.choices),
     }

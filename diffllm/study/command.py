@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffllm.config.saved import load_run_config
+from diffllm.config.changes import what_differs
+from diffllm.config.saved import load_run_config, plugin_changes
 from diffllm.distributed.world import World
 from diffllm.errors import ConfigError
 from diffllm.printing import echo
@@ -149,6 +150,9 @@ def check_runs(study: Study, out: Path, world_size: int) -> None:
             cfg.check_world(world_size)
         except ConfigError as error:
             raise ConfigError(f"arm {planned.arm}: {error}") from error
+    for path in (out / name for name in SweepDirectory(out).record["runs"]):
+        if changes := plugin_changes(path):
+            raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
     for planned in next_runs(study, out):
         path = out / planned.name
         if not (path / "config.yaml").is_file():

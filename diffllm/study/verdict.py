@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffllm.config.plugin_code import several_versions
 from diffllm.errors import ConfigError
 from diffllm.report.numbers import compact, finite
 from diffllm.report.runs import Run, load_run
@@ -289,6 +290,8 @@ def not_comparable(
         problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
     notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
     problems += [f"corpus: {note}" for note in sorted(notes)]
+    for name, versions in several_versions([run.plugin_code for run in runs]).items():
+        problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
     for fact in ALIKE:
         known = sorted({str(run.facts.get(fact)) for run in runs})
         if len(known) > 1:

@@ -7,7 +7,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.config.changes import described, is_allowed
+from diffllm.config.changes import is_allowed, what_differs
 from diffllm.config.loading import without_imports
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import differences
@@ -139,8 +139,8 @@ def check_runs(
             continue  # the run itself will say so, and the others can go on
         if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
-                f"the sweep {directory.path} was made with another config ({described(changes)}, "
-                f"in {path.name}); choose another run.sweep, or go on with run.allow_changes=["
+                f"the sweep {directory.path} was made with {what_differs(changes)} in "
+                f"{path.name}; choose another run.sweep, or go on with run.allow_changes=["
                 f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():
