@@ -87,6 +87,15 @@ def test_a_finished_sweep_that_is_given_more_steps_goes_on() -> None:
     assert states(runs) == {"seed0": False, "seed1": False}
 
 
+def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
+    pretend(planned("seed=0,1"))
+    Path("outputs/mine/seed1/run.json").write_text('{"plugin_code": {"own": "1a2b"}}')
+    with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b .*in seed1; ch"):
+        planned("seed=0,2")
+    runs = planned("seed=1,2", "run.allow_changes=[plugins]")
+    assert states(runs) == {"seed1": True, "seed2": False}
+
+
 def test_another_key_is_refused() -> None:
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="a sweep over seed, not over seed, attention"):

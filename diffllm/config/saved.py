@@ -14,7 +14,7 @@ from yaml import YAMLError
 from diffllm.checkpoint.directory import warn
 from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
 from diffllm.config.compose import compose_config, typed
-from diffllm.config.plugin_code import version_changes
+from diffllm.config.plugin_code import LOADED, version_changes
 from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
@@ -38,15 +38,20 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
     return changes_to(load_run_config(path), cfg, free) | plugin_changes(path)
 
 
-def plugin_changes(run: Path) -> Changes:
-    """Compare the plugins that a run recorded with those of this process; {} if all are equal."""
-    return version_changes((read_record(run / "run.json") or {}).get("plugin_code") or {})
+def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
+    """Compare the versions of plugins in a run's run.json with this process; {} if all are equal.
+
+    Args:
+        needs_all: whether a plugin that is not imported here counts as a change.
+    """
+    recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
+    return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
 
 
 @cache
 def warn_of_plugins(run: Path) -> None:
-    """Print a warning if plugins are not those that the run was trained with."""
-    if changes := plugin_changes(run):
+    """Print a warning if the run was trained with another version of a plugin."""
+    if changes := plugin_changes(run, needs_all=False):
         warn(printable(f"{run} was trained with {what_differs(changes)}"))
 
 

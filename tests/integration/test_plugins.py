@@ -11,9 +11,6 @@ from forked_runs import ForkedRun, Gate, tool, train
 from outside import write_package, write_plugin
 from runs import assert_same_weights, metric_lines
 
-from diffllm.config.compose import config_directory
-from diffllm.config.plugins import load, plugin_versions
-
 PLUGIN = "plugins=[scaled_attention]"
 QUIET = ["wandb.mode=disabled", "run.report=false", "data.num_workers=0"]
 
@@ -223,24 +220,6 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
         ),
     ):
         assert_ends(train(words, cwd, env), *parts)
-
-
-def test_ranks_compare_the_code_of_plugins(tmp_path, monkeypatch):
-    """The hash that `check_same` compares is of every file of a package, or of a module's."""
-    package = tmp_path / "hashed_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "part.py").write_text("x = 1\n")
-    (tmp_path / "hashed_module.py").write_text("x = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names = ["hashed_package", "hashed_module"]
-    load(names, config_directory())
-    before = plugin_versions(names)
-    assert list(before) == ["plugin hashed_package", "plugin hashed_module"]
-    assert plugin_versions(names) == before
-    for file in ("hashed_package/part.py", "hashed_module.py"):
-        (tmp_path / file).write_text("x = 2\n")
-    assert not before.items() & plugin_versions(names).items()
 
 
 @pytest.mark.slow

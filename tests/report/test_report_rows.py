@@ -778,6 +778,39 @@ def test_the_table_round_trips_in_full_precision(tmp_path, four):
             assert read == value
 
 
+# Versions of plugins
+
+
+def test_runs_of_two_versions_of_a_plugin_are_neither_averaged_nor_compared(tmp_path):
+    sweep(
+        tmp_path / "old", {"standard": [4.0], "gated": [3.9]}, plugin_code={"own": "1a", "m": "x"}
+    )
+    sweep(
+        tmp_path / "new", {"standard": [4.2], "gated": [3.8]}, plugin_code={"own": "2b", "m": "x"}
+    )
+    paths = [path for name in ("old", "new") for path in (tmp_path / name).iterdir()]
+    found = compare(loaded(paths))
+    assert found.differences.keys() == {"plugins"}
+    assert {row.label: len(row.runs) for row in found.rows} == {
+        f"{variant} plugins=[own@{version}]": 1
+        for variant in ("standard", "gated")
+        for version in ("1a", "2b")
+    }
+    gaps = [row.gap.mean for row in found.rows if row.gap]
+    assert sorted(gaps) == pytest.approx([-0.4, -0.1])
+
+
+def test_version_of_a_plugin_that_an_old_run_did_not_record_is_another(tmp_path):
+    run, other = loaded(sweep(tmp_path, {"gated": [4.0, 4.2]}))
+    run.facts["plugin_code"] = {"own": "1a"}
+    assert len(compare([run, other]).rows) == 1, "a run without the plugin"
+    other.cfg.plugins = ["own"]
+    assert labels(compare([run, other])) == [
+        "gated plugins=[own@1a]",
+        "gated plugins=[own@unknown]",
+    ]
+
+
 # A run that was changed on its way
 
 

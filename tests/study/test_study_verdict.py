@@ -158,6 +158,20 @@ def test_runs_on_other_text_are_not_comparable(tmp_path):
     assert "runs differ in corpus" in found.reasons[0]
 
 
+def test_runs_of_two_versions_of_a_plugin_are_not_comparable_and_not_extended(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
+    write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
+    write_arms(study, tmp_path / "out", {"v2": [4.3, 4.312, 4.289]}, plugin_code={"own": "2b"})
+    found = judge(study, tmp_path / "out")
+    reason = "runs differ in the code of the plugin own: 1a, 2b"
+    assert (found.verdict, found.reasons) == ("not comparable", [reason])
+    (tmp_path / "out" / "sweep.json").write_text('{"runs": {"half-seed0": []}}')
+    with pytest.raises(
+        ConfigError, match=r"half-seed0 was made with other plugin code \(plugins: "
+    ):
+        check_runs(study, tmp_path / "out", 1)
+
+
 def test_runs_on_other_packages_than_the_reference_are_not_comparable(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     note = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"

@@ -1,0 +1,215 @@
+"""Versions of plugins: which files count, and what compares them."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffllm.config import load_config, plugin_code
+from diffllm.config.plugins import imported, plugin_versions
+from diffllm.config.saved import warn_of_plugins
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.files.records import read_changes, read_record
+from diffllm.run.directory import RunDirectory
+
+FILES = {
+    "own.py": "import beside, json, diffllm.optim\nfrom pack import part\ndef f(): import lazily\n",
+    "beside.py": "import deeper\n",
+    "deeper.py": "",
+    "lazily.py": "def broken(:\n",
+    "pack/part.py": "from .inner import X\n",
+    "pack/inner.py": "X = 1\n",
+    "pack/unused.py": "",
+    "unused.py": "",
+    "whole/__init__.py": "import beside\n",
+    "whole/unused.py": "",
+    "json.py": "",
+    "diffllm/optim.py": "",
+}
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A directory of modules that Python finds; they are forgotten after the test."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    plugin_code.LOADED.clear()
+    yield tmp_path
+    forget(tmp_path)
+    plugin_code.LOADED.clear()
+
+
+def forget(directory: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
+        if any(str(place).startswith(str(directory)) for place in places):
+            del sys.modules[name]
+
+
+def version(directory: Path, name: str) -> str:
+    """Import a plugin as a new process would, and return its version."""
+    forget(directory)
+    imported(name)
+    return plugin_versions([name])[name]
+
+
+@pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
+def test_version_changes_with_each_file_that_the_plugin_imports(mine, name):
+    found = {}
+    for file in FILES:
+        before = version(mine, name)
+        (mine / file).write_text(f"{FILES[file]}# edited\n")
+        found[file] = version(mine, name) != before
+    assert [file for file in FILES if found[file]] == {
+        "own": [*list(FILES)[:6]],
+        "whole": ["beside.py", "deeper.py", "whole/__init__.py", "whole/unused.py"],
+        "pack.part": ["pack/part.py", "pack/inner.py"],
+    }[name]
+
+
+def test_version_of_installed_plugin_is_of_its_package_alone(mine):
+    (mine / "whole-1.0.dist-info").mkdir()
+    before = version(mine, "whole")
+    (mine / "beside.py").write_text("x = 1\n")
+    assert version(mine, "whole") == before
+    (mine / "whole" / "unused.py").write_text("x = 1\n")
+    assert version(mine, "whole") != before
+
+
+def test_version_does_not_depend_on_other_plugins_or_the_directory(mine, tmp_path):
+    alone = version(mine, "own")
+    forget(mine)
+    imported("whole")  # which imports the same module
+    imported("own")
+    assert plugin_versions(["own"]) == {"own": alone}
+    sys.path[-1] = str(mine.rename(tmp_path.with_name("elsewhere")))
+    assert version(mine, "own") == alone
+
+
+def test_edited_file_counts_after_the_next_import(mine):
+    before = version(mine, "own")
+    (mine / "own.py").write_text("x = 1\n")
+    imported("own")
+    assert plugin_versions(["own"]) == {"own": before}
+    importlib.reload(sys.modules["own"])
+    imported("own")
+    assert plugin_versions(["own"]) != {"own": before}
+
+
+ODD = {
+    "BaseException": ("raise BaseException('x')", "BaseException: x"),
+    "GeneratorExit": ("raise GeneratorExit", "GeneratorExit ("),
+    "an exit": ("raise SystemExit(0)", "SystemExit: 0"),
+    "asyncio's": ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
+    "str() fails": (
+        "class X(Exception):\n    def __str__(self): raise ValueError\nraise X",
+        "odd.X: <exception str() failed>",
+    ),
+    "None for itself": ("import sys\nsys.modules[__name__] = None", "odd has no source file"),
+    "a number for itself": ("import sys\nsys.modules[__name__] = 7", "odd.__spec__ is not set"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_plugin_that_raises_or_replaces_itself_is_one_error(mine, name):
+    source, said = ODD[name]
+    (mine / "odd.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        imported("odd")
+    sys.modules.pop("odd", None)
+    assert str(caught.value).startswith("plugins=[odd]")
+    assert said in str(caught.value)
+
+
+def test_interrupt_while_a_plugin_is_imported_stays_an_interrupt(mine):
+    (mine / "odd.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        imported("odd")
+
+
+@pytest.mark.parametrize("name", ["sys", "time"])
+def test_module_without_source_file_is_no_plugin(name):
+    with pytest.raises(ConfigError, match=rf"plugins=\[{name}\]: {name} has no source file"):
+        imported(name)
+
+
+@pytest.mark.parametrize("source", ["del __file__", "__file__ = 7", "__path__ = 7"])
+def test_plugin_that_edits_its_attributes_is_imported(mine, source):
+    (mine / "odd.py").write_text(source)
+    assert version(mine, "odd")
+
+
+# Runs
+
+
+def begun(path: Path, *words: str) -> RunDirectory:
+    directory = RunDirectory(path, load_config(["model=tiny", "run.name=a", *words]))
+    directory.lock.release()
+    return directory
+
+
+@pytest.fixture
+def run(mine, tmp_path) -> Path:
+    """A run that was begun with a plugin, whose code is another since."""
+    tokenizer = tmp_path / "source.model"
+    tokenizer.write_bytes(b"pieces")
+    directory = begun(tmp_path / "run", "plugins=[own]")
+    directory.begin(tokenizer)
+    directory.describe({"plugin_code": plugin_versions(["own"])})
+    (mine / "own.py").write_text("x = 1\n")
+    forget(mine)
+    return directory.path
+
+
+def test_run_resumes_with_other_plugin_code_only_if_allowed(run, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"run with other plugin code \(plugins: own@\w+ there, o"
+    ):
+        begun(run, "plugins=[own]").check()
+    allowed = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
+    allowed.check()
+    allowed.begin(tmp_path / "source.model", 3)
+    (line,) = read_changes(run)
+    assert line["changes"].keys() == {"plugins"}
+
+
+def test_run_does_not_resume_without_a_plugin_of_its_own(run):
+    plugin_code.LOADED.clear()
+    with pytest.raises(ConfigError, match=r"plugins: own@\w+ there, own@not imported here"):
+        begun(run).check()
+
+
+def test_run_of_an_older_version_or_without_plugins_resumes_with_any(run):
+    for facts in ("{}", '{"plugin_code": {}}'):
+        (run / "run.json").write_text(facts)
+        begun(run, "plugins=[own]").check()
+
+
+def test_stopped_run_that_diverged_continues_with_other_plugin_code(run):
+    directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
+    directory.finish({"steps": 3, "stopped": "skipped"})
+    assert directory.ending() is None
+
+
+def test_commands_warn_once_of_other_plugin_code(run, capsys):
+    for _ in range(2):
+        warn_of_plugins(run)
+    assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"
+    warn_of_plugins.cache_clear()
+    imported("own")
+    for _ in range(2):
+        warn_of_plugins(run)
+    assert capsys.readouterr().err.count("was trained with other plugin code (plugins: own@") == 1
+
+
+@pytest.mark.parametrize("value", ["x", [], {"own": 7}, {"own": None}])
+def test_versions_of_odd_types_are_refused(run, value):
+    (run / "run.json").write_text(json.dumps({"plugin_code": value}))
+    with pytest.raises(CheckpointError, match="has no usable plugin_code"):
+        read_record(run / "run.json")
