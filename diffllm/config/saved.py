@@ -39,11 +39,8 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
-    """Compare the versions of plugins in a run's run.json with this process; {} if all are equal.
-
-    Args:
-        needs_all: whether a plugin that is not imported here counts as a change.
-    """
+    """Compare the plugins in a run's run.json, or without `needs_all` those of them that were
+    imported here, with this process; {} if their code is equal."""
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
 

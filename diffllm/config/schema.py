@@ -43,7 +43,7 @@ class RunConfig:
     """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys, or sections, that may differ from those of the run that is continued. Also `corpus`,
-    `tokenizer` and `tokens`, which are compared by content."""
+    `tokenizer` and `tokens`, which are compared by content, and `plugins`, compared by code."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
     sweep: str | None = None

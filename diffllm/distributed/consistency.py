@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -73,10 +73,15 @@ def ranks_text(ranks: list[int]) -> str:
 def code_version() -> dict[str, str]:
     """Hash the package's sources, and name torch's version."""
     root = Path(__file__).parents[1]
+    return {"diffllm": hash_sources(root, root.rglob("*.py")), "torch": torch.__version__}
+
+
+def hash_sources(root: Path, files: Iterable[Path]) -> str:
+    """Hash the contents of files and their names relative to `root`."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return {"diffllm": digest.hexdigest()[:16], "torch": torch.__version__}
+    return digest.hexdigest()[:16]
 
 
 def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.config.compose import variant_config
-from diffllm.config.plugin_code import several_versions, version_text
+from diffllm.config.plugin_code import several_versions, versions_text
 from diffllm.config.saved import FREE, flatten
 from diffllm.report.runs import Run
 
@@ -91,9 +91,9 @@ def distinguish(runs: list[Run]) -> Keys:
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
-    for run, each in zip(runs, values, strict=True):
-        own = [version_text(n, v) for n, v in sorted(run.plugin_code.items()) if n in several]
-        each[PLUGINS] = own or None
+    for each, run in zip(values, runs, strict=True):
+        own = several.keys() & run.plugin_code.keys()
+        each[PLUGINS] = versions_text(run.plugin_code, own) or None
     count_targets_as_matched(values)
     for key, source in FOLLOWS.items():
         if all(each[key] == each[source] for each in values):

@@ -97,8 +97,7 @@ class Run:
     @property
     def plugin_code(self) -> dict[str, str]:
         """Its plugins and their versions; "unknown" if an older version of diffllm ran it."""
-        unknown = dict.fromkeys(self.cfg.plugins, "unknown")
-        return self.facts.get("plugin_code") or unknown
+        return self.facts.get("plugin_code") or dict.fromkeys(self.cfg.plugins, "unknown")
 
     @property
     def seeds(self) -> tuple[int, int]:

@@ -792,7 +792,7 @@ def test_runs_of_two_versions_of_a_plugin_are_neither_averaged_nor_compared(tmp_
     found = compare(loaded(paths))
     assert found.differences.keys() == {"plugins"}
     assert {row.label: len(row.runs) for row in found.rows} == {
-        f"{variant} plugins=[own@{version}]": 1
+        f"{variant} plugins=own@{version}": 1
         for variant in ("standard", "gated")
         for version in ("1a", "2b")
     }
@@ -806,8 +806,8 @@ def test_version_of_a_plugin_that_an_old_run_did_not_record_is_another(tmp_path)
     assert len(compare([run, other]).rows) == 1, "a run without the plugin"
     other.cfg.plugins = ["own"]
     assert labels(compare([run, other])) == [
-        "gated plugins=[own@1a]",
-        "gated plugins=[own@unknown]",
+        "gated plugins=own@1a",
+        "gated plugins=own@unknown",
     ]
 
 
