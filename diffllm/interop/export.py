@@ -13,7 +13,7 @@ from torch import Tensor
 from diffllm.checkpoint import read_state, step_of
 from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.config import TrainConfig
-from diffllm.config.saved import load_run_config, warn_of_plugins
+from diffllm.config.saved import load_run_config
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.data import Tokenizer
 from diffllm.data.config import DataConfig, TextConfig
@@ -46,7 +46,6 @@ def export(
         own: whether our own modelling file is wanted even where another fits.
     """
     cfg = load_run_config(run)
-    warn_of_plugins(run)
     layout = layout_of(cfg.model, own)
     check_free(out)
 
