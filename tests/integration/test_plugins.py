@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from forked_runs import ForkedRun, Gate, tool, train
 from outside import write_package, write_plugin
 from runs import assert_same_weights, metric_lines
 
-PLUGIN = "plugins=[scaled_attention]"
+MODULE = "scaled_attention"
+PLUGIN = f"plugins=[{MODULE}]"
 QUIET = ["wandb.mode=disabled", "run.report=false", "data.num_workers=0"]
 
 
@@ -54,6 +56,7 @@ def test_a_run_of_a_plugin_has_what_the_plugin_brings(trained):
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
     assert json.loads((trained / "summary.json").read_text())["variant"] == "scaled"
+    assert list(json.loads((trained / "run.json").read_text())["plugin_code"]) == [MODULE]
     measured = [line for line in metrics(trained) if "scale_mean/layer_01" in line]
     assert [line["step"] for line in measured] == [2, 4, 6]
 
@@ -95,6 +98,17 @@ def test_every_command_that_reads_a_run_takes_the_plugin(trained, place):
     assert "Mean scale, by layer" in page
     header, row = (cwd / "page" / "report.csv").read_text().splitlines()
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
+
+
+def test_generate_warns_of_a_run_with_other_plugin_code(trained, place, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "plugin_code": {MODULE: "1a2b"}}))
+    words = ["generate", "run=run", "prompt=Document", "max_new_tokens=1", PLUGIN]
+    done = tool(words, tmp_path, place[1])
+    assert done.code == 0, done.err
+    warning = r"warning: run was trained with other plugin code \(plugins: \w+@1a2b there, .*\n"
+    assert re.fullmatch(warning, done.err)
 
 
 def test_without_the_plugin_every_command_names_it(trained, place, tmp_path):
