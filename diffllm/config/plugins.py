@@ -119,11 +119,9 @@ def imported(name: str) -> ModuleSpec:
             raise ConfigError(f"{target} has no source file, so no run can record its version")
         note_version(target, spec)
         return spec
-    except KeyboardInterrupt:
-        raise
     except ConfigError as error:
         raise ConfigError(f"plugins=[{name}]: {error}") from error
-    except BaseException as error:  # a plugin may raise anything, asyncio.CancelledError too
+    except BaseException as error:  # a plugin may raise anything; Ctrl-C here is reported, too
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(

@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.checkpoint.directory import warn
 from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.plugin_code import LOADED, version_changes
@@ -19,9 +18,10 @@ from diffllm.config.plugins import NAME
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
-from diffllm.errors import CheckpointError, ConfigError, PluginError, printable
+from diffllm.errors import CheckpointError, ConfigError, PluginError
 from diffllm.files import read_text, readable
 from diffllm.files.records import read_record
+from diffllm.printing import to_stderr
 from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
@@ -49,7 +49,7 @@ def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
 def warn_of_plugins(run: Path) -> None:
     """Print a warning if the run was trained with another version of a plugin."""
     if changes := plugin_changes(run, needs_all=False):
-        warn(printable(f"{run} was trained with {what_differs(changes)}"))
+        to_stderr(f"warning: {run} was trained with {what_differs(changes)}")
 
 
 def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
