@@ -88,9 +88,9 @@ def read_lines(file: Path) -> Iterator[str]:
             yield line.decode(errors="replace")
 
 
-def read_json(file: Path, follow: bool = False) -> dict[str, Any]:
+def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
     """Read a regular file with a JSON object of plain values; raises as `open_regular`."""
-    content = parse_json(read_text(file, follow=follow))
+    content = parse_json(read_text(file, most, follow))
     if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
     return content

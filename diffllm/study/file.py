@@ -1,27 +1,23 @@
 """The study file: what is claimed, which runs decide it, and by what rule."""
 
 import hashlib
-import math
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
 
 from diffllm.config.overrides import check_shared, nearest, suggest
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
+from diffllm.files.typed import made
 from diffllm.study.metric import OF_THE_SUMMARY, check_metric
 from diffllm.study.sensitivity import LR_SENSITIVITY
-
-T = TypeVar("T")
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
 """Names of arms, of which directories are made."""
 KINDS = ("difference", "equivalence", "log_rank")
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
-TYPES = {str: "text", float: "a number", int: "a whole number"}
 
 
 @dataclass(frozen=True)
@@ -137,67 +133,17 @@ def load_study(path: Path) -> Study:
     """Read a study file; raises ConfigError: one line that names what is wrong."""
     content, text = read_yaml(path)
     try:
-        study = made(Study, content, "", leave_out=("path", "hash"))
+        study = made(Study, content, unknown=hint, omit=("path", "hash"))
         check(study)
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     digest = hashlib.sha256(text).hexdigest()
     return Study(**{**vars(study), "path": path, "hash": digest})
 
 
-def made(cls: type[T], content: Any, where: str, leave_out: tuple[str, ...] = ()) -> T:
-    """Make a dataclass of a YAML's mapping; raises ConfigError for a key or a type it has not."""
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where or 'a study'} has to be a mapping of keys to values")
-    known = {f.name: f for f in fields(cls) if f.name not in leave_out}  # type: ignore[arg-type]
-    prefix = f"{where}." if where else ""
-    for key in content:
-        if key not in known:
-            names = [f"{prefix}{name}" for name in known]
-            close = nearest(f"{prefix}{key}", names) or names
-            raise ConfigError(f"unknown key {prefix}{key}{suggest(f'{prefix}{key}', close)}")
-    missing = [
-        name
-        for name, f in known.items()
-        if name not in content and f.default is MISSING and f.default_factory is MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{', '.join(prefix + name for name in missing)} is missing")
-    return cls(**{k: typed(v, known[k].type, prefix + k) for k, v in content.items()})
-
-
-def typed(value: Any, kind: Any, where: str) -> Any:
-    """Return a YAML value as a field's type; raises ConfigError for another."""
-    if None in (allowed := get_args(kind) or (kind,)) or type(None) in allowed:
-        if value is None:
-            return None
-        (kind,) = (k for k in allowed if k is not type(None))
-    if kind in (Rule, Rates, Power):
-        return made(kind, value, where)
-    if get_origin(kind) is list:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where}={value} has to be a list")
-        return [typed(item, get_args(kind)[0], f"{where}[{i}]") for i, item in enumerate(value)]
-    if get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} has to be a mapping of names to lists of overrides")
-        return {str(k): typed(v, list[str], f"{where}.{k}") for k, v in value.items()}
-    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        value = number(value, where)
-    right = isinstance(value, (int, float) if kind is float else kind)
-    if not right or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{where}={value!r} has to be {TYPES[kind]}")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"{where}={value} has to be a finite number")
-    return kind(value)
-
-
-def number(text: str, where: str) -> float:
-    """Read a number; raises ConfigError."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{where}={text!r} has to be a number") from None
+def hint(key: str, known: list[str]) -> str:
+    """Return a hint for the message about an unknown key: similar keys, or all of them."""
+    return suggest(key, nearest(key, known) or known)
 
 
 def check(study: Study) -> None:

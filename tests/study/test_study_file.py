@@ -56,7 +56,7 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
         ("against: half", "against: v2", "rule: v2 cannot be compared with itself"),
         ("below: 0.0, ", "", "a difference is either below or above a bound: below: 0.0"),
         ("below: 0.0", "below: 0.0, above: 0.1", "a difference is either below or above"),
-        ("below: 0.0", "below: soon", "rule.below='soon' has to be a number"),
+        ("below: 0.0", "below: soon", "rule.below='soon' must be a number"),
         ("alpha: 0.05", "alpha: 0.7", "rule.alpha=0.7 has to be between 0 and 0.5"),
         ("alpha: 0.05", "margin: -1", "rule.margin=-1 has to be above 0"),
         (
@@ -80,8 +80,8 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
         ("seeds: [0, 1, 2]", "seeds: [0]", "seeds: 1 are too few; it takes 2"),
         ("seeds: [0, 1, 2]", "seeds: [0, 0]", "seeds=[0, 0] has a seed twice"),
         ("seeds: [0, 1, 2]", "seeds: [0, -1]", "has to be at least 0"),
-        ("seeds: [0, 1, 2]", "seeds: [0, 1.5]", "seeds[1]=1.5 has to be a whole number"),
-        ("seeds: [0, 1, 2]", "seeds: [0, true]", "seeds[1]=True has to be a whole number"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 1.5]", "seeds[1]=1.5 must be a whole number"),
+        ("seeds: [0, 1, 2]", "seeds: [0, true]", "seeds[1]=True must be a whole number"),
         ("seeds: [100, 101]", "seeds: [1, 101]", "lr.seeds: 1 would choose the learning rate and"),
         ("grid: [1e-3, 2e-3, 4e-3]", "grid: [1e-3]", "has to be two or more increasing rates"),
         ("grid: [1e-3, 2e-3, 4e-3]", "grid: [2e-3, 1e-3]", "two or more increasing rates"),
@@ -103,7 +103,7 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
         (
             "v2: [attention=diff_v2]",
             "v2: attention=diff_v2",
-            "arms.v2=attention=diff_v2 has to be a",
+            "arms.v2=attention=diff_v2 must be a",
         ),
         ("v2: [attention=diff_v2]", "v2: [seed=1]", "arms.v2: seed=1: the study sets seed itself"),
         (

@@ -1,0 +1,83 @@
+"""Dataclasses made of plain values with checked types."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffllm.files.typed import made, read_typed
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    loss: float
+    parts: list[Inner]
+    by_name: dict[str, Inner] = field(default_factory=dict)
+    done: bool = False
+
+
+GOOD = {"loss": 1, "parts": [{"size": 2, "name": None}], "by_name": {"a": {"size": 3}}}
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+)
+
+
+def test_made_fills_nested_dataclasses_and_defaults() -> None:
+    assert made(Outer, GOOD) == Outer(1.0, [Inner(2)], {"a": Inner(3)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": math.nan}, "loss=nan must be a finite number"),
+        ({"loss": True}, "loss=True must be a number"),
+        ({"loss": 10**400}, "must be a finite number"),
+        ({"parts": {}}, r"parts=\{\} must be a list"),
+        ({"parts": [{"size": 1.0}]}, r"parts\[0\].size=1.0 must be a whole number"),
+        ({"parts": [{"size": 2**63}]}, "must be a whole number of 64 bits"),
+        ({"parts": [{}]}, r"parts\[0\].size is missing"),
+        ({"parts": [[]]}, r"parts\[0\] must be a mapping of keys to values"),
+        ({"by_name": []}, r"by_name=\[\] must be a mapping of names to values"),
+        ({"by_name": {"a": {"size": 1, "name": 7}}}, "by_name.a.name=7 must be text"),
+        ({"done": 1}, "done=1 must be true or false"),
+    ],
+)
+def test_made_names_key_value_and_type(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(Outer, {**GOOD, **change})
+
+
+def test_made_ignores_unknown_keys_unless_a_hint_is_given() -> None:
+    content = {**GOOD, "parts": [{"size": 2, "sise": 3}]}
+    assert made(Outer, content).parts == [Inner(2)]
+    with pytest.raises(ValueError, match=r"unknown key parts\[0\].sise, not parts\[0\].size"):
+        made(Outer, content, unknown=lambda key, known: f", not {known[0]}")
+
+
+@given(st.dictionaries(st.sampled_from(["loss", "parts", "by_name", "done"]), PLAIN))
+def test_made_of_any_plain_value_returns_or_raises_value_error(content: dict[str, Any]) -> None:
+    try:
+        found = made(Outer, content)
+    except ValueError:
+        return
+    assert math.isfinite(found.loss)
+    assert all(isinstance(part, Inner) for part in [*found.parts, *found.by_name.values()])
+
+
+def test_read_typed_names_what_is_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps({**GOOD, "loss": "x"}))
+    with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):
+        read_typed(file, Outer)
