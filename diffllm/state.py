@@ -47,7 +47,7 @@ class LoopState:
 
 
 def continued(
-    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
+    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str], former: str = ""
 ) -> tuple[LoopState, Changes]:
     """The state after a checkpoint, and how the order of data differs from the one it was in.
 
@@ -59,10 +59,13 @@ def continued(
         saved: the content of its state.json.
         order: decides which samples a step reads from here on.
         allowed: keys of `order` that may differ.
+        former: the hash that older versions computed for this corpus; a checkpoint may have it.
     """
     try:
         state = LoopState.of(saved["loop"])
         before = {key: state.order.get(key) for key in order}
+        if before.get("corpus") == former:
+            before["corpus"] = order["corpus"]
         made_anew = any(before.get(key) != order.get(key) for key in MAKE_TOKENS)
         if made_anew or "tokens" not in state.order:  # as in older checkpoints
             before["tokens"] = order.get("tokens")

@@ -57,6 +57,7 @@ READ = {
 """The fields of a source of text that each source of ours reads."""
 TABLES = (".parquet", ".jsonl", ".json", ".bin", ".ds")
 """Ends of names of files that are no plain text, as far as they are not packed."""
+MOST_WEIGHT = 1e18
 MIXTURE, TOKENS = "mixture", "tokens"
 PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
 """Sources that are no text of documents: their preparation is another one."""
@@ -144,7 +145,7 @@ def is_table(path: str) -> bool:
 class SourceConfig(TextConfig):
     """A source of a mixture."""
 
-    weight: float = bounded(1.0, least=0)
+    weight: float = bounded(1.0, least=0, most=MOST_WEIGHT)
     """Share of the samples, in parts of the sum of all sources' weights."""
     epochs_at_most: float | None = bounded(None, above=0)
     """Passes over its training split after which its weight goes to the others; null: no limit."""
@@ -154,7 +155,7 @@ class SourceConfig(TextConfig):
 class Point:
     """A point of a curriculum."""
 
-    at: float = bounded(0.0, least=0)
+    at: float = bounded(0.0, least=0, most=1e15)
     """Share of the run's tokens, up to 1; above 1, tokens."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weights from there on, by source; 0 for one that is not named."""
@@ -253,7 +254,9 @@ def check_point(where: str, point: Point, names: list[str]) -> None:
     for name, weight in point.weights.items():
         if name not in names:
             raise ConfigError(f"{where}.weights.{name} is no source; known: {', '.join(names)}")
-        if not 0 <= weight < float("inf"):
-            raise ConfigError(f"{where}.weights.{name}={weight:g} has to be 0 or more")
+        if not 0 <= weight <= MOST_WEIGHT:
+            raise ConfigError(
+                f"{where}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
+            )
     if not any(point.weights.values()):
         raise ConfigError(f"{where}.weights: all are 0")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
+from diffllm.data.mixture.place import MOST
 from diffllm.data.permutation import permute
 from diffllm.data.sequences import Batch, Sequences
 from diffllm.errors import CheckpointError, DataError
@@ -63,7 +64,9 @@ class ShuffledSequences(Dataset[Batch | DataError]):
                 f"the checkpoint stands at sequence {state['sample']} of an epoch, but this corpus "
                 f"has {count}: it was saved with another corpus, seq_len or data.packing"
             )
-        return state["epoch"] * count + state["sample"]
+        if (sample := state["epoch"] * count + state["sample"]) >= MOST:
+            raise CheckpointError(f"the checkpoint's sample {sample} is beyond {MOST}")
+        return int(sample)
 
 
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:

@@ -140,7 +140,8 @@ class Session:
         order, path, saved = data_order(self.cfg, self.data), self.checkpoint, self.past.saved
         if path is None or saved is None:
             return LoopState(order=order)
-        state, changes = continued(path, saved, order, self.cfg.run.allow_changes)
+        former = self.data.former_corpus
+        state, changes = continued(path, saved, order, self.cfg.run.allow_changes, former)
         directory.changes |= changes
         check_parameters(path, saved, dict(without_storage(self.cfg.model).named_parameters()))
         if directory.path not in path.parents:

@@ -172,6 +172,8 @@ def test_states_of_other_runs_are_refused(make_loader: MakeLoader) -> None:
         make_loader().load_state_dict({"seed": 6, "epoch": 0, "sample": 0})
     with pytest.raises(CheckpointError, match=r"sequence 50 .* this corpus has 50"):
         make_loader().load_state_dict({"seed": SEED, "epoch": 0, "sample": 50})
+    with pytest.raises(CheckpointError, match="is beyond"):
+        make_loader().load_state_dict({"seed": SEED, "epoch": 2**52, "sample": 0})
 
 
 def test_unusable_shapes_are_refused(make_loader: MakeLoader) -> None:

@@ -1,5 +1,6 @@
 """Mixtures: what their samples are, whatever reads them, and where they go on."""
 
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diffllm.checkpoint.state_file import is_place
 from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
 from diffllm.data.joined import JoinedStream
@@ -147,9 +149,29 @@ def test_a_place_in_other_samples_is_refused(make: Make) -> None:
     with pytest.raises(CheckpointError, match="seed=5, this run seed=6"):
         make(seed=6).sample_of(state)
     with pytest.raises(CheckpointError, match="is of the sources code, web, this run of the"):
-        make().sample_of({**state, "consumed": {"code": 1, "web": 2}})
+        make().sample_of({**state, "consumed": {"code": 10, "web": 14}})
     with pytest.raises(CheckpointError, match="of no mixture"):
         make().sample_of({"seed": SEED, "epoch": 0, "sample": 3})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("weights", value) for value in ("x", [[]], [[0, 1.0]], [["x", 0.5, 0.3, 0.2]])),
+        *(("weights", [[0, *w]]) for w in ([-1, 1, 1], [1e308, 0, 0], [0, 0, 0], [1, 1e-9, 0])),
+        *(("weights", [[start, 0.5, 0.3, 0.2]]) for start in (-1, 30, 10**18)),
+        ("weights", [[0, 0.5, 0.3, 0.2], [20, 1, 0, 0], [10, 0, 0, 1]]),
+        *((key, {"code": n}) for key in ("before", "consumed") for n in (-1, 24, 2**62, "x")),
+        *((key, value) for key in ("sample", "since") for value in (25, -1, 2**62, [], None)),
+    ],
+)
+def test_forged_place_in_a_mixture_is_refused(make: Make, key: str, value: Any) -> None:
+    state = make().state(24)
+    forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
+    with pytest.raises(CheckpointError, match=r"no usable loop\.data"):
+        make().sample_of(forged)
+    assert is_place(state)
+    assert not is_place(forged)
 
 
 def test_what_was_consumed_is_counted(make: Make) -> None:
@@ -278,6 +300,10 @@ def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None
         ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
         ({"curriculum": [Point(0, {"a": 1})]}, "data.curriculum[0].at=0 has to rise, above 0"),
+        ({"curriculum": [Point(1e21, {"a": 1})]}, "data.curriculum[0].at=1e+21 must be at most"),
+        ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
+        ({"curriculum": [Point(0.5, {"a": math.inf})]}, "weights.a=inf must be from 0 to 1e+18"),
+        ({"sources": {"a": SourceConfig(weight=1e308)}}, "data.sources.a.weight=1e+308 must be at"),
         (
             {"curriculum": [Point(2e9, {"a": 1}), Point(1e9, {"a": 1})]},
             "data.curriculum[1].at=1e+09",

@@ -54,6 +54,11 @@ class MixtureData:
             note="; ".join(f"{name}: {each[name].note}" for name in each if each[name].note),
         )
 
+    @property
+    def former_corpus(self) -> str:
+        """The hash that older versions computed for the same corpora."""
+        return combined_hash([[name, data.former_corpus] for name, data in self.sources.items()])
+
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that all shards were written with."""
         return next(iter(self.sources.values())).tokenizer()

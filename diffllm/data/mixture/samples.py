@@ -11,11 +11,13 @@ from diffllm.data.config import DataConfig
 from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segments
 from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.order import MixtureOrder
+from diffllm.data.mixture.place import MixturePlace
 from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.samples import check_seed, shuffled
 from diffllm.data.sequences import Batch
 from diffllm.data.training_sequences import training_sequences
 from diffllm.errors import CheckpointError, DataError
+from diffllm.files.typed import made
 
 
 class MixedSequences(Dataset[Batch | DataError]):
@@ -91,27 +93,24 @@ class MixedSequences(Dataset[Batch | DataError]):
         Raises CheckpointError if it belongs to another seed or other sources.
         """
         check_seed(state, self.seed)
-        try:
-            known = {name: int(count) for name, count in state.get("consumed", {}).items()}
-            sample, since = int(state["sample"]), int(state.get("since", 0))
-            former = [
-                (int(start), tuple(map(float, ws))) for start, *ws in state.get("weights", [])
-            ]
-            before = {name: int(count) for name, count in state.get("before", {}).items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"the checkpoint's place in the data is no place: {error}"
-            ) from error
-        if [*known] != self.names or [*before] != self.names:
+        known = [*state.get("consumed", {})]
+        if known != self.names:
             of = f"the sources {', '.join(known)}" if known else "no mixture"
             raise CheckpointError(
                 f"the checkpoint is of {of}, this run of the sources {', '.join(self.names)}"
             )
+        try:
+            place = made(MixturePlace, state)
+            place.check()
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint has no usable loop.data: {error}") from error
+        sample = place.sample
+        former: Segments = [(int(start), tuple(shares)) for start, *shares in place.weights]
         if former and from_sample(former, sample) == from_sample(self.plan, sample):
             self.plan = former
-            self._go_on(since, list(before.values()))
+            self._go_on(place.since, list(place.before.values()))
         else:
-            self._go_on(sample, list(known.values()))
+            self._go_on(sample, list(place.consumed.values()))
         return sample
 
     def _go_on(self, since: int, before: list[int]) -> None:

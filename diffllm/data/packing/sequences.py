@@ -31,9 +31,11 @@ class PackedSequences:
         for row, place in enumerate(places.tolist()):
             at = 0
             for start, length in self.plan[place]:
+                self.plan.require(0 <= start < start + length <= len(self.stream))
                 tokens = self._from_before(start, start + length)
                 if tokens[0] != self.eos_id and length < self.seq_len:
                     at += 1  # the end of a document that was cut; an EOS parts it from the last one
+                self.plan.require(at + length <= self.seq_len)
                 inputs[row, at : at + length] = tokens[:-1]
                 targets[row, at : at + length] = as_targets(self.stream, start, tokens[1:])
                 at += length
