@@ -67,7 +67,8 @@ def end_of(path: Path, vocabulary: dict[str, int]) -> str:
     name; raises DataError."""
     config = path.with_name(FAST_CONFIG)
     try:
-        content = json.loads(read_text(config, follow=True)) if config.is_file() else {}
+        # Not `read_json`: many have a model_max_length beyond 64 bits.
+        content = json.loads(read_text(config, follow=True)) if config.exists() else {}
         said = content.get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{config}: not a tokenizer's config ({error})") from error

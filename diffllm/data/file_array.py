@@ -13,6 +13,7 @@ import numpy as np
 
 from diffllm.data.verified import identity_in
 from diffllm.errors import DataError
+from diffllm.files.reading import open_regular
 
 
 class FileArray:
@@ -33,11 +34,12 @@ class FileArray:
         """
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-            found = os.fstat(self._file)
-        except OSError as error:
-            raise self._unusable(error.strerror or str(error)) from error
+            stream = open_regular(path, 2**63, follow=True)
+        except (OSError, ValueError) as error:
+            raise self._unusable(getattr(error, "strerror", None) or str(error)) from error
+        weakref.finalize(self, stream.close)
+        self._file = stream.fileno()
+        found = os.fstat(self._file)
         self.identity = identity_in(found)
         """The file's size and times as it was opened: they change when it is written to."""
         self._written = found.st_size, found.st_mtime_ns
@@ -66,7 +68,7 @@ class FileArray:
             return np.array([self[int(i)] for i in place], self.dtype)
         start = place + self._count * (place < 0)
         if not 0 <= start < self._count:
-            raise IndexError(f"place {place} of {self._count}")
+            raise self._unusable(f"place {place} of {self._count}")
         return self._read(start, start + 1)[0]
 
     def _read(self, start: int, stop: int) -> np.ndarray:

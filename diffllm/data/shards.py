@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from diffllm.data.file_array import FileArray
-from diffllm.data.verified import is_at, matches
+from diffllm.data.verified import again, is_at, matches, usable
 from diffllm.errors import ConfigError, DataError
-from diffllm.files import replace_file, sync
+from diffllm.files import open_to_write, read_json, replace_file, sync
+from diffllm.files.typed import made
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
+SPLITS = ("train", "heldout")
 MOST_OPEN = 256
 """Files that a stream has open at a time: each takes a file descriptor."""
 MANIFEST = "manifest.json"
@@ -63,10 +66,19 @@ class Split:
         """Whether some of its tokens may be only context."""
         return any(shard.mask for shard in self.shards)
 
-    @classmethod
-    def of(cls, stored: dict[str, Any]) -> "Split":
-        """Read the split that JSON has stored."""
-        return cls(**{**stored, "shards": [Shard(**shard) for shard in stored["shards"]]})
+    def check(self, name: str) -> None:
+        """Raise ValueError for counts that contradict each other and for files elsewhere."""
+        counts = (self.documents, self.bytes, self.predicted or 0, *(s.tokens for s in self.shards))
+        if min(counts) < 0 or (self.predicted or 0) > self.tokens:
+            raise ValueError(f"splits.{name} has a count out of range")
+        if self.tokens != sum(shard.tokens for shard in self.shards):
+            raise ValueError(f"the shards of {name} do not have its {self.tokens} tokens")
+        for shard in self.shards:
+            for file in filter(None, (shard.file, shard.mask)):
+                if Path(file).name != file or "\0" in file:
+                    raise ValueError(f"shard {file} is not in this directory")
+            if (shard.mask is None) != (shard.mask_sha256 is None):
+                raise ValueError(f"shard {shard.file} has a mask without checksum, or none")
 
 
 @dataclass(frozen=True)
@@ -97,18 +109,13 @@ class Manifest:
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
         """Read `directory`'s manifest; DataError if it is unreadable or of another version."""
-        path = directory / MANIFEST
-        try:
-            stored = json.loads(path.read_text())
-            if stored["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"format {stored['format_version']}, expected {FORMAT_VERSION}")
-            splits = {name: Split.of(split) for name, split in stored["splits"].items()}
-            manifest = cls(**{**stored, "splits": splits})
+        with usable(directory / MANIFEST, directory):
+            content = read_json(directory / MANIFEST, follow=True)
+            if (version := content.get("format_version")) != FORMAT_VERSION:
+                raise ValueError(f"format {version}, expected {FORMAT_VERSION}")
+            manifest = made(cls, content)
             manifest.check()
             return manifest
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"{path}: unusable ({reason}); {again(directory)}") from error
 
     def split(self, name: str) -> Split:
         """Return the split of this name; raises ConfigError where there is none."""
@@ -120,19 +127,24 @@ class Manifest:
         """Raise ValueError for a manifest that contradicts itself or names files elsewhere."""
         if self.dtype != token_dtype(self.vocab_size).name:
             raise ValueError(f"dtype {self.dtype} does not go with {self.vocab_size} pieces")
-        for name, split in self.splits.items():
-            if split.tokens != sum(shard.tokens for shard in split.shards):
-                raise ValueError(f"the shards of {name} do not have its {split.tokens} tokens")
-            for shard in split.shards:
-                for file in filter(None, (shard.file, shard.mask)):
-                    if Path(file).name != file:
-                        raise ValueError(f"shard {file} is not in this directory")
-                if (shard.mask is None) != (shard.mask_sha256 is None):
-                    raise ValueError(f"shard {shard.file} has a mask without checksum, or none")
+        if not 0 <= self.eos_id < self.vocab_size:
+            raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
+        skipped = (self.skipped_empty, self.skipped_undecodable, self.skipped_duplicates)
+        if min(*skipped, self.heldout_unigram_entropy) < 0:
+            raise ValueError("skipped_* and heldout_unigram_entropy must not be negative")
+        check_splits(self.splits)
 
     def save(self, directory: Path) -> None:
         """Write it into `directory`."""
         replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def check_splits(splits: Mapping[str, Split]) -> None:
+    """Raise ValueError if a split is missing or contradicts itself."""
+    if missing := [name for name in SPLITS if name not in splits]:
+        raise ValueError(f"splits.{missing[0]} is missing")
+    for name, split in splits.items():
+        split.check(name)
 
 
 def together(splits: Sequence[Split]) -> Split:
@@ -262,7 +274,8 @@ class HashedFile:
     """A file that is hashed as it is written."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._digest = path, path.open("wb"), hashlib.sha256()
+        self._path, self._digest = path, hashlib.sha256()
+        self._file = os.fdopen(open_to_write(path), "wb")
 
     def write(self, content: np.ndarray) -> None:
         """Append an array's bytes."""
@@ -364,8 +377,3 @@ class TokenStream:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
-
-
-def again(directory: Path) -> str:
-    """Return the advice for a damaged directory of shards."""
-    return f"delete {directory} to prepare it again"

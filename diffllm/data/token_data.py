@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from diffllm.data.shards import Manifest, Stream, TokenStream, again
+from diffllm.data.shards import Manifest, Stream, TokenStream
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import tokenizer_in
-from diffllm.errors import DataError
+from diffllm.data.tokenizer_files import check_tokenizer, tokenizer_in
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,11 @@ class TokenData:
         """The sources that it is a mixture of: none."""
         return {}
 
+    @property
+    def former_corpus(self) -> str:
+        """The hash that older versions computed for the same corpus."""
+        return self.manifest.corpus
+
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that the shards were written with."""
         return Tokenizer.from_file(tokenizer_in(self.directory))
@@ -34,10 +38,7 @@ class TokenData:
         """Raise DataError unless manifest, tokenizer and every shard are there, of their sizes."""
         for name in self.manifest.splits:
             self.split(name)
-        if not tokenizer_in(self.directory).is_file():
-            raise DataError(
-                f"{tokenizer_in(self.directory)}: no such file; {again(self.directory)}"
-            )
+        check_tokenizer(tokenizer_in(self.directory))
 
     def split(self, name: str) -> Stream:
         """Open the tokens of "train" or "heldout"; raises DataError if a shard is damaged."""

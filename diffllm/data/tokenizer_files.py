@@ -6,8 +6,9 @@ import os
 import re
 from pathlib import Path
 
+from diffllm.data.verified import usable
 from diffllm.errors import CheckpointError, DataError
-from diffllm.files import readable, replace_file
+from diffllm.files import read_bytes, readable, replace_file
 from diffllm.files.reading import open_regular
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
@@ -29,9 +30,8 @@ def located(name: str | Path) -> Path:
             return located(file)
         raise DataError(f"{path} has neither {MODEL} nor {FAST}")
     if path.is_file():
-        if (size := path.stat().st_size) > LARGEST_TOKENIZER:
-            raise DataError(f"{path} has {size:,} bytes, more than {LARGEST_TOKENIZER:,}")
-        return path
+        with usable(path), open_regular(path, LARGEST_TOKENIZER, follow=True):
+            return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.suffix in (".model", ".json"):
         raise DataError(f"{path}: no such tokenizer file")
     from huggingface_hub import hf_hub_download
@@ -63,14 +63,22 @@ def tokenizer_of(run: Path) -> Path:
     raise CheckpointError(f"{run} has no {MODEL}")
 
 
+def check_tokenizer(path: Path) -> None:
+    """Raise DataError unless a tokenizer's file in the cache can be read."""
+    with usable(path, path.parent), open_regular(path, LARGEST_TOKENIZER, follow=True):
+        pass
+
+
 def tokenizer_files(path: Path) -> dict[str, bytes]:
     """Read what makes up the tokenizer of `path`, by the names that it has in a directory."""
+    with usable(path):
+        content = read_bytes(path, LARGEST_TOKENIZER, follow=True)
     if path.suffix != ".json":
-        return {MODEL: path.read_bytes()}
+        return {MODEL: content}
     from diffllm.data.fast_tokenizer import FastTokenizer
 
     config = json.dumps({"eos_token": FastTokenizer(path).eos_token}) + "\n"
-    return {FAST: path.read_bytes(), FAST_CONFIG: config.encode()}
+    return {FAST: content, FAST_CONFIG: config.encode()}
 
 
 def write_tokenizer(path: Path, directory: Path) -> None:

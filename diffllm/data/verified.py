@@ -11,11 +11,13 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
 
-from diffllm.files import replace_file
+from diffllm.errors import DataError
+from diffllm.files import read_text, replace_file
 
 VALID_SECONDS = 24 * 3600
 """Seconds for which a mark counts."""
@@ -59,7 +61,7 @@ def is_marked(mark: Path, path: Path, sha256: str) -> bool:
         written = mark.stat().st_mtime
         return (
             abs(time.time() - written) < VALID_SECONDS
-            and mark.read_text() == f"{sha256} {identity_of(path)}\n"
+            and read_text(mark, 1000) == f"{sha256} {identity_of(path)}\n"
         )
     except (OSError, ValueError):
         return False
@@ -92,3 +94,23 @@ def settled_identity(path: Path) -> str:
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
     return identity_of(path)
+
+
+def again(directory: Path) -> str:
+    """Return the advice for a damaged file or directory of the cache."""
+    return f"delete {directory} to prepare it again"
+
+
+@contextlib.contextmanager
+def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
+    """Turn a reader's OSError or ValueError into a DataError that names the file.
+
+    Args:
+        directory: part of the cache, which the message advises to delete.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        advice = f"; {again(directory)}" if directory else ""
+        raise DataError(f"{file}: unusable ({reason}){advice}") from error

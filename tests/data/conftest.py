@@ -10,7 +10,7 @@ from sample_texts import sample_documents
 
 from diffllm.data import TokenData, TokenStream, prepare, shards
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.shards import Manifest, ShardWriter
+from diffllm.data.shards import Manifest, ShardWriter, Split
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             skipped_empty=0,
             skipped_undecodable=0,
             heldout_unigram_entropy=0.0,
-            splits={"train": writer.finish()},
+            splits={"train": writer.finish(), "heldout": Split(0, 0, 0, [])},
         )
         manifest.save(directory)
         return TokenStream(directory, Manifest.load(directory), "train")

@@ -21,6 +21,7 @@ from diffllm.data.preparation.encoding import left_out_path
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.errors import DataError
+from diffllm.files.arrays import write_array
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -115,7 +116,7 @@ def test_what_is_left_out_is_what_a_set_has_seen(
         expected = []
         for number, part in enumerate(parts):
             spread = np.array([value * 2**59 % 2**64 for value in part], dtype=np.uint64)
-            np.save(hashes.path(number), spread)
+            write_array(hashes.path(number), spread)
             expected.append([])
             for place, value in enumerate(spread.tolist()):
                 if value in seen:

@@ -138,7 +138,7 @@ def test_a_corpus_is_prepared_with_it(directory: Path, corpus_file: Path, make_c
     text = data.tokenizer().decode(stream.tokens(0, len(stream)).tolist())
     assert corpus_file.read_text().splitlines()[3] in text
     (data.directory / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match="no such file; delete"):
+    with pytest.raises(DataError, match=r"No such file or directory\); delete"):
         data.check()
 
 

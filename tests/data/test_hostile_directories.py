@@ -98,6 +98,6 @@ def test_a_file_that_is_written_over_while_it_is_read(
     some = part.read()
     next(some)
     rewrite(directory / "a.jsonl")
-    with pytest.raises(DataError, match=r"a.jsonl: changed while it was prepared; start again"):
+    with pytest.raises(DataError, match=r"a.jsonl: changed since it was hashed; start again"):
         list(some)
     assert prepare(make_config(source="hub", dataset=str(directory), vocab_size=265))

@@ -172,7 +172,7 @@ def test_a_file_that_is_written_over_on_the_way(
         return real(*args, **more)
 
     monkeypatch.setattr(owner, name, late)
-    with pytest.raises(DataError, match=r"changed while it was prepared; start again"):
+    with pytest.raises(DataError, match=r"changed since it was hashed; start again"):
         prepare(cfg)
     made = [path.parent.name for path in cache.glob("tok*/*") if path.name.isalnum()]
     assert made == ["tokenizers"] * (name in ("encode", "manifest"))
@@ -183,7 +183,8 @@ def test_a_file_that_is_written_over_on_the_way(
 def test_what_was_begun_is_removed_only_where_nobody_needs_it(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, rng: random.Random
 ) -> None:
-    """A former content of the same files is not needed, unless somebody is at it."""
+    """Remove directories of a former content of the same files, and those that a kill left before
+    they had an origin, unless a process holds their lock."""
     cache = tmp_path / "cache"
 
     def begin(drawn: Drawn) -> Path:
@@ -205,8 +206,12 @@ def test_what_was_begun_is_removed_only_where_nobody_needs_it(
     with FileLock(first.with_name(f"{name}.lock")):
         second = begin(drawn)
         assert first.is_dir()
+    killed, held, older = (cache / "tokens" / f"{name * 32}.partial-0" for name in "abc")
+    for directory in (killed, held, older):
+        directory.mkdir()
+    (older / "part-00000.json").touch()
     drawn = sources.rewritten(rng, drawn)
-    check(drawn, tokenizer, cache)
-    assert not first.exists()
-    assert not second.exists()
-    assert other.is_dir()
+    with FileLock(held.with_name(f"{'b' * 32}.lock")):
+        check(drawn, tokenizer, cache)
+    assert not any(path.exists() for path in (first, second, killed))
+    assert all(path.is_dir() for path in (other, held, older))

@@ -1,9 +1,12 @@
 """Tokens of other libraries are read where they lie, and are what these wrote."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,11 @@ from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.imported import parquet
 from diffllm.data.imported.files import TokenFile, WithEnds, ended
+from diffllm.data.imported.megatron import HEADER, MAGIC
 from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
-from diffllm.errors import ConfigError, DataError
+from diffllm.errors import CheckpointError, ConfigError, DataError
+from diffllm.evaluation.own_data import own_data
+from diffllm.state import LoopState, continued
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
@@ -107,6 +113,87 @@ def test_files_that_moved_are_the_same_corpus(make: Make, tmp_path: Path) -> Non
     assert second.directory == first.directory
     assert second.paths == (str(moved),)
     assert np.array_equal(second.split("heldout").tokens(0, 9), first.split("heldout").tokens(0, 9))
+
+
+def write_index(path: Path, lengths: np.ndarray) -> None:
+    """Write the index of a file of tokens of 2 bytes, whose documents have these lengths."""
+    ends = np.cumsum(lengths)
+    if path.suffix == ".ds":
+        ends.astype("<u8").tofile(path.with_name(f"{path.name}.index"))
+        return
+    head = HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1)
+    places, firsts = 2 * (ends - lengths), np.arange(len(lengths) + 1)
+    content = lengths.astype("<i4").tobytes() + np.append(places, firsts).astype("<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(head + content)
+
+
+@pytest.mark.parametrize("name", ["t.bin", "t.ds"])
+def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
+    make: Make, tmp_path: Path, name: str
+) -> None:
+    lengths, path = np.arange(20, 60), tmp_path / name
+    np.full(lengths.sum(), 7, "<u2").tofile(path)
+    write_index(path, lengths)
+    before = prepare(make(path))
+    train = before.split("train")
+    edited = np.concatenate([lengths[:10], lengths[20:9:-1], lengths[21:]])
+    write_index(path, edited)
+    for read in (lambda: before.split("heldout"), lambda: train.tokens(0, len(train))):
+        with pytest.raises(DataError, match="changed since it was"):
+            read()
+    after = prepare(make(path))
+    assert after.manifest.corpus != before.manifest.corpus
+    assert after.directory != before.directory
+    assert after.former_corpus == before.former_corpus
+    write_index(path, lengths)
+    assert prepare(make(path)).manifest == before.manifest
+
+
+def test_checkpoint_without_a_hash_of_the_index_is_resumed(make: Make) -> None:
+    data = prepare(make(FILES / NAMES[0]))
+    order = {"corpus": data.manifest.corpus, "tokens": "t"}
+    loop = LoopState(order={**order, "corpus": data.former_corpus}, data={"sample": 3})
+    saved = {"loop": loop.state_dict()}
+    state, changes = continued(Path("c"), saved, order, [], data.former_corpus)
+    assert (state.data, state.order["corpus"], changes) == ({"sample": 3}, order["corpus"], {})
+    with pytest.raises(CheckpointError, match="corpus: "):
+        continued(Path("c"), saved, order, [], "another")
+
+
+def test_run_without_a_hash_of_the_index_is_evaluated_on_its_data(
+    make: Make, tmp_path: Path
+) -> None:
+    cfg = SimpleNamespace(data=make(FILES / NAMES[0]), prepare=None)
+    data = prepare(cfg.data)
+    for corpus in (data.manifest.corpus, data.former_corpus):
+        (tmp_path / "run.json").write_text(json.dumps({"corpus": corpus}))
+        assert own_data(tmp_path, cfg) == data
+    (tmp_path / "run.json").write_text(json.dumps({"corpus": "another"}))
+    with pytest.raises(ConfigError, match=r"the corpus that .* is not what the run was trained on"):
+        own_data(tmp_path, cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "pipe"), [("t.bin", "t.bin"), ("t.bin", "t.idx"), ("t.ds", "t.ds.index")]
+)
+def test_pipe_in_place_of_a_file_is_refused(
+    make: Make, tmp_path: Path, name: str, pipe: str
+) -> None:
+    np.full(90, 7, "<u2").tofile(tmp_path / name)
+    write_index(tmp_path / name, np.full(9, 10))
+    (tmp_path / pipe).unlink()
+    os.mkfifo(tmp_path / pipe)
+    with pytest.raises(DataError, match=rf"{tmp_path / pipe}.*(not a regular|no such|not a) file"):
+        prepare(make(tmp_path / name))
+
+
+@pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
+def test_documents_that_do_not_follow_each_other_are_refused_or_read(ends: list[int]) -> None:
+    content = np.arange(9, dtype=np.int32)
+    file = WithEnds(TokenFile(Path("f"), content, lambda i: ends[i], len(ends), 90), EOS)
+    for start in range(len(file)):
+        with suppress(DataError):
+            assert len(file.tokens(start, len(file))) == len(file) - start
 
 
 def test_a_stream_can_be_sent_to_a_loader_process(make: Make) -> None:
@@ -226,7 +313,7 @@ def test_a_file_that_grew_is_counted_anew(make: Make, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + np.array([5, EOS], "<u2").tobytes())
     index = path.with_name(f"{path.name}.index")
     index.write_bytes(index.read_bytes() + np.array([len(ALL) + 2], "<u8").tobytes())
-    with pytest.raises(DataError, match=r"1,908 tokens where 1,906 were; delete"):
+    with pytest.raises(DataError, match=r"ds.index: changed since it was hashed; start again"):
         data.split("train")
     assert prepare(make(path)).directory != data.directory
 
@@ -234,7 +321,7 @@ def test_a_file_that_grew_is_counted_anew(make: Make, tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_gone_is_noticed(make: Make) -> None:
     data = prepare(make(FILES / NAMES[0]))
     (data.directory / "tokenizer.model").unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.model: no such file; delete .* prepare it"):
+    with pytest.raises(DataError, match=r"tokenizer\.model: unusable .* delete .* prepare it"):
         prepare(make(FILES / NAMES[0]))
 
 

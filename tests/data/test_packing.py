@@ -286,11 +286,29 @@ def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, nam
     content = bytearray(file.read_bytes())
     content[3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"plan: unusable \({name} is not as it was written\)"):
+    with pytest.raises(DataError, match=rf"{name}: unusable \(is not as it was written\)"):
         Plan(tmp_path / "plan")[0]
     file.write_bytes(content[:-1])
     with pytest.raises(DataError, match=rf"{name} is not of the {len(content)} bytes written"):
         Plan(tmp_path / "plan")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
+)
+def test_forged_piece_that_does_not_fit_is_refused(
+    sequences: PackedSequences, tmp_path: Path, name: str, value: int
+) -> None:
+    file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"
+    content = np.fromfile(file, plan_module.ARRAYS[name])
+    content[:] = value
+    content.tofile(file)
+    said = json.loads(record.read_text())
+    said["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    record.write_text(json.dumps(said))
+    sequences.plan = Plan(tmp_path / "plan")
+    with pytest.raises(DataError, match=r"plan.json: unusable \(has a piece .*; delete"):
+        sequences.read(np.arange(2))
 
 
 # From the config

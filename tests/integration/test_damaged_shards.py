@@ -214,7 +214,7 @@ def wider(manifest: dict) -> None:
         (lambda path: path.with_name("manifest.json").unlink(), ["manifest.json", "No such"]),
         (
             lambda path: path.with_name("tokenizer.model").unlink(),
-            ["tokenizer.model", "no such file"],
+            ["tokenizer.model", "No such file"],
         ),
     ],
     ids=[

@@ -7,7 +7,9 @@ line that ends with the bytes of a token.
 from pathlib import Path
 
 from diffllm.data.imported.files import TokenFile, array_in, check_last_end
+from diffllm.data.verified import usable
 from diffllm.errors import DataError
+from diffllm.files import read_text
 
 TYPES = {2: "<u2", 4: "<u4"}
 
@@ -34,7 +36,8 @@ def token_size(path: Path, vocab_size: int) -> int:
     metadata = path.with_name(f"{path.name}.metadata")
     if not metadata.is_file():
         return 2 if vocab_size <= 2**16 else 4
-    said = metadata.read_text().partition("\n")[0].rpartition("|")[2]
+    with usable(metadata):
+        said = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
     if said not in map(str, TYPES):
         raise DataError(f"{metadata}: tokens of {said!r} bytes are not known; 2 or 4")
     return int(said)

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.data.file_array import FileArray
+from diffllm.data.verified import usable
 from diffllm.errors import DataError
+from diffllm.files.reading import open_regular
 
 SAMPLED = 64
 """Places of a file that its fingerprint reads, beside its ends."""
@@ -62,6 +64,8 @@ class WithEnds:
         document = bisect_right(range(self.documents), start, key=self.end_of)
         while start < stop:
             end = self.end_of(document)
+            if not document <= start < end <= len(self):
+                raise DataError(f"{self.path}: the documents of its index do not follow each other")
             last = min(stop, end - 1)  # what is at end - 1 is the mark
             if start < last:
                 place = len(out) - (stop - start)
@@ -79,6 +83,8 @@ def ended(file: TokenFile, eos_id: int) -> Tokens:
     """The file, with ends where its documents have none; raises DataError where only some have."""
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
     ends = [file.end_of(int(i)) for i in looked_at]
+    if min(ends) < 0 or max(ends) > len(file):
+        raise DataError(f"{file.path}: its index has documents outside of the file")
     last = [int(file.content[end - 1]) == eos_id for end in ends if end]
     if all(last):
         return file
@@ -106,7 +112,7 @@ def fingerprint(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     starts = np.unique(np.linspace(0, max(0, size - BLOCK), SAMPLED).astype(np.int64))
-    with path.open("rb") as file:
+    with usable(path), open_regular(path, 2**63, follow=True) as file:
         for start in starts.tolist():
             file.seek(start)
             digest.update(file.read(BLOCK))

@@ -13,6 +13,7 @@ import numpy as np
 from diffllm.data.file_array import FileArray
 from diffllm.data.imported.files import LOOKED_AT, TokenFile, array_in, check_last_end
 from diffllm.errors import DataError
+from diffllm.files.reading import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -27,10 +28,11 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     """
     index = path.with_suffix(".idx")
     try:
-        with index.open("rb") as file:
+        with open_regular(index, 2**63, follow=True) as file:
             head = file.read(HEADER.size)
-    except OSError as error:
-        raise DataError(f"{index}: {error.strerror}; {path.name} needs its index") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{index}: {reason}; {path.name} needs its index") from error
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise DataError(f"{index} is no index of Megatron's: it does not begin with MMIDIDX")
     _, version, code, sequences, marks = HEADER.unpack(head)

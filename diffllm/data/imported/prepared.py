@@ -1,8 +1,7 @@
 """Tokens of other libraries as a corpus: nothing is tokenised, and nothing copied."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,12 @@ from diffllm.data.shards import (
     entropy,
     token_dtype,
 )
-from diffllm.data.text.file_index import combined_hash
+from diffllm.data.text.file_index import FileFacts, check_unchanged, combined_hash, file_facts
 from diffllm.data.text.files import expand
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import located, write_tokenizer
+from diffllm.data.verified import usable
 from diffllm.errors import DataError
 from diffllm.files import build_once
 
@@ -41,17 +41,27 @@ class FilesStream:
     masked = False
 
     def __init__(
-        self, split: str, paths: Sequence[str], tokenizer: tuple[int, int], start: int, stop: int
+        self,
+        split: str,
+        paths: Sequence[str],
+        tokenizer: tuple[int, int],
+        start: int,
+        stop: int,
+        indexes: Mapping[str, FileFacts] | None = None,
     ) -> None:
-        """Open the files; raises DataError.
+        """Open the files; raises DataError, also for an index that has changed.
 
         Args:
             tokenizer: pieces, and the one that ends a document.
             start, stop: the stretch, in tokens of all files together.
+            indexes: the facts of index files when the tokens were prepared.
         """
         self.split, self.paths, self.tokenizer = split, list(paths), tokenizer
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.indexes = start, stop, dict(indexes or {})
         self.whole = JoinedTokens([open_tokens(Path(path), *tokenizer) for path in paths])
+        for path, facts in self.indexes.items():  # after opening: an open array notices a change
+            with usable(Path(path)):
+                check_unchanged(Path(path), facts)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -66,11 +76,9 @@ class FilesStream:
         """Return that all of tokens [start, stop) are to be predicted, (stop - start,) bool."""
         return np.ones(stop - start, np.bool_)
 
-    def __getstate__(self) -> tuple[object, ...]:
-        return self.split, self.paths, self.tokenizer, self.start, self.stop
-
-    def __setstate__(self, state: tuple[object, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        state = (self.split, self.paths, self.tokenizer, self.start, self.stop, self.indexes)
+        return FilesStream, state
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,14 @@ class ImportedData(TokenData):
 
     paths: tuple[str, ...]
     """The files, which may have moved since they were counted."""
+    indexes: dict[str, FileFacts]
+    """The facts of their index files, by path."""
+    former: str
+    """The hash of the corpus without its index files, as older versions computed it."""
+
+    @property
+    def former_corpus(self) -> str:
+        return self.former
 
     def split(self, name: str) -> FilesStream:
         """Open the tokens of "train" or "heldout"; raises DataError where files have changed."""
@@ -88,7 +104,7 @@ class ImportedData(TokenData):
         heldout = manifest.splits["heldout"].tokens
         start, stop = (0, train) if name == "train" else (train, train + heldout)
         tokenizer = manifest.vocab_size, manifest.eos_id
-        stream = FilesStream(name, self.paths, tokenizer, start, stop)
+        stream = FilesStream(name, self.paths, tokenizer, start, stop, self.indexes)
         if len(stream.whole) != train + heldout:
             raise DataError(
                 f"{', '.join(self.paths[:3])}: {len(stream.whole):,} tokens where "
@@ -130,23 +146,38 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
         raise DataError(f"data.paths={cfg.paths}: none of {known}, and no directory of ours")
     prints = [fingerprint(path) for path in paths]
     names = tuple(map(str, paths))
-    key = combined_hash(["tokens", prints, tokenizer.pieces_hash, cfg.heldout_fraction])
+    found = [index for path in paths for index in index_files(path)]
+    facts = dict(zip(map(str, found), file_facts(found, cache_dir), strict=True))
+    former = ["tokens", prints, cfg.heldout_fraction]
+    corpus = combined_hash([*former, [each.sha256 for each in facts.values()]])
+    key = combined_hash([corpus, tokenizer.pieces_hash])
 
     def build(directory: Path) -> None:
         write_tokenizer(located(str(cfg.tokenizer)), directory)
-        manifest = counted(names, prints, tokenizer, cfg.heldout_fraction)
-        (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+        counted(names, prints, tokenizer, cfg.heldout_fraction, corpus).save(directory)
 
     directory = cache_dir / "tokens" / key[:32]
     build_once(directory, build)
-    return ImportedData(directory, names)
+    return ImportedData(directory, names, facts, combined_hash(former))
+
+
+def index_files(path: Path) -> list[Path]:
+    """List the files that say where the documents of a file of tokens lie."""
+    sisters = [path.with_suffix(".idx")]
+    if path.suffix == ".ds":
+        sisters = [path.with_name(f"{path.name}.{end}") for end in ("index", "metadata")]
+    return [sister for sister in sisters if sister.is_file()]
 
 
 def counted(
-    paths: Sequence[str], prints: Sequence[str], tokenizer: Tokenizer, fraction: float
+    paths: Sequence[str], prints: Sequence[str], tokenizer: Tokenizer, fraction: float, corpus: str
 ) -> Manifest:
     """Count files of tokens, and cut off the end of all, from the end of a document on, to be held
-    out."""
+    out.
+
+    Args:
+        corpus: hash of all files and indexes.
+    """
     from diffllm.data.heldout import end_behind  # imports torch, which a second start does without
 
     files = [open_tokens(Path(path), tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
@@ -166,7 +197,7 @@ def counted(
     documents = sum(file.documents for file in files)
     splits: dict[str, Split] = {}
     for name, start, stop, within in (
-        ("train", 0, cut, documents - heldout),
+        ("train", 0, cut, max(documents - heldout, 0)),
         ("heldout", cut, length, heldout),
     ):
         shards = []
@@ -178,7 +209,7 @@ def counted(
     return Manifest(
         format_version=FORMAT_VERSION,
         source=f"tokens of {names_of(paths)}",
-        corpus=combined_hash(["tokens", list(prints), fraction]),
+        corpus=corpus,
         pieces_hash=tokenizer.pieces_hash,
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,

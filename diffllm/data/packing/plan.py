@@ -21,9 +21,9 @@ from diffllm.data.file_array import FileArray
 from diffllm.data.packing.best_fit import best_fit_decreasing
 from diffllm.data.packing.pieces import pieces, windows
 from diffllm.data.progress import track
-from diffllm.data.shards import Stream, again
-from diffllm.data.verified import identity_of, is_at, leave_mark, matches
-from diffllm.errors import DataError
+from diffllm.data.shards import Stream
+from diffllm.data.verified import again, identity_of, is_at, leave_mark, matches, usable
+from diffllm.files.typed import read_typed
 from diffllm.printing import to_stderr
 
 VERSION = 1
@@ -69,6 +69,36 @@ class PackingCounts:
         return PackingCounts(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
+@dataclass(frozen=True)
+class PlanFile:
+    """The size and the checksum of a file of a plan."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The content of plan.json."""
+
+    counts: PackingCounts
+    files: dict[str, PlanFile]
+    """By the names of ARRAYS."""
+
+    def check(self, directory: Path) -> None:
+        """Raise ValueError for counts and sizes that contradict each other or the files."""
+        if min(vars(self.counts).values()) < 0:
+            raise ValueError("counts must not be negative")
+        if missing := ARRAYS.keys() - self.files:
+            raise ValueError(f"files.{min(missing)} is missing")
+        for name in ARRAYS:
+            if (directory / name).stat().st_size != self.files[name].bytes:
+                raise ValueError(f"{name} is not of the {self.files[name].bytes} bytes written")
+        starts, lengths, firsts = (self.files[name].bytes for name in ARRAYS)
+        if starts != 2 * lengths or firsts != 8 * (self.counts.sequences + 1):
+            raise ValueError("its files do not have the sizes that its counts give")
+
+
 def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
     """Pack the documents of a stream, which end with `eos_id`; write the plan into a directory."""
     started = time.monotonic()
@@ -94,7 +124,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     padding = sequences * seq_len - len(stream)
     counts = PackingCounts(documents, cut, len(stream), sequences, padding)
     described = {name: facts(directory / name) for name in ARRAYS}
-    plan = {"counts": asdict(counts), "files": described}
+    plan = asdict(PlanRecord(counts, described))
     (directory / PLAN).write_text(json.dumps(plan, indent=2) + "\n")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
@@ -117,12 +147,12 @@ def slots(window: np.ndarray, seq_len: int) -> np.ndarray:
     return lengths + ((before > 0) & (lengths < seq_len))
 
 
-def facts(path: Path) -> dict[str, Any]:
+def facts(path: Path) -> PlanFile:
     """Return the size and the checksum of a file, and mark it as compared."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     leave_mark(path, digest, identity_of(path))
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    return PlanFile(path.stat().st_size, digest)
 
 
 class Plan:
@@ -135,15 +165,10 @@ class Plan:
         """Open it; raises DataError if a file is missing or of another size."""
         self._directory = directory
         self._open: dict[str, FileArray] = {}
-        try:
-            said = json.loads((directory / PLAN).read_text())
-            self.counts = PackingCounts(**said["counts"])
-            self._files: dict[str, dict[str, Any]] = {name: said["files"][name] for name in ARRAYS}
-            for name, file in self._files.items():
-                if (directory / name).stat().st_size != file["bytes"]:
-                    raise ValueError(f"{name} is not of the {file['bytes']} bytes written")
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise self._damaged(getattr(error, "strerror", None) or error) from error
+        with usable(directory / PLAN, directory):
+            record = read_typed(directory / PLAN, PlanRecord, follow=True)
+            record.check(directory)
+        self.counts, self._files = record.counts, record.files
 
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
         """Return the pieces of a sequence: first token and tokens of each, as they lie in it;
@@ -152,21 +177,21 @@ class Plan:
         here = slice(*firsts[sequence : sequence + 2].tolist())
         return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
 
+    def require(self, fits: bool) -> None:
+        """Raise DataError unless a piece fits into the stream and into its sequence."""
+        with usable(self._directory / PLAN, self._directory):
+            if not fits:
+                raise ValueError("has a piece that does not fit")
+
     def _array(self, name: str) -> FileArray:
         if name not in self._open:
             path = self._directory / name
             array = FileArray(path, ARRAYS[name], advice=f"; {again(self._directory)}")
-            try:
-                as_written = matches(path, self._files[name]["sha256"])
-            except OSError as error:
-                raise self._damaged(f"{name}: {error.strerror}") from error
-            if not as_written or not is_at(path, array.identity):
-                raise self._damaged(f"{name} is not as it was written")
+            with usable(path, self._directory):
+                if not matches(path, self._files[name].sha256) or not is_at(path, array.identity):
+                    raise ValueError("is not as it was written")
             self._open[name] = array
         return self._open[name]
-
-    def _damaged(self, problem: object) -> DataError:
-        return DataError(f"{self._directory}: unusable ({problem}); {again(self._directory)}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}

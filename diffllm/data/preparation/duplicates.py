@@ -19,8 +19,10 @@ from diffllm.data.preparation.sharing import share_parts
 from diffllm.data.preparation.workers import Meter
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.verified import usable
 from diffllm.data.waiting import held, said_if_long
-from diffllm.files import build_once, sync
+from diffllm.files import build_once
+from diffllm.files.arrays import read_array, write_array
 
 AT_ONCE = 2**25
 """Hashes that are compared at a time, in about 1 GB of memory."""
@@ -40,8 +42,8 @@ class Hashes:
     def is_done(self, number: int) -> bool:
         """Whether a part has been hashed."""
         try:
-            np.load(self.path(number), mmap_mode="r")
-        except (OSError, ValueError):  # also what a power cut has left of one
+            read_array(self.path(number), "<u8")
+        except (OSError, ValueError):  # also for a file that a power cut has cut off
             return False
         return True
 
@@ -51,15 +53,14 @@ class Hashes:
         for documents, _ in batches(self.corpus.parts[number]):
             found.append(document_hashes(documents))
             meter.add(sum(len(document.text) for document in documents), 0)
-        unfinished = self.directory / f".part-{number:05d}.npy"
-        np.save(unfinished, np.concatenate(found))
-        sync(unfinished)
-        unfinished.replace(self.path(number))
+        write_array(self.path(number), np.concatenate(found))
 
     def read(self) -> Iterator[np.ndarray]:
         """Yield the hashes of the parts in order, (documents,) uint64 each."""
         for number in range(len(self.corpus.parts)):
-            yield np.load(self.path(number))
+            with usable(self.path(number), self.directory):
+                hashes = read_array(self.path(number), "<u8")
+            yield hashes
 
 
 def find_duplicates(
@@ -71,7 +72,7 @@ def find_duplicates(
     no other has hashed, or is hashing. Raises as `share_parts`.
     """
     hashed = [hashes_of(each, cache_dir, how) for each in (*before, corpus)]
-    key = combined_hash([hashes.directory.name for hashes in hashed])
+    key = combined_hash(["with checksums", *(hashes.directory.name for hashes in hashed)])
     directory = cache_dir / "duplicates" / key[:32]
     with said_if_long(f"the comparison of documents in {directory}"):
         build_once(directory, partial(write_left_out, hashed))
@@ -123,4 +124,4 @@ def write_left_out(hashed: Sequence[Hashes], directory: Path) -> None:
     of_last = len(ends) - 1 - len(hashed[-1].corpus.parts)
     for number, (start, stop) in enumerate(pairwise(ends[of_last:].tolist())):
         low, high = np.searchsorted(left_out, (start, stop))
-        np.save(left_out_path(directory, number), left_out[low:high] - start)
+        write_array(left_out_path(directory, number), left_out[low:high] - start)

@@ -12,15 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from diffllm.data.preparation.workers import Meter
-from diffllm.data.shards import ShardWriter, Split
+from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits
 from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.data.verified import usable
 from diffllm.errors import DataError
-from diffllm.files import replace_file, sync
+from diffllm.files import replace_file
+from diffllm.files.arrays import read_array, write_array
+from diffllm.files.typed import read_typed
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
-SPLITS = ("train", "heldout")
 ALL_HASHES = 2**64
+HALF = 2**63
+"""Hashes less this fit into 64 bits with a sign, as numbers of JSON must."""
 
 
 class Document(NamedTuple):
@@ -43,25 +47,25 @@ class PartRecord:
     splits: dict[str, Split]
     skipped_empty: int
     skipped_duplicates: int
-    heldout_below: int
-    """Documents whose hash is below this are held out."""
-    least_hash: int | None
-    most_hash: int | None
+    below: int
+    """Documents whose hash is below this are held out; all hashes here are less HALF."""
+    least: int | None
+    most: int | None
     """The range of the documents' hashes; None where there is no document."""
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read the record of a part."""
-        stored = json.loads(record_path(directory, number).read_text())
-        splits = {name: Split.of(split) for name, split in stored["splits"].items()}
-        return cls(**{**stored, "splits": splits})
+        """Read the record of a part; raises OSError, or ValueError for a damaged record."""
+        record = read_typed(record_path(directory, number), cls)
+        check_splits(record.splits)
+        return record
 
     def changes_with(self, below: int) -> bool:
         """Whether another hash below which documents are held out holds others out here."""
-        low, high = sorted((below, self.heldout_below))
-        if self.least_hash is None or self.most_hash is None or low == high:
+        low, high = sorted((below - HALF, self.below))
+        if self.least is None or self.most is None or low == high:
             return False
-        return self.least_hash < high and self.most_hash >= low
+        return self.least < high and self.most >= low
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Encoding:
         """Read the record of a part; None where it is not done."""
         try:
             return PartRecord.load(self.records, number)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError):
             return None
 
     def encode(self, number: int, meter: Meter, threads: int) -> None:
@@ -108,7 +112,10 @@ class Encoding:
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
-        repeated = np.load(left_out_path(self.left_out, number)) if self.left_out else None
+        repeated = None
+        if self.left_out:
+            with usable(path := left_out_path(self.left_out, number), self.left_out):
+                repeated = read_array(path, "<i8")
         empty, seen, least, most = 0, 0, ALL_HASHES, -1
         for kept, blank in batches(self.parts[number]):
             empty += blank
@@ -136,17 +143,16 @@ class Encoding:
         splits = {split: writer.finish() for split, writer in writers.items()}
         counts = writers["heldout"].counts
         there_are = np.flatnonzero(counts)
-        np.save(counts_path(self.records, number), np.stack((there_are, counts[there_are])))
+        write_array(counts_path(self.records, number), np.stack((there_are, counts[there_are])))
         there = most >= 0
         record = PartRecord(
             splits=splits,
             skipped_empty=empty,
             skipped_duplicates=0 if repeated is None else len(repeated),
-            heldout_below=self.heldout_below,
-            least_hash=least if there else None,
-            most_hash=most if there else None,
+            below=self.heldout_below - HALF,
+            least=least - HALF if there else None,
+            most=most - HALF if there else None,
         )
-        sync(counts_path(self.records, number))
         replace_file(record_path(self.records, number), json.dumps(asdict(record)))
 
     def tokens_of(

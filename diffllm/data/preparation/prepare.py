@@ -18,7 +18,7 @@ from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import MODEL, located
+from diffllm.data.tokenizer_files import MODEL, check_tokenizer, located
 from diffllm.data.waiting import said_if_long
 from diffllm.errors import DataError, listed
 from diffllm.files import build_once
@@ -60,7 +60,8 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
             "ends last writes the whole"
         ) from None
     except OSError as error:
-        raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
+        where = f"{error.filename}: " if error.filename not in (None, str(cache_dir)) else ""
+        raise DataError(f"data.cache_dir={cache_dir}: {where}{error.strerror or error}") from error
 
 
 def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
@@ -199,6 +200,7 @@ def build_tokenizer(
 
     with said_if_long(f"the tokenizer {path}, which is trained"):
         build_once(path.parent, build)
+    check_tokenizer(path)
 
 
 def under_name(name: str, texts: Iterator[str]) -> Iterator[str]:

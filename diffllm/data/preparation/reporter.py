@@ -1,11 +1,13 @@
 """How far a preparation is: a bar on a terminal, a line a minute in a file and elsewhere."""
 
+import os
 import time
 from datetime import datetime
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from diffllm.files import open_to_append
 from diffllm.printing import to_stderr
 from diffllm.printing.console import Console
 
@@ -69,7 +71,7 @@ class Reporter:
 
     def line(self, text: str, urgent: bool = False) -> None:
         """Append a line to the log, and print it if it is urgent or there is no bar."""
-        with self._log.open("a") as file:
+        with os.fdopen(open_to_append(self._log), "a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}\n")
         if urgent or not self.on_terminal:
             to_stderr(text)

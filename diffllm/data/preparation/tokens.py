@@ -18,23 +18,26 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from diffllm.data.preparation.config import PrepareConfig
-from diffllm.data.preparation.encoding import (
-    SPLITS,
-    Encoding,
-    PartRecord,
-    counts_path,
-)
+from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
 from diffllm.data.preparation.sharing import share_parts
 from diffllm.data.preparation.workers import claim
-from diffllm.data.shards import FORMAT_VERSION, Manifest, entropy, together, token_dtype
+from diffllm.data.shards import (
+    FORMAT_VERSION,
+    SPLITS,
+    Manifest,
+    entropy,
+    together,
+    token_dtype,
+)
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
-from diffllm.data.verified import identity_of, leave_mark
+from diffllm.data.verified import identity_of, leave_mark, usable
 from diffllm.data.waiting import held
 from diffllm.errors import DataError
-from diffllm.files import replace_file, sync
+from diffllm.files import read_text, replace_file, sync
+from diffllm.files.arrays import read_array
 from diffllm.printing import to_stderr
 
 ORIGIN = "origin"
@@ -101,6 +104,7 @@ class TokensJob:
         """Make the directories, and return what encodes a part."""
         tokens = self.partial / TOKENS_BESIDE
         tokens.mkdir(parents=True, exist_ok=True)
+        replace_file(self.partial / ORIGIN, str(self.origin))
         write_tokenizer(self.tokenizer, tokens)
         return Encoding(
             parts=self.corpus.parts,
@@ -139,14 +143,14 @@ class TokensJob:
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         """Write the manifest of all parts, and give the directory its name."""
         parts = range(len(self.corpus.parts))
-        records = [PartRecord.load(self.partial, number) for number in parts]
+        records = self.records(parts)
         if not self.cut:
             below = split_hash(records, encoding.heldout_below)
             again = replace(encoding, heldout_below=below)
             stale = [number for number in parts if records[number].changes_with(below)]
             # Records stay: to another node, which knows nothing of this hash, they are done.
             self.encode(again, stale, how, lambda number: not again.is_stale(number))
-            records = [PartRecord.load(self.partial, number) for number in parts]
+            records = self.records(parts)
         manifest = self.manifest(records, encoding)
         shards = [shard for split in manifest.splits.values() for shard in split.shards]
         named = {name for shard in shards for name in (shard.file, shard.mask)}
@@ -173,21 +177,29 @@ class TokensJob:
             f"in {time.monotonic() - started:.0f} s"
         )
 
+    def records(self, parts: Sequence[int]) -> list[PartRecord]:
+        """Read the records of all parts; raises DataError for a damaged one."""
+        with usable(self.partial, self.partial):
+            return [PartRecord.load(self.partial, number) for number in parts]
+
     def remove_outdated(self) -> None:
-        """Remove what was begun of the same files when they held something else, unless somebody
-        is at it."""
-        if self.origin is None:
-            return
-        replace_file(self.partial / ORIGIN, self.origin)
-        for said in self.final.parent.glob(f"*.partial-*/{ORIGIN}"):
-            begun = said.parent.name.partition(".partial-")[0]
-            if begun == self.final.name or said.read_text() != self.origin:
+        """Remove partial directories of other tokens that no preparation can use, unless a process
+        holds their lock: of an earlier content of the same files, of complete tokens, and those
+        whose process was killed before it wrote the origin."""
+        for partial in self.final.parent.glob("*.partial-*"):
+            begun = partial.name.partition(".partial-")[0]
+            origin = ""
+            with suppress(OSError, ValueError):
+                origin = read_text(partial / ORIGIN, 1000)
+            begun_in_vain = not origin and not any(partial.glob("part-*.json"))
+            complete = partial.with_name(begun).is_dir()
+            if begun == self.final.name or not (begun_in_vain or complete or origin == self.origin):
                 continue
             locks = [FileLock(path) for path in self.final.parent.glob(f"{begun}*.lock")]
             with ExitStack() as stack, suppress(Timeout, OSError):
                 for lock in locks:
                     stack.enter_context(lock.acquire(timeout=0))
-                shutil.rmtree(said.parent)
+                shutil.rmtree(partial)
 
     def remove_partial(self) -> None:
         """Remove what is left of the preparation of a directory that is there."""
@@ -199,7 +211,8 @@ class TokensJob:
         tokenizer = encoding.tokenizer
         heldout = np.zeros(tokenizer.vocab_size, np.int64)
         for number in range(len(records)):
-            there_are, counts = np.load(counts_path(self.partial, number))
+            with usable(path := counts_path(self.partial, number), self.partial):
+                there_are, counts = read_array(path, "<i8", 2)
             heldout[there_are] += counts
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -223,8 +236,8 @@ def split_hash(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash below which documents are held out: the one that is asked for, or the next
     that leaves a document on either side. Raises DataError where duplicates are left out, and less
     than two documents are not."""
-    least = min((r.least_hash for r in records if r.least_hash is not None), default=0)
-    most = max((r.most_hash for r in records if r.most_hash is not None), default=0)
+    least = HALF + min((r.least for r in records if r.least is not None), default=-HALF)
+    most = HALF + max((r.most for r in records if r.most is not None), default=-HALF)
     if least == most:
         raise DataError(
             "fewer than two documents that differ are left to hold one out of, without those that "

@@ -18,10 +18,12 @@ from diffllm.data.progress import track
 from diffllm.data.verified import identity_of, settled_identity
 from diffllm.data.waiting import held
 from diffllm.errors import DataError
-from diffllm.files import replace_file
+from diffllm.files import read_json, replace_file
 
 INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20
+LARGEST_INDEX = 2**32
+"""Limit in bytes."""
 SAVE_SECONDS = 30.0
 """Seconds of hashing that a kill may cost."""
 
@@ -116,7 +118,7 @@ def check_unchanged(path: Path, facts: FileFacts) -> None:
         return
     written, then = identity.split()[:2], facts.identity.split()[:2]
     if written != then or sha256_at(path, identity) != facts.sha256:
-        raise DataError(f"{path}: changed while it was prepared; start again")
+        raise DataError(f"{path}: changed since it was hashed; start again")
 
 
 @cache
@@ -133,8 +135,11 @@ def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
 def _read_index(path: Path) -> dict[str, FileFacts]:
     """Read the stored index; empty when it is missing, damaged or of another version."""
     try:
-        stored = json.loads(path.read_bytes())
+        stored = read_json(path, LARGEST_INDEX, follow=True)
         if stored["version"] != INDEX_VERSION:
+            return {}
+        types = [*FileFacts.__annotations__.values()]
+        if any([type(value) for value in facts] != types for facts in stored["files"].values()):
             return {}
         return {name: FileFacts(*facts) for name, facts in stored["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

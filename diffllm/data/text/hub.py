@@ -28,13 +28,15 @@ from diffllm.data.text.corpus import (
 from diffllm.data.text.file_index import combined_hash, file_facts
 from diffllm.data.text.files import check_all, check_file, unreadable
 from diffllm.data.text.formats import COMPRESSIONS, format_of
+from diffllm.data.verified import usable
 from diffllm.data.waiting import said_if_long
 from diffllm.errors import DataError, printable
-from diffllm.files import replace_file
+from diffllm.files import read_json, replace_file
 from diffllm.printing import to_stderr
 from diffllm.registry import source
 
 MOST_PARTS = 16_384
+COMMIT = r"[0-9a-f]{40}"
 ANSWERS_WITHIN = 60.0
 """Seconds in which the hub has to say which commit a branch stands for."""
 
@@ -177,7 +179,7 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
 
     Asked once: every process and every later run then reads the same corpus, offline too.
     """
-    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+    if revision and re.fullmatch(COMMIT, revision):
         return revision
     stored = cache_dir / "revisions" / f"{combined_hash([dataset, revision])[:32]}.json"
     if not stored.exists():
@@ -195,8 +197,11 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
             if not stored.exists():  # the first process to resolve wins
                 found = {"dataset": dataset, "revision": revision, "sha": info.sha}
                 replace_file(stored, json.dumps(found))
-    sha: str = json.loads(stored.read_text())["sha"]
-    return sha
+    with usable(stored, stored):
+        sha = str(read_json(stored, follow=True).get("sha"))
+        if not re.fullmatch(COMMIT, sha):
+            raise ValueError(f"sha={sha} must be the hash of a commit")
+        return sha
 
 
 @cache

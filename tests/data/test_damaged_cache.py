@@ -1,0 +1,143 @@
+"""A damaged cache of tokens is prepared anew, or refused with a message that names the file."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_texts import sample_documents
+
+from diffllm.data import prepare
+from diffllm.data.config import DataConfig, Packing, SampleBy
+from diffllm.data.packing.sequences import PackedSequences
+from diffllm.data.training_sequences import packed_sequences
+from diffllm.errors import DataError
+
+HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
+UNPICKLED = b"\x93NUMPY\x01\x00\x76\x00" + HEADER.ljust(117) + b"\n" + pickle.dumps([print])
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """A corpus whose cache has every kind of file."""
+    directory = tmp_path_factory.mktemp("kept")
+    (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n")
+    cfg = DataConfig(
+        **{"source": "files", "paths": [str(directory / "t.txt")], "sample_by": SampleBy.line},
+        **{"vocab_size": 300, "heldout_fraction": 0.1, "deduplicate": True},
+        packing=Packing.best_fit,
+        cache_dir=str(directory / "cache"),
+    )
+    read(cfg)
+    return cfg
+
+
+def read(cfg: DataConfig) -> list[list[int]]:
+    """Read the first sequence and a held-out token, and load the tokenizer."""
+    data = prepare(cfg)
+    data.tokenizer()
+    sequences = packed_sequences(data, cfg, 32)  # type: ignore[arg-type]
+    assert isinstance(sequences, PackedSequences)
+    return [sequences.plan[0], data.split("heldout").tokens(0, 1).tolist()]  # type: ignore[list-item]
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def terabyte(path: Path) -> None:
+    os.truncate(path, 2**40)
+
+
+def holds(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None
+
+
+RECORDS = ("file_index.json", "tokens/*/manifest.json", "packing/*/plan.json")
+ARRAYS = ("duplicates/*/left-out-*.npy", "hashes/*/part-*.npy")
+OTHERS = (
+    "tok*/*/tokenizer.model",
+    "tokens/*/train-*.bin",
+    "packing/*/starts.bin",
+    "*/*/.*.verified",
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        *((pattern, fifo) for pattern in (*RECORDS, *ARRAYS, *OTHERS)),
+        *((pattern, terabyte) for pattern in (*RECORDS, *ARRAYS, OTHERS[0])),
+        *((pattern, holds(b"[" * 200_000)) for pattern in RECORDS),
+        *((pattern, holds(b"[]")) for pattern in RECORDS),
+        *((pattern, holds(UNPICKLED)) for pattern in ARRAYS),
+        *((pattern, holds(b"")) for pattern in ARRAYS),
+    ],
+)
+def test_damaged_file_of_the_cache_is_replaced_or_named(
+    kept: DataConfig, tmp_path: Path, pattern: str, damage: Callable[[Path], None]
+) -> None:
+    whole = read(kept)
+    cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
+    for path in cache.glob(pattern):
+        damage(path)
+    if pattern in (*ARRAYS, OTHERS[0]):  # only read to prepare tokens
+        shutil.rmtree(cache / "tokens")
+    said: list[DataError] = []
+    try:
+        found = read(DataConfig(**{**vars(kept), "cache_dir": str(cache)}))
+    except DataError as error:
+        said = [error]
+        found = whole
+    assert found == whole
+    assert all(f"{cache}/" in str(error) for error in said)
+
+
+def edited(file: Path, keys: list[Any], value: Any) -> None:
+    content = inner = json.loads(file.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "value", "message"),
+    [
+        ("manifest", ["vocab_size"], "x", "vocab_size='x' must be a whole number"),
+        ("manifest", ["eos_id"], 300, "eos_id=300 must be below vocab_size=300"),
+        ("manifest", ["dtype"], "object", "dtype object does not go with 300 pieces"),
+        ("manifest", ["splits"], {}, "splits.train is missing"),
+        ("manifest", ["splits", "train", "documents"], -1, "splits.train has a count out of range"),
+        ("manifest", ["splits", "train", "tokens"], 9, "the shards of train do not have its 9"),
+        ("manifest", ["splits", "train", "shards", 0, "file"], "../t", "is not in this directory"),
+        ("manifest", ["splits", "train", "shards", 0, "file"], "a\0", "is not in this directory"),
+        ("manifest", ["heldout_unigram_entropy"], 1e999, "must be a finite number"),
+        ("plan", ["counts", "sequences"], 3, "sizes that its counts give"),
+        ("plan", ["counts", "padding"], -1, "counts must not be negative"),
+        ("plan", ["files"], {}, "files.firsts.bin is missing"),
+        ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
+    ],
+)
+def test_edited_record_is_refused_with_the_key(
+    kept: DataConfig, tmp_path: Path, name: str, keys: list[Any], value: Any, message: str
+) -> None:
+    cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
+    (file,) = cache.glob(f"*/*/{name}.json")
+    edited(file, keys, value)
+    with pytest.raises(DataError, match=rf"{name}.json: unusable .*{message}.*; delete "):
+        read(DataConfig(**{**vars(kept), "cache_dir": str(cache)}))
+
+
+@pytest.mark.parametrize("facts", [7, [1, "", "", True, None], [1, "", "", True]])
+def test_file_index_with_other_types_is_ignored(
+    kept: DataConfig, tmp_path: Path, facts: object
+) -> None:
+    cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
+    edited(cache / "file_index.json", ["files", kept.paths[0]], facts)
+    assert read(DataConfig(**{**vars(kept), "cache_dir": str(cache)})) == read(kept)
