@@ -25,4 +25,4 @@ def echo_json(content: Any) -> None:
 
 def to_stderr(text: str) -> None:
     """Print a message as one line on stderr."""
-    echo(" ".join(text.split()), file=sys.stderr, flush=True)
+    echo(" ".join(line.strip() for line in text.splitlines()), file=sys.stderr, flush=True)
