@@ -19,7 +19,7 @@ from diffllm.evaluation.evaluation import (
 from diffllm.evaluation.own_data import TOKENS, FirstSequences, own_corpus, own_data, sequences_for
 
 VERSION = 1
-"""Changed whenever lines change, so that older results are made anew."""
+"""Changed whenever lines or scores change, so that older results are made anew."""
 NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 Place = Mapping[str, Any]
 """A layer, and where there are several a map."""

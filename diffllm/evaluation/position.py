@@ -30,7 +30,7 @@ from diffllm.model.documents import Documents
 from diffllm.statistics.bootstrap import of_documents
 
 VERSION = 1
-"""Changed whenever lines change, so that older results are made anew."""
+"""Changed whenever lines or scores change, so that older results are made anew."""
 DOCUMENTS = 200
 """Documents, where no limit says another number."""
 NONE = "none"

@@ -35,7 +35,7 @@ from diffllm.statistics.bootstrap import of_documents
 from diffllm.tasks.task import TASKS, Example
 
 VERSION = 1
-"""Changed whenever lines change, so that older results are made anew."""
+"""Changed whenever lines or scores change, so that older results are made anew."""
 BITS = (8, 6, 4)
 NEEDLES = 50
 """Needle questions, all levels together."""

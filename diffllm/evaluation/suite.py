@@ -1,7 +1,6 @@
 """Suites: evaluations of a checkpoint one after the other, each kept as soon as it is done."""
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +13,7 @@ from diffllm.evaluation.answers import Answers
 from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Evaluation, Score, Subject
 from diffllm.evaluation.results import keep, kept, results_of
 from diffllm.files import user_path
+from diffllm.report.numbers import finite
 from diffllm.tasks.own_file import OwnFile
 from diffllm.tasks.task import TASKS, Level
 
@@ -81,14 +81,13 @@ def evaluate(
         settings = each.settings(subject, asked)
         key = key_of(subject, each.name, settings)
         file = directory / f"{each.name}.jsonl"
-        lines = kept(file, key)
-        made = lines is None
-        if lines is None:
+        first = kept(file, key)
+        if first is None:
             lines = each.lines(subject, settings)
-        result = {"unit": each.unit, "scores": [flat(s) for s in each.scores(settings, lines)]}
-        if made:
-            keep(file, {"key": key, **result}, lines)
-        yield each.name, result
+            scores = [flat(score) for score in each.scores(settings, lines)]
+            first = {"key": key, "unit": each.unit, "scores": scores}
+            keep(file, first, lines)
+        yield each.name, {name: first[name] for name in ("unit", "scores")}
 
 
 def key_of(subject: Subject, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,9 +105,5 @@ def flat(score: Score) -> dict[str, Any]:
     """Return a score as JSON, its further facts beside the others."""
     content = asdict(score)
     more = content.pop("more")
+    # The value of a model that diverged may be infinite, which JSON has not.
     return {**content, "value": finite(score.value), **more}
-
-
-def finite(value: float) -> float | None:
-    """Return a number that JSON has, or None: a model may have diverged."""
-    return value if math.isfinite(value) else None

@@ -71,9 +71,12 @@ def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
     """Gather the results that runs have of their newest evaluated checkpoints.
 
     Args:
-        notes: gets a sentence for each evaluation that not all runs were asked alike.
+        notes: gets a sentence for each evaluation that not all runs were asked alike, and for
+            results that are skipped or not verified.
     """
-    by_run = {run.path: all_results(run.path) for row in rows for run in row.runs}
+    problems: dict[str, list[str]] = {}
+    by_run = {run.path: all_results(run.path, problems) for row in rows for run in row.runs}
+    notes += [f"{listed(files, 3)}: {reason}." for reason, files in problems.items()]
     names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
     return [made for name in names if (made := gathered(name, rows, by_run, notes))]
 

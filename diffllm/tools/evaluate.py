@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from diffllm.bounds import bounded, check_bounds
 from diffllm.checkpoint import list_checkpoints, step_of
 from diffllm.checkpoint.directory import path_of
 from diffllm.config.saved import load_run_config
@@ -56,7 +57,7 @@ class Arguments:
     level: str = field(
         default="", metadata={"help": "{key: value or list}: of the one task in tasks"}
     )
-    limit: int | None = field(default=None, metadata={"help": "most examples, or documents"})
+    limit: int | None = bounded(None, least=1, help="most examples, or documents")
     seed: int = field(default=0, metadata={"help": "of the examples"})
     json: bool = field(default=False, metadata={"help": "true: as --json"})
     wandb: bool = field(
@@ -65,8 +66,7 @@ class Arguments:
     plugins: str = plugins_field()
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"limit={self.limit} must be at least 1")
+        check_bounds("", self)
         if self.every and self.step:
             raise ConfigError(f"step={self.step} is one checkpoint, and every=true all")
 
@@ -143,7 +143,7 @@ def show(run: Path, step: str, results: dict[str, Result]) -> None:
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
         own = {name: result for name, result in results.items() if result["unit"] == unit}
         scores = [score for result in own.values() for score in result["scores"]]
-        guessed = any(score["chance"] is not None for score in scores)
+        guessed = any(score.get("chance") is not None for score in scores)
         echo(f"\n{unit}")
         made = table("task", "of", "value", "95% interval", *GUESSED * guessed, "examples")
         for name, result in own.items():
@@ -157,10 +157,11 @@ GUESSED = ("chance", "generated")
 
 def cells(score: dict[str, Any], guessed: bool) -> list[str]:
     """Return a row behind its task."""
-    chance = [decimals(score["chance"]), decimals(score.get("generated"))] if guessed else []
-    low, high = score["interval"] or (None, None)
-    interval = f"{decimals(low)} to {decimals(high)}" if score["interval"] else ""
-    return [score["of"], decimals(score["value"]), interval, *chance, str(score["examples"] or "")]
+    chance = [decimals(score.get(key)) for key in GUESSED] if guessed else []
+    low, high = score.get("interval") or (None, None)
+    interval = f"{decimals(low)} to {decimals(high)}" if low is not None else ""
+    examples = str(score.get("examples") or "")
+    return [score["of"], decimals(score["value"]), interval, *chance, examples]
 
 
 def decimals(value: float | None) -> str:

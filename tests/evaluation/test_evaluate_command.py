@@ -216,6 +216,10 @@ def test_a_file_of_prompts_and_answers_is_a_task(
         ({"prompt": "a", "answer": "b", "candidates": ["c"]}, "line 2: candidates have to differ"),
         ({"prompt": "a", "answer": "b", "candidates": "b"}, "line 2: candidates are no list"),
         ({"prompt": "a", "answer": "b", "level": 3}, "line 2: level is no object"),
+        (
+            {"prompt": "a", "answer": "b", "level": {"x": float("nan")}},
+            "line 2: level is no object",
+        ),
     ],
 )
 def test_a_bad_line_of_a_file_is_named(

@@ -147,7 +147,7 @@ def test_a_score_that_is_no_number_is_in_no_mean(runs: Path) -> None:
 def test_names_in_a_result_are_no_markup(runs: Path) -> None:
     for run in runs.iterdir():
         forged = {"of": "<b>", "value": 0.5, "by_<i>": {"<i>": 0.5}}
-        write_result(run, forged, {"of": "x", "value": "y", "by_z": 3})
+        write_result(run, forged, {"of": "x", "value": 0.1})
     html = page(compared(runs))
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
@@ -156,7 +156,14 @@ def test_names_in_a_result_are_no_markup(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"key": {}, "unit": 3, "scores": []}', "\x00",
-             '{"key": {}, "unit": "x", "scores": [3]}', '{"key": {}, "unit": "x", "scores": 4}'],
+             '{"key": {}, "unit": "x", "scores": [3]}', '{"key": {}, "unit": "x", "scores": 4}',
+             *(f'{{"key": {{}}, "unit": "x", "scores": [{{"of": "x", {rest}}}]}}' for rest in (
+                 '"y": 3', '"value": "y"', '"value": 1e150', '"value": NaN', '"value": true',
+                 '"value": 1, "chance": [1]', '"value": 1, "interval": [1]',
+                 '"value": 1, "interval": 1', '"value": 1, "interval": ["x", 1]',
+                 '"value": 1, "level": [1]', '"value": 1, "by_z": 3',
+                 '"value": 1, "by_z": {"a": []}',
+             ))],
 )  # fmt: skip
 def test_what_is_no_result_is_passed_over(runs: Path, text: str) -> None:
     place = results_of(runs / "standard0", 20)
@@ -164,8 +171,40 @@ def test_what_is_no_result_is_passed_over(runs: Path, text: str) -> None:
     (place / "directory.jsonl").mkdir()
     (place.parent / "step-x").mkdir()
     (place.parent / "step-00000099").write_text("a file")
-    assert all_results(runs / "standard0") == {}
-    assert compared(runs).evaluated[0].lines[1].cells[0]
+    problems: dict[str, list[str]] = {}
+    assert all_results(runs / "standard0", problems) == {}
+    assert [Path(file).name for files in problems.values() for file in files] == [
+        "directory.jsonl",
+        "mqar.jsonl",
+    ]
+    comparison = compared(runs)
+    assert comparison.evaluated[0].lines[1].cells[0]
+    assert any(f"{place / 'mqar.jsonl'}: " in note for note in comparison.notes)
+
+
+def test_report_skips_a_result_whose_scores_were_edited(runs: Path) -> None:
+    file = results_of(runs / "standard0", 20) / "mqar.jsonl"
+    file.write_text(file.read_text().replace('"value": 0.5', '"value": 0.9871'))
+    comparison = compared(runs)
+    (standard, _) = comparison.evaluated[0].lines[1].cells
+    assert standard
+    assert standard.mean == estimate(EASY["standard"][1:])
+    said = f"{file}: was changed after it was written: its checksum differs; it is skipped."
+    assert said in comparison.notes
+
+
+def test_report_reads_results_without_a_checksum_and_says_so(runs: Path) -> None:
+    before = compared(runs)
+    for run in runs.iterdir():
+        file = results_of(run, 20) / "mqar.jsonl"
+        first = json.loads(file.read_text())
+        del first["sha256"]
+        file.write_text(json.dumps(first) + "\n")
+    after = compared(runs)
+    assert after.evaluated == before.evaluated
+    assert any(
+        "and 3 more: without a checksum, written by an older" in note for note in after.notes
+    )
 
 
 def test_tokens_to_a_level_are_told(runs: Path) -> None:
