@@ -10,19 +10,15 @@ from collections.abc import Iterator
 from diffllm.tasks.task import Count, Example, Level, Seed, Task, task
 from diffllm.tasks.words import CONSONANTS, VOWELS
 
-SHOTS = (4, 8, 16, 32, 64, 128)
 ORDERS, LABELS = 4, (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 """Orders of the shots, and names of labels, that each rule is asked with."""
 
 
-@task("icl")
+@task("icl", shots=(4, 8, 16, 32, 64, 128))
 class Icl(Task):
     """Each run of ORDERS * len(LABELS) examples asks the same of the same shots."""
 
     by = ("order", "labels")
-
-    def levels(self, length: int) -> list[Level]:
-        return [{"shots": shots} for shots in SHOTS]
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         for i in range(number):
@@ -43,7 +39,10 @@ class Icl(Task):
         right = rule % 2
         first = rng.choice(of_label[right])
         query = self.word(rng, [first])
-        while any(query == each for each, _ in shown):
+        seen = {each for each, _ in shown if each.startswith(first)}
+        if len(seen) == len(VOWELS) ** 2 * len(CONSONANTS):
+            raise ValueError(f"{shots:,} shots leave no other word that begins with {first}")
+        while query in seen:
             query = self.word(rng, [first])
         # A shot of the query's own consonant tells the rule; one is always among them.
         place = rng.choice([i for i, (_, label) in enumerate(shown) if label == right])

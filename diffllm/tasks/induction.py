@@ -6,16 +6,12 @@ import random
 from diffllm.tasks.task import Count, Example, Level, Task, shuffled_candidates, task
 from diffllm.tasks.words import words
 
-LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 CANDIDATES = 8
 
 
-@task("induction")
+@task("induction", words=(8, 16, 32, 64, 128, 256, 512))
 class Induction(Task):
     """A line of different words, and one of them again; the answers are words of the line."""
-
-    def levels(self, length: int) -> list[Level]:
-        return [{"words": number} for number in LENGTHS]
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         line = words(rng, int(level["words"]))

@@ -7,11 +7,10 @@ from itertools import chain
 from diffllm.tasks.task import Count, Example, Level, Task, shuffled_candidates, task
 from diffllm.tasks.words import pool, words
 
-PAIRS = (4, 8, 16, 32, 64, 128, 256)
 QUERIES = 4
 
 
-@task("mqar")
+@task("mqar", pairs=(4, 8, 16, 32, 64, 128, 256))
 class Mqar(Task):
     """The last of some queries is the one that is scored; the answers of those before it stand.
 
@@ -23,9 +22,6 @@ class Mqar(Task):
     """
 
     optional = ("words",)
-
-    def levels(self, length: int) -> list[Level]:
-        return [{"pairs": pairs} for pairs in PAIRS]
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         pairs = int(level["pairs"])

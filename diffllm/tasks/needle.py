@@ -32,7 +32,7 @@ OBJECTS = (
 )  # fmt: skip
 
 
-@task("needle")
+@task("needle", length=(), needles=(), asked=())
 class Needle(Task):
     """The answers are the numbers of all needles of the text that have not been told again.
 

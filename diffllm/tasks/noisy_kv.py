@@ -6,32 +6,31 @@ attention claims, should matter most where keys look alike.
 """
 
 import random
+from math import comb
 
 from diffllm.tasks.task import Count, Example, Level, Task, shuffled_candidates, task
 from diffllm.tasks.words import SYLLABLES, words
 
-DISTRACTORS = (3, 7, 15, 31, 63, 127)
-SHARED = (0, 3, 5)
 SYLLABLES_OF_KEY = 6
 
 
-@task("noisy_kv")
+@task("noisy_kv", distractors=(3, 7, 15, 31, 63, 127), shared=(0, 3, 5))
 class NoisyKv(Task):
     """Lines of a key and its value, and the asked key again."""
-
-    def levels(self, length: int) -> list[Level]:
-        return [
-            {"distractors": number, "shared": shared} for number in DISTRACTORS for shared in SHARED
-        ]
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         number, shared = int(level["distractors"]), int(level["shared"])
         asked = rng.choices(SYLLABLES, k=SYLLABLES_OF_KEY)
-        keys = ["".join(asked)]
-        while len(keys) <= number:
-            key = "".join(distractor(rng, asked, shared))
-            if key not in keys:
-                keys.append(key)
+        different = comb(SYLLABLES_OF_KEY, shared) * (len(SYLLABLES) - 1) ** (
+            SYLLABLES_OF_KEY - shared
+        )
+        most = min(different, len(SYLLABLES) ** 2) - 1  # keys and values all differ
+        if number > most:
+            raise ValueError(f"{number:,} distractors at shared={shared}: at most {most:,}")
+        distinct = {"".join(asked): None}
+        while len(distinct) <= number:
+            distinct["".join(distractor(rng, asked, shared))] = None
+        keys = list(distinct)
         values = words(rng, len(keys))
         lines = [f"{key} = {value}" for key, value in zip(keys, values, strict=True)]
         rng.shuffle(lines)

@@ -1,6 +1,7 @@
 """Tasks of one's own: a JSON Lines file of prompts and answers."""
 
 import hashlib
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,9 +61,10 @@ class OwnFile(Task):
                 raise ValueError("candidates have to differ, and the answer has to be one of them")
             level = content.get("level", {})
             if not isinstance(level, dict) or not all(
-                isinstance(value, str | int | float) for value in level.values()
+                isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+                for value in level.values()
             ):
-                raise ValueError("level is no object of numbers and texts")
+                raise ValueError("level is no object of finite numbers and texts")
         except ValueError as error:
             raise ConfigError(f"tasks: {self.path}, line {number}: {error}") from None
         return level, Example(prompt, tuple(candidates), candidates.index(answer))

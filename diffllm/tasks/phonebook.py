@@ -5,16 +5,12 @@ import random
 from diffllm.tasks.task import Count, Example, Level, Task, shuffled_candidates, task
 from diffllm.tasks.words import words
 
-ENTRIES = (3, 6, 12, 24, 48, 96, 192)
 DIGITS = 4
 
 
-@task("phonebook")
+@task("phonebook", entries=(3, 6, 12, 24, 48, 96, 192))
 class Phonebook(Task):
     """Answers are the numbers of the book, digit by digit."""
-
-    def levels(self, length: int) -> list[Level]:
-        return [{"entries": entries} for entries in ENTRIES]
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         entries = int(level["entries"])

@@ -8,8 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any, ClassVar, TypeVar
 
+from diffllm.bounds import at_most
 from diffllm.errors import ConfigError
 
 Level = Mapping[str, int | float | str]
@@ -22,6 +24,7 @@ SAMPLES = 4
 SPARE = 1.03
 """Tokens that another example may have, over the longest of those that are measured."""
 MOST_CANDIDATES = 16
+MOST_LEVELS = 1000
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def levels_of(settings: Any) -> list[Level]:
     values = [each if isinstance(each, list) else [each] for each in axes]
     if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
         raise ConfigError("must be settings like {pairs: 16}, or {pairs: [4, 8, 16]}")
+    at_most("combinations", prod(map(len, values)), MOST_LEVELS)
     return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
 
@@ -57,6 +61,9 @@ class Task(ABC):
     name: str
     by: ClassVar[tuple[str, ...]] = ()
     """Facts of examples by which a level's accuracy is told, too."""
+    sizes: ClassVar[Mapping[str, Sequence[int]]] = {}
+    """Settings that count parts of an example, of about a token each or more, and their values in
+    `levels`, the easiest first."""
     optional: ClassVar[tuple[str, ...]] = ()
     """Settings that a level may have beside those that `levels` lists."""
 
@@ -79,9 +86,9 @@ class Task(ABC):
         """Return how many examples of a level there are; None where they do not end."""
         return None
 
-    @abstractmethod
     def levels(self, length: int) -> list[Level]:
         """List the levels to be tried for a context of so many tokens, the easiest first."""
+        return [dict(zip(self.sizes, each, strict=True)) for each in product(*self.sizes.values())]
 
     @abstractmethod
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
@@ -126,7 +133,9 @@ class Task(ABC):
                     f"{f', no {wrong[0]}' if wrong else f'; {missing[0]} is missing'}"
                 )
             try:
-                tokens = self.longest(level, count)
+                size = max((int(level[key]) for key in self.sizes), default=0)
+                # Reject a huge size before generating examples of that size.
+                tokens = size if size > 2 * length else self.longest(level, count)
             except (ValueError, IndexError, TypeError, ArithmeticError) as error:
                 raise ConfigError(f"level: {self.name} has no {dict(level)}: {error}") from error
             if tokens > length:
@@ -168,15 +177,15 @@ TASKS: dict[str, Task] = {}
 T = TypeVar("T", bound=type[Task])
 
 
-def task(name: str) -> Callable[[T], T]:
-    """Register the decorated class as the task of a name; raises ConfigError for one that another
-    class has."""
+def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
+    """Register the decorated class as the task of a name, with its `sizes`; raises ConfigError for
+    a name that another class has."""
 
     def register(cls: T) -> T:
         there = TASKS.get(name)
         if there is not None and type(there).__qualname__ != cls.__qualname__:
             raise ConfigError(f"the task {name} is registered twice; give one another name")
-        cls.name = name
+        cls.name, cls.sizes = name, sizes
         TASKS[name] = cls()
         return cls
 

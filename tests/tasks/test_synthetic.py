@@ -120,6 +120,7 @@ def test_tokens_are_prepared_and_a_saved_config_is_read(tmp_path: Path) -> None:
         ("data.task=mqr", "data.task=mqr is none of icl, induction, mqar"),
         ("data.level={pair: 4}", "data.level: mqar has no pair; it has pairs"),
         ("data.level={pairs: x}", "data.level: pairs=x must be a whole number"),
+        ("data.level={pairs: 1048577}", "pairs=1048577 must be a whole number, at most 1,048,576"),
         ("data.examples=0", "data.examples"),
     ],
 )

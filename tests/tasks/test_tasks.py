@@ -12,7 +12,7 @@ from tiers import slow_but
 from diffllm.errors import ConfigError
 from diffllm.evaluation import suite
 from diffllm.tasks import icl
-from diffllm.tasks.task import TASKS, Example, Level, Task, task
+from diffllm.tasks.task import TASKS, Example, Level, Task, levels_of, task
 
 LENGTH = 2048
 CASES = 2000
@@ -205,3 +205,31 @@ def test_what_cannot_be_is_said() -> None:
 
     with pytest.raises(ConfigError, match="the task mqar is registered twice"):
         task("mqar")(Other)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "said"),
+    [
+        ("needle", {"length": 10**9, "needles": 1, "asked": 1}, "needs 1000000000 tokens, and the"),
+        ("needle", {"length": "1000000000", "needles": 1, "asked": 1}, "needs 1000000000 tokens"),
+        ("icl", {"shots": 10**7}, "needs 10000000 tokens, and the model reads 100000"),
+        ("icl", {"shots": 10**5}, "100,000 shots leave no other word that begins with"),
+        ("mqar", {"pairs": 10**9}, "needs 1000000000 tokens, and the model reads 100000"),
+        ("noisy_kv", {"distractors": 535, "shared": 5}, "535 distractors at shared=5: at most 533"),
+        (
+            "noisy_kv",
+            {"distractors": 10**4, "shared": 0},
+            "10,000 distractors at shared=0: at most 8,099",
+        ),
+        ("noisy_kv", {"distractors": 1, "shared": 6}, "1 distractors at shared=6: at most 0"),
+    ],
+)
+def test_check_refuses_a_level_without_end(name: str, level: Level, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        TASKS[name].check([level], 100_000, count)
+
+
+def test_levels_of_refuses_too_many_combinations() -> None:
+    assert len(levels_of({"pairs": [*range(10)], "words": [*range(100)]})) == 1000
+    with pytest.raises(ConfigError, match="1,001 are too many; at most 1,000"):
+        levels_of({"pairs": [*range(1001)], "words": 3})

@@ -21,6 +21,8 @@ from diffllm.tasks.task import TASKS, Level, Task
 
 A_PART = 10_000
 """Examples of a part."""
+LARGEST = 2**20
+"""Largest setting of difficulty; it bounds the words of a document."""
 USUAL = 256
 """Length of a context whose easiest level is the default."""
 
@@ -52,8 +54,10 @@ class SyntheticConfig(DataConfig):
                 raise ConfigError(
                     f"data.level: {self.task} has no {key}; it has {', '.join(known)}"
                 )
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"data.level: {key}={value} must be a whole number")
+            if type(value) is not int or not 0 <= value <= LARGEST:
+                raise ConfigError(
+                    f"data.level: {key}={value} must be a whole number, at most {LARGEST:,}"
+                )
 
 
 @dataclass(frozen=True)
