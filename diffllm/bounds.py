@@ -27,6 +27,12 @@ def bounded(default: Any, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def at_most(where: str, count: int, most: int) -> None:
+    """Raise ConfigError if a list, a mapping or a plan has more than `most` entries."""
+    if count > most:
+        raise ConfigError(f"{where}: {count:,} are too many; at most {most:,}")
+
+
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Iterate over (prefix of its keys, such as "model.rope.", dataclass) of a config's tree."""
     yield prefix, config

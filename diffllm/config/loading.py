@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from diffllm.config.compose import bring, check_variant, compose_config, typed, variant_config
 from diffllm.config.matching import match, widened
 from diffllm.config.origin import with_origin
@@ -39,7 +41,11 @@ def load_config(
 
 def without_imports(words: list[str]) -> TrainConfig:
     """Load a configuration as `load_config` does, with the plugins that are imported already."""
-    composed = compose_config(with_origin(words))
+    return solved(compose_config(with_origin(words)), words)
+
+
+def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
+    """Type and validate the config composed of some overrides; solve its length and its width."""
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
         composed.steps = MOST_STEPS

@@ -5,6 +5,7 @@ from typing import Any
 
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
+from diffllm.data.config import check_sizes
 from diffllm.errors import ConfigError
 from diffllm.files import user_path
 
@@ -24,6 +25,9 @@ def overrides_of(word: str) -> list[str]:
     content, _ = read_yaml(user_path(value, key))
     if not content:
         raise ConfigError(f"{word} is empty; it needs keys of data, such as sources")
+    # Hydra needs about 10 ms per entry, so count the entries before composing.
+    sizes = (content.get(key) for key in ("sources", "curriculum"))
+    check_sizes(*(len(each) if isinstance(each, dict | list) else 0 for each in sizes))
     source = content.pop("source", "mixture" if "sources" in content else None)
     words = [f"data={source}"] if source else []
     words += [f"data.{name}={as_text(value)}" for name, value in content.items()]

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
 
-from diffllm.bounds import bounded, check_bounds
+from diffllm.bounds import at_most, bounded, check_bounds
 from diffllm.errors import ConfigError
 from diffllm.registry import SOURCES
 
@@ -62,6 +62,8 @@ MIXTURE, TOKENS = "mixture", "tokens"
 PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
 """Sources that are no text of documents: their preparation is another one."""
 OURS = ("stdlib", "packages", "files", "hub", *PREPARED_ELSEWHERE)
+MOST_SOURCES, MOST_POINTS, MOST_WEIGHTS = 500, 500, 10_000
+"""Largest mixture and curriculum. Every point has a weight for each source."""
 
 
 @dataclass
@@ -224,6 +226,7 @@ class DataConfig(TextConfig):
             raise ConfigError(
                 "data=mixture needs data.sources={name: {source: files, paths: [...], weight: 1}}"
             )
+        check_sizes(len(self.sources), len(self.curriculum))
         for name, source in self.sources.items():
             where = f"data.sources.{name}."
             if not NAME.fullmatch(name):
@@ -247,6 +250,13 @@ class DataConfig(TextConfig):
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Names of sources, which stand in those of metrics."""
+
+
+def check_sizes(sources: int, points: int) -> None:
+    """Raise ConfigError if a mixture has too many sources or its curriculum too many points."""
+    at_most("data.sources", sources, MOST_SOURCES)
+    at_most("data.curriculum", points, MOST_POINTS)
+    at_most("weights in data.curriculum (points x sources)", points * sources, MOST_WEIGHTS)
 
 
 def check_point(where: str, point: Point, names: list[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from diffllm.bounds import at_most, bounded, check_bounds
 from diffllm.config.overrides import check_shared, nearest, suggest
 from diffllm.config.yaml_file import read_yaml
 from diffllm.errors import ConfigError
@@ -18,6 +19,7 @@ ARM = re.compile(r"(?!\.)[\w.+-]+")
 KINDS = ("difference", "equivalence", "log_rank")
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
+MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,12 @@ class Rule:
     """Bound that the gap, arm minus against, has to be below."""
     above: float | None = None
     """Bound that it has to be above, in place of `below`."""
-    margin: float | None = None
+    margin: float | None = bounded(None, above=0)
     """Half the width of the band around zero in which arms count as equivalent."""
     reaches: float | None = None
     """The level of log_rank, of a logged metric that rises; a run that does not reach it counts as
     one that takes longer than it lasted."""
-    alpha: float = 0.05
+    alpha: float = bounded(0.05, above=0, below=0.5)
     """Probability of a verdict "shown", or "equivalent", without any such difference."""
 
     def words(self, metric: str) -> str:
@@ -62,9 +64,9 @@ class Rates:
     grid: list[float]
     """Learning rates, increasing; where the best is the first or the last, the grid goes on."""
     seeds: list[int]
-    steps: int | None = None
+    steps: int | None = bounded(None, least=1)
     """Steps of these runs; null: as many as the study's own have."""
-    extend: int = 3
+    extend: int = bounded(3, least=0, most=20)
     """How many rates may be added at each end."""
 
 
@@ -148,6 +150,8 @@ def hint(key: str, known: list[str]) -> str:
 
 def check(study: Study) -> None:
     """Raise ConfigError for values that no study can have."""
+    check_bounds("", study)
+    check_sizes(study)
     if len(study.arms) < 2:
         raise ConfigError("arms: a study compares two or more")
     for name, words in study.arms.items():
@@ -180,15 +184,23 @@ def check(study: Study) -> None:
         check_rates(study.lr, study.seeds)
 
 
+def check_sizes(study: Study) -> None:
+    """Raise ConfigError for a study that has too many entries or plans too many runs."""
+    grid, choosing = (study.lr.grid, study.lr.seeds) if study.lr else ([], [])
+    sweep = study.lr_sweep or [0.0]
+    lists = {"arms": study.arms, "also": study.also, "lr.grid": grid, "lr_sweep": sweep}
+    lists |= {"base": study.base, **{f"arms.{arm}": words for arm, words in study.arms.items()}}
+    for where, each in {**lists, "seeds": study.seeds, "lr.seeds": choosing}.items():
+        at_most(where, len(each), MOST_SEEDS if where.endswith("seeds") else MOST_ENTRIES)
+    runs = len(study.arms) * (len(study.seeds) * len(sweep) + len(choosing) * len(grid))
+    at_most("runs (arms x seeds x learning rates)", runs, MOST_RUNS)
+
+
 def check_rule(where: str, rule: Rule) -> None:
     """Raise ConfigError for a rule that decides nothing."""
     one_of(f"{where}.kind", rule.kind, KINDS)
     if rule.arm == rule.against:
         raise ConfigError(f"{where}: {rule.arm} cannot be compared with itself")
-    if not 0 < rule.alpha < 0.5:
-        raise ConfigError(f"{where}.alpha={rule.alpha:g} has to be between 0 and 0.5")
-    if rule.margin is not None and rule.margin <= 0:
-        raise ConfigError(f"{where}.margin={rule.margin:g} has to be above 0")
     bounds = [name for name in ("below", "above") if getattr(rule, name) is not None]
     if rule.kind == "difference" and len(bounds) != 1:
         raise ConfigError(f"{where}: a difference is either below or above a bound: below: 0.0")
@@ -209,10 +221,6 @@ def check_rates(rates: Rates, deciding: list[int]) -> None:
             f"lr.seeds: {', '.join(map(str, both))} would choose the learning rate and decide; "
             "take other seeds"
         )
-    if rates.steps is not None and rates.steps < 1:
-        raise ConfigError(f"lr.steps={rates.steps} has to be at least 1")
-    if rates.extend < 0:
-        raise ConfigError(f"lr.extend={rates.extend} has to be at least 0")
 
 
 def check_sweep(study: Study) -> None:
@@ -236,7 +244,7 @@ def check_grid(where: str, grid: list[float]) -> None:
 
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
-    """Raise ConfigError for too few seeds, one that is there twice, or one that is none."""
+    """Raise ConfigError for too few seeds, a repeated seed, or a negative seed."""
     if len(seeds) < least:
         raise ConfigError(f"{where}: {len(seeds)} are too few; it takes {least}")
     if len({*seeds}) < len(seeds):

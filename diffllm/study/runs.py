@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from diffllm.config import TrainConfig
-from diffllm.config.loading import without_imports
+from diffllm.config.compose import compose_config
+from diffllm.config.loading import solved
+from diffllm.config.origin import with_origin
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.config.steps import LENGTHS
 from diffllm.errors import ConfigError
@@ -69,16 +73,25 @@ def without_length(words: list[str]) -> list[str]:
 
 def config_of(planned: Planned) -> TrainConfig:
     """The config of a planned run; raises ConfigError that names its arm."""
+    own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
+    words = [*(word for word in planned.words if word not in own), "run.report=false"]
     try:
-        return config((*planned.words, "run.report=false"))
+        config = composed(tuple(words), planned.lr is not None)
+        config.seed = planned.seed
+        if planned.lr is not None:
+            config.optim.lr = planned.lr
+        return solved(config, words)
     except ConfigError as error:
         raise ConfigError(f"arm {planned.arm}: {error}") from error
 
 
 @cache
-def config(words: tuple[str, ...]) -> TrainConfig:
-    """Load a config that is asked for at every stage, and that nobody changes."""
-    return without_imports([*words])
+def composed(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
+    """Compose the config that the runs of an arm share; `config_of` sets the seed and rate in it.
+
+    Hydra takes 0.1 s to compose a config, which is too long to do it for every seed.
+    """
+    return compose_config(with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr]))
 
 
 def mark(study: Study, planned: Planned) -> str:

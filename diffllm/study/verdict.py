@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.config.plugin_code import several_versions
+from diffllm.data.progress import track
 from diffllm.errors import ConfigError
 from diffllm.report.numbers import compact, finite
 from diffllm.report.runs import Run, load_run
@@ -123,14 +124,14 @@ def judge(study: Study, out: Path) -> Verdict:
     """Judge a study by the runs in `out`; raises ConfigError where none has ended."""
     choices = choose_all(study, out)
     rates = {choice.arm: choice.lr for choice in choices}
-    arms, planned = [], []
-    for name in study.arms:
-        arm = Arm(name, rates.get(name))
-        for seed in study.seeds:
-            runs = deciding_runs(study, name, seed, arm.lr)
-            read_seed(study, arm, seed, runs, out)
-            planned += runs
-        arms.append(arm)
+    arms, planned = [Arm(name, rates.get(name)) for name in study.arms], []
+    with track("reading runs", len(arms) * len(study.seeds)) as advance:
+        for arm in arms:
+            for seed in study.seeds:
+                runs = deciding_runs(study, arm.name, seed, arm.lr)
+                read_seed(study, arm, seed, runs, out)
+                planned += runs
+                advance(1)
     if not any(arm.runs for arm in arms):
         raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
     by_name = {arm.name: arm for arm in arms}
@@ -284,9 +285,9 @@ def not_comparable(
     """Why the runs cannot be compared; nothing if they can."""
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
-    wanted = {out / each.name: config_of(each) for each in planned}
+    wanted = {out / each.name: each for each in planned}
     for run in runs:
-        problem = strayed(run.path, run.cfg, wanted[run.path])
+        problem = strayed(run.path, run.cfg, config_of(wanted[run.path]))
         problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
     notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
     problems += [f"corpus: {note}" for note in sorted(notes)]

@@ -309,6 +309,18 @@ def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None
             "data.curriculum[1].at=1e+09",
         ),
         ({"source": "stdlib"}, "data.sources="),
+        (
+            {"sources": {f"s{i}": SourceConfig() for i in range(501)}},
+            "data.sources: 501 are too many; at most 500",
+        ),
+        ({"curriculum": [Point()] * 501}, "data.curriculum: 501 are too many; at most 500"),
+        (
+            {
+                "sources": {f"s{i}": SourceConfig() for i in range(101)},
+                "curriculum": [Point()] * 100,
+            },
+            "weights in data.curriculum (points x sources): 10,100 are too many; at most 10,000",
+        ),
     ],
 )
 def test_a_bad_mixture_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -104,6 +104,8 @@ def test_values_stay_what_they_are():
         ("sorces: {}", "unknown key data.sorces; did you mean data.sources"),
         ("sources: {a: {wieght: 1}}", "data.sources: unknown key wieght; did you mean weight?"),
         ("sources: {a: 3}", "data.sources"),
+        (f"sources: {dict.fromkeys(range(501), 3)}", "data.sources: 501 are too many; at most 500"),
+        (f"curriculum: {[3] * 501}", "data.curriculum: 501 are too many; at most 500"),
     ],
 )
 def test_a_bad_recipe_ends_in_one_line(tmp_path, text, said):

@@ -5,8 +5,10 @@ import math
 
 import pytest
 
+from diffllm.config import load_config
 from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
+from diffllm.study import runs, verdict
 from diffllm.study.command import check_runs, next_runs, run_study
 from diffllm.study.file import load_study
 from diffllm.study.page import conditions, markdown, origin, page, verdict_text
@@ -141,6 +143,32 @@ def test_runs_that_have_not_ended_leave_it_exploratory(tmp_path):
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
     assert "1 runs have not ended: v2-seed2" in found.reasons[0]
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
+
+
+def test_config_of_composes_once_per_arm_and_equals_load_config(tmp_path, monkeypatch):
+    study = study_file(
+        tmp_path / "study.yaml", LOWER, **TWO, lr="{grid: [0.001, 0.002], seeds: [9]}"
+    )
+    calls = []
+    compose = runs.compose_config
+    monkeypatch.setattr(runs, "compose_config", lambda words: calls.append(words) or compose(words))
+    runs.composed.cache_clear()
+    for arm in study.arms:
+        for seed, lr in ((0, 0.001), (2**40, 0.3)):
+            (planned,) = runs.deciding_runs(study, arm, seed, lr)
+            cfg = runs.config_of(planned)
+            assert cfg == load_config([*planned.words, "run.report=false"])
+            assert (cfg.seed, cfg.model.init_seed, cfg.optim.lr) == (seed, seed, lr)
+    assert len(calls) == 2
+
+
+def test_judge_composes_no_config_of_a_missing_run(tmp_path, monkeypatch):
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO, seeds=str([*range(300)]))
+    write_arms(study, tmp_path / "out", {"half": HALF, "v2": HALF})
+    asked = []
+    monkeypatch.setattr(verdict, "config_of", lambda run: asked.append(run) or runs.config_of(run))
+    assert judge(study, tmp_path / "out").verdict == "exploratory"
+    assert len(asked) == 6
 
 
 def test_no_run_is_an_error(tmp_path):
