@@ -118,18 +118,9 @@ def draw_levels(
     unit: str,
     setting: str,
     labels: Sequence[str],
-    guesses: Sequence[float | None] = (),
 ) -> Figure:
-    """Means as lines and seeds as bands, over levels of a setting side by side.
-
-    Args:
-        labels: the value of the setting at each level.
-        guesses: what a guess scores at each level, dotted.
-    """
+    """Draw means as lines and seeds as bands over the values `labels` of a setting."""
     figure, axes = draw_bands(bands, styles, unit, False, setting)
-    guessed = [(i, guess) for i, guess in enumerate(guesses) if guess is not None]
-    if guessed:
-        axes.plot(*zip(*guessed, strict=True), color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
     put_numbers(axes, range(len(labels)), labels, NUMBERED_LEVELS)
     return figure
 

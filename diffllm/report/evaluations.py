@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffllm.evaluation.results import SHARE, Line, Lines, all_results
-from diffllm.report.difficulty import Curves, curves
 from diffllm.report.equal_loss import Checkpoint, loss_at, loss_of_all, scores_at
 from diffllm.report.find import listed
 from diffllm.report.numbers import finite
@@ -63,7 +62,6 @@ class Evaluated(NamedTuple):
     unit: str
     lines: list[ScoreLine]
     grids: list[Grid]
-    curves: list[Curves]
     equal: AtEqualLoss | None = None
 
 
@@ -119,7 +117,7 @@ def gathered(
     if not (kept := score_lines(labels, results, bases)):
         return None
     equal = at_equal_loss(labels, along, bases)
-    return Evaluated(name, unit, kept, grids(results), curves(results), equal)
+    return Evaluated(name, unit, kept, grids(results), equal)
 
 
 def tokens_at(run: Run, step: int) -> int:

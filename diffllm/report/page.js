@@ -124,9 +124,7 @@ function ofCurves(svg, x, y) {
   });
   const where = svg.across.value(x);
   const unit = svg.dataset.across;
-  const labels = svg.dataset.labels?.split(",");
-  const level = labels?.[Math.round(where)] ?? Math.round(where);
-  const head = labels || unit === "layer" ? `${unit} ${level}` : amount(where, unit);
+  const head = unit === "layer" ? `${unit} ${Math.round(where)}` : amount(where, unit);
   return lines.length ? [line(null, false, head, ""), ...lines.slice(0, 14)] : [];
 }
 

@@ -62,7 +62,7 @@ def page(comparison: Comparison) -> str:
     runs = [run for row in rows for run in row.runs]
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first, others, of_evaluations = sections(comparison, styles, hidden(comparison))
+        first, others = sections(comparison, styles, hidden(comparison))
     columns, constant = folded(table_columns(comparison))
     root = os.path.commonpath([run.path.absolute().parent for run in runs])
     return environment.get_template("page.html.jinja").render(
@@ -87,7 +87,6 @@ def page(comparison: Comparison) -> str:
         costs=cost_columns(comparison),
         sections=others,
         evaluated=comparison.evaluated,
-        evaluation_figures=of_evaluations,
         in_digits=in_digits,
         reaching=reaching(rows),
         level=LEVEL,

@@ -31,8 +31,7 @@ from diffllm.metrics.table import (
 from diffllm.report import bands
 from diffllm.report.budgets import BUDGETS, same, spent_band
 from diffllm.report.comparison import Comparison
-from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers, draw_levels
-from diffllm.report.evaluations import Evaluated
+from diffllm.report.drawing import FEW, Bands, draw_curves, draw_layers
 from diffllm.report.find import listed
 from diffllm.report.gap_statistics import family, survives
 from diffllm.report.groups import keys_apart
@@ -105,9 +104,8 @@ class PageSection(NamedTuple):
 
 def sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
-) -> tuple[list[Card], list[PageSection], dict[str, list[Card]]]:
-    """The figures of the first screen, the sections that have a figure besides these, and the
-    figures of each evaluation.
+) -> tuple[list[Card], list[PageSection]]:
+    """Draw the figures of the first screen, and the sections that have other figures.
 
     Args:
         hidden: rows that figures leave out until asked for: scales are those of the others.
@@ -125,8 +123,7 @@ def sections(
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
             found.append(PageSection(title, intro.format(**draw.fields), cards))
-    evaluated = {each.name: draw.evaluation(each) for each in comparison.evaluated}
-    return first, found, evaluated
+    return first, found
 
 
 class Figures:
@@ -344,20 +341,6 @@ class Figures:
         drawing = draw_layers(curves, self.styles, metric.unit, log, mark)
         return [self.card(plot, caption + scale_note(values, log), drawing, "layer")]
 
-    def evaluation(self, evaluated: Evaluated) -> list[Card]:
-        """The scores over each setting by which levels differ."""
-        cards = []
-        for each in evaluated.curves:
-            labels = [f"{value:.10g}" for value in each.values]
-            unit = evaluated.unit.partition(",")[0]
-            drawing = draw_levels(each.bands, self.styles, unit, each.setting, labels, each.guesses)
-            title = ", ".join(filter(None, [f"{evaluated.name} by {each.setting}", each.title]))
-            guessed = any(guess is not None for guess in each.guesses)
-            caption = "Thin and dotted: a guess." if guessed else ""
-            named = ",".join(labels)
-            cards.append(self.card(Curve(title), caption, drawing, each.setting, labels=named))
-        return cards
-
     def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:
         """A panel for every row that logged it."""
         maps = heatmaps(self.rows, metric.quantity)
@@ -378,10 +361,10 @@ class Figures:
         bar = to_svg(draw_bar(maps), name, self.styles)
         return [Card(name, plot.title, caption, bar, panels, plot.folded)]
 
-    def card(self, plot: Plot, caption: str, drawing: Figure, across: str, **data: str) -> Card:
+    def card(self, plot: Plot, caption: str, drawing: Figure, across: str) -> Card:
         """A drawing under a name that the page has once."""
-        name, data = self.next_name(), data | scales(drawing.axes[0], across)
-        svg = to_svg(drawing, name, self.styles, **data)
+        name = self.next_name()
+        svg = to_svg(drawing, name, self.styles, **scales(drawing.axes[0], across))
         return Card(name, plot.title, caption, svg, (), plot.folded)
 
     def next_name(self) -> str:
