@@ -66,7 +66,6 @@ class Outputs(NamedTuple):
             self.events.log(line)
 
     def close(self) -> None:
-        """Close the files; wandb ends with a summary, or an exit code, of its own."""
         self.file.close()
         if self.events:
             self.events.close()
@@ -89,12 +88,10 @@ class Recorder:
         self.speeds: list[float] = []
 
     def start(self, step: int) -> None:
-        """Begin after `step` steps."""
         self.display.start(step)
         self.restart_clock(step)
 
     def restart_clock(self, step: int) -> None:
-        """Begin a new interval of the performance numbers."""
         self.logged_step = step
         self.data_s = self.paused_s = 0.0
         self.since = time.perf_counter()
@@ -123,7 +120,6 @@ class Recorder:
         self.display.advance(step)
 
     def note(self, name: str, value: float) -> None:
-        """Have a value written in the line of the current step."""
         self.line[name] = value
 
     def flush(self, step: int) -> None:

@@ -77,13 +77,11 @@ def table(keys: list[Key]) -> str:
 
 
 def words_of(key: Key) -> str:
-    """The whole meaning of a key and, where they are few, its values."""
     values = ", ".join(f"`{value}`" for value in key.allowed)
     return " ".join(filter(None, [key.meaning, f"Values: {values}." if values else ""]))
 
 
 def cell(text: str) -> str:
-    """Text as the cell of a table."""
     return re.sub(r"([|*])", r"\\\1", text)
 
 

@@ -51,7 +51,6 @@ class Key(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The first sentence of its meaning, and the values that it takes."""
         return " ".join(filter(None, [first_sentence(self.meaning), in_brackets(self.allowed)]))
 
 
@@ -65,7 +64,6 @@ class Section(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The first sentence of the dataclass's docstring."""
         return first_sentence(first_paragraph(self.config))
 
 
@@ -91,7 +89,6 @@ def sections_text(names: Sequence[str]) -> str:
 
 
 def section_text(section: Section, width: int) -> str:
-    """Return a section's title, and a line for each of its keys."""
     lines = rows(((f"{key.name}={key.default}", key.line) for key in section.keys), width)
     return f"{section.name}: {section.title}\n{lines}" if section.name else lines
 
@@ -187,7 +184,6 @@ def values_of(declared: Any) -> list[str]:
 
 
 def in_brackets(allowed: list[str]) -> str:
-    """Return the values in brackets."""
     return f"({', '.join(allowed)})" if allowed else ""
 
 

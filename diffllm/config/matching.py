@@ -58,7 +58,6 @@ class Matched:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """The run's total and the target's, of what is matched."""
         if self.by == "flops":
             return self.flops, self.target_flops
         return self.params, self.target_params
@@ -70,7 +69,6 @@ class Matched:
         return 100 * (own - wanted) / wanted
 
     def numbers(self) -> dict[str, Any]:
-        """Return all fields and `difference_percent`, for JSON."""
         return {**asdict(self), "difference_percent": self.difference_percent}
 
     def text(self) -> str:
@@ -148,6 +146,5 @@ def widened(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def totals(model: ModelConfig) -> dict[str, float]:
-    """Measure every total of MATCHABLE on the decoder, built without storage."""
     built = without_storage(model)
     return {name: quantity.of(built) for name, quantity in MATCHABLE.items()}

@@ -50,7 +50,6 @@ class Origin:
 
     @cached_property
     def attention(self) -> str:
-        """The YAML of its attention."""
         return self.chosen or named_attention(self.model.attention)[0]
 
     @cached_property
@@ -93,7 +92,6 @@ def origin_of(path: Path) -> Origin:
 
 
 def of_run(path: Path, run: Path) -> Origin:
-    """Open a run, or one of its checkpoints."""
     cfg = load_run_config(run)
     choices = cfg.run.choices
     return Origin(path, cfg.model, choices["attention"], choices["model"], run)

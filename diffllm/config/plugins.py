@@ -71,7 +71,6 @@ def directories() -> list[Path]:
 
 
 def is_plugins(word: str) -> bool:
-    """Whether a word of the command line names plugins."""
     return WORD.fullmatch(word) is not None
 
 
@@ -177,7 +176,6 @@ def places(spec: ModuleSpec) -> Iterator[Path]:
 
 
 def plugin_versions(names: list[str]) -> dict[str, str]:
-    """Return the versions of plugins by module."""
     return {module: loaded_version(module) for module in map(module_of, names)}
 
 

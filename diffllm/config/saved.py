@@ -156,7 +156,6 @@ def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def named(value: Any) -> Any:
-    """Return an enum's name, any other value as it is."""
     return value.name if isinstance(value, Enum) else value
 
 

@@ -38,7 +38,6 @@ class StreamSequences:
         return self.count
 
     def read(self, places: np.ndarray) -> Batch:
-        """Read the sequences at `places` (m,)."""
         return read_sequences(self.stream, self.seq_len, places)
 
 

@@ -135,7 +135,6 @@ class Manifest:
         check_splits(self.splits)
 
     def save(self, directory: Path) -> None:
-        """Write it into `directory`."""
         replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
 
 
@@ -278,7 +277,6 @@ class HashedFile:
         self._file = os.fdopen(open_to_write(path), "wb")
 
     def write(self, content: np.ndarray) -> None:
-        """Append an array's bytes."""
         self._file.write(content.data)
         self._digest.update(content.data)
 

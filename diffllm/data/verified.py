@@ -51,7 +51,6 @@ def leave_mark(path: Path, sha256: str, identity: str) -> None:
 
 
 def mark_of(path: Path) -> Path:
-    """Return the place of a file's mark."""
     return path.with_name(f".{path.name}.verified")
 
 

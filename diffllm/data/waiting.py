@@ -60,7 +60,6 @@ def held(path: Path, what: str) -> Iterator[None]:
 
 
 def note_of(path: Path) -> Path:
-    """Return the file beside a lock that says who has it."""
     return path.with_name(f"{path.name}.holder")
 
 

@@ -111,7 +111,6 @@ class Watch:
             threading.Thread(target=work, name="watch", daemon=True).start()
 
     def reached(self, place: str) -> None:
-        """Tell where this rank is."""
         self.place, self.since = place, time.monotonic()
         self.waits: Wait | None = None
 

@@ -59,7 +59,6 @@ class HeldoutSequence(NamedTuple):
 
     @property
     def batch(self) -> tuple[Tensor, Documents | None]:
-        """The inputs and their documents, without the targets."""
         return self.inputs, self.documents
 
 

@@ -87,17 +87,14 @@ def card_of(
 
 
 def with_commas(value: int | None) -> str | None:
-    """Return a whole number as text; None where there is none."""
     return None if value is None else f"{value:,}"
 
 
 def nats(value: Any) -> str | None:
-    """Return a loss with its unit; None where there is none."""
     found = number(value)
     return None if found is None else f"{found} nats a token"
 
 
 def number(value: Any) -> str | None:
-    """Return a finite number as text; None for anything else."""
     is_number = isinstance(value, int | float) and value == value and abs(value) != float("inf")
     return f"{value:.4f}" if is_number else None

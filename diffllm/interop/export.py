@@ -169,5 +169,4 @@ def source_text(source: TextConfig) -> str:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON as Hugging Face's files have it."""
     file.write_text(json.dumps(content, indent=2) + "\n")

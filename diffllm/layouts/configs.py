@@ -123,7 +123,6 @@ def shape_of(config: Config, attention: AttentionConfig, n_heads: int) -> ModelC
 
 
 def llama(config: Config) -> ModelConfig:
-    """Read Llama's."""
     return shape_of(config, StandardConfig(), config["num_attention_heads"])
 
 

@@ -111,12 +111,10 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return a seed for one parameter."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
 
 
 def doubled(wo: Tensor) -> Tensor:
-    """Return twice the matrix."""
     return 2 * wo
 
 

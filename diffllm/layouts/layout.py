@@ -83,7 +83,6 @@ def name_there(name: str, parts: Mapping[str, str]) -> str:
 
 
 def same(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is."""
     return tensor
 
 

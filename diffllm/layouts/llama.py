@@ -140,17 +140,14 @@ def softmax_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def names_of(model: ModelConfig) -> list[str]:
-    """List the parameters of a decoder."""
     return [name for name, _ in without_storage(model).named_parameters()]
 
 
 def nth(stack: Tensor, number: int) -> Tensor:
-    """Return one expert's matrix of a stack (E, out, in)."""
     return stack[number].contiguous()
 
 
 def stacked(*matrices: Tensor) -> Tensor:
-    """Stack the experts' matrices."""
     return torch.stack(matrices)
 
 

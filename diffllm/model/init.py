@@ -46,7 +46,6 @@ class Initializer:
     """The parameters that have been filled."""
 
     def constant_(self, param: Tensor, value: float) -> None:
-        """Fill with one value."""
         self.filled.add(param)
         with torch.no_grad():
             self.shard(param)[0].fill_(value)

@@ -55,7 +55,6 @@ def values_rms(v: Tensor) -> Tensor:
 
 
 def extremes(name: str, values: Tensor) -> Stats:
-    """Return minimum and maximum."""
     return {f"{name}_min": values.amin(), f"{name}_max": values.amax()}
 
 

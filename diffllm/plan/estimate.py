@@ -160,7 +160,6 @@ def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Pla
 
 
 def key_of(word: str) -> str:
-    """Return the key that an override sets."""
     return word.partition("=")[0].lstrip("+~")
 
 

@@ -102,12 +102,10 @@ class Memory:
         self.events.append((block, -block.size))
 
     def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Set the kind of tensors, whatever it was before."""
         for tensor in tensors:
             self.block(tensor).kind = kind
 
     def suggest(self, tensor: Tensor, kind: Kind) -> None:
-        """Set the kind of a tensor, unless it is known."""
         block = self.block(tensor)
         block.kind = block.kind or kind
 
@@ -118,11 +116,9 @@ class Memory:
                 block.kind = kind
 
     def in_use(self, kind: Kind) -> int:
-        """Return the bytes of a kind at this moment."""
         return sum(block.size for block in self.live.values() if block.kind is kind)
 
     def now(self) -> int:
-        """Return this moment, for `peak` and `label_since`."""
         return len(self.events)
 
     def peak(self, start: int) -> Peak:

@@ -45,7 +45,6 @@ class Gap:
 
     @property
     def estimate(self) -> Estimate:
-        """The mean with its 95% interval."""
         low, high = self.interval() or (None, None)
         return Estimate(self.mean, low, high, self.seeds)
 

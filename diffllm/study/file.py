@@ -122,12 +122,10 @@ class Study:
 
     @property
     def quantity(self) -> str:
-        """The name of what rules are about."""
         return self.metric if self.scale == "linear" else f"log {self.metric}"
 
     @property
     def rules(self) -> list[Rule]:
-        """The family: the rule that decides, then the others."""
         return [self.rule, *self.also]
 
 
@@ -266,6 +264,5 @@ def check_overrides(where: str, words: list[str], rates: bool) -> None:
 
 
 def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ConfigError for a value that is none of these."""
     if value not in known:
         raise ConfigError(f"{where}={value} is not one of {', '.join(known)}")

@@ -213,7 +213,6 @@ def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[
 
 
 def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
-    """The arm's style, under a label that names both."""
     own = next(style for style in styles if style.label == arm)
     return replace(own, label=f"{arm} − {against}")
 

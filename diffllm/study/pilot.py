@@ -117,7 +117,6 @@ def had(arms: list[Arm]) -> str:
 
 
 def arm_of(row: Row) -> Arm:
-    """The losses of a row."""
     finite = {seed: loss for seed, loss in row.losses.items() if loss is not None}
     return Arm(row.label, finite, row.diverged)
 

@@ -51,7 +51,6 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
 
 
 def deciding_run(study: Study, arm: str, seed: int, lr: float | None, name: str) -> Planned:
-    """A run that decides."""
     words = [*study.base, *study.arms[arm], f"seed={seed}", *([f"optim.lr={lr!r}"] if lr else [])]
     return Planned(DECIDING, arm, seed, lr, name, words)
 
@@ -67,7 +66,6 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 
 
 def without_length(words: list[str]) -> list[str]:
-    """Overrides without those that say how long a run is."""
     return [word for word in words if word.partition("=")[0] not in LENGTHS]
 
 

@@ -113,12 +113,10 @@ class Told:
 
 
 def sentence(city: str, number: str) -> str:
-    """Tell a needle."""
     return f"{question(city)} {number}."
 
 
 def question(city: str) -> str:
-    """Begin a needle; its number is to follow."""
     return f"The magic number of {city} is"
 
 

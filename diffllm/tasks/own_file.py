@@ -42,7 +42,6 @@ class OwnFile(Task):
 
     @property
     def version(self) -> str:
-        """A hash of the file."""
         return self.hash
 
     def parsed(self, line: bytes, number: int) -> tuple[Level, Example]:
@@ -76,14 +75,12 @@ class OwnFile(Task):
         return len(self.of_level(level))
 
     def of_level(self, level: Level) -> list[Example]:
-        """List the examples of a level."""
         return self.by_level[repr(sorted(level.items()))][1]
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         return rng.choice(self.of_level(level))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Yield the first of the file's examples."""
         yield from self.of_level(level)[:number]
 
     def longest(self, level: Level, count: Count) -> int:

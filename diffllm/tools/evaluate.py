@@ -98,7 +98,6 @@ def main(argv: list[str]) -> None:
 
 
 def steps_of(run: Path, args: Arguments) -> list[int]:
-    """List the steps of a run to evaluate, 0 for its newest checkpoint."""
     if not args.every:
         return [args.step]
     return [step_of(path) for path in list_checkpoints(run / "checkpoints")] or [0]
@@ -165,5 +164,4 @@ def cells(score: dict[str, Any], guessed: bool) -> list[str]:
 
 
 def decimals(value: float | None) -> str:
-    """Say a number as the report does, in ASCII; nothing for none."""
     return "" if value is None else ascii_minus(in_digits(value))

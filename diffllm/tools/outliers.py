@@ -113,7 +113,6 @@ def show(found: dict[str, Any]) -> None:
 
 
 def titled(title: str, *heads: str) -> Any:
-    """An empty table, layer by layer."""
     made = table("layer", *heads)
     made.title, made.title_justify, made.title_style = title, "left", "bold"
     return made

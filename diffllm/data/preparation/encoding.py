@@ -228,7 +228,6 @@ def left_out_path(directory: Path, number: int) -> Path:
 
 
 def record_path(directory: Path, number: int) -> Path:
-    """Return the place of a part's record."""
     return directory / f"part-{number:05d}.json"
 
 

@@ -40,24 +40,19 @@ class Meter:
         self._counts, self._at = counts, 4 * slot
 
     def begin(self, part: int) -> None:
-        """Note which part is read."""
         self._counts[self._at + PART] = part
 
     def wait_for(self, part: int) -> None:
-        """Note which part is waited for."""
         self._counts[self._at + PART] = WAITING - part
 
     def rest(self) -> None:
-        """Note that no part is read or waited for."""
         self._counts[self._at + PART] = NO_PART
 
     def add(self, text_bytes: int, tokens: int) -> None:
-        """Count what has been encoded."""
         self._counts[self._at + TEXT_BYTES] += text_bytes
         self._counts[self._at + TOKENS] += tokens
 
     def end(self, size: int) -> None:
-        """Count a part that is done, by its size."""
         self._counts[self._at + SIZE_DONE] += size
         self.rest()
 
@@ -71,19 +66,15 @@ class Counts:
         self._shared[PART::4] = [NO_PART] * processes
 
     def meter(self, slot: int) -> Meter:
-        """Return what one of the workers counts with."""
         return Meter(self._shared, slot)
 
     def total(self, what: int) -> int:
-        """Sum TEXT_BYTES, TOKENS or SIZE_DONE over the workers."""
         return sum(self._shared[what::4])
 
     def current(self) -> list[int]:
-        """List the parts that are being read."""
         return [part for part in self._shared[PART::4] if part >= 0]
 
     def waiting(self) -> list[int]:
-        """List the parts of other processes that are waited for."""
         return sorted({WAITING - part for part in self._shared[PART::4] if part <= WAITING})
 
 

@@ -99,11 +99,9 @@ class TextsPart:
 
     @property
     def size(self) -> int:
-        """The characters of all."""
         return sum(len(text) for text in self.texts if text)
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield all of them."""
         yield TextBatch(list(self.texts))
 
 

@@ -67,7 +67,6 @@ class FilesPart:
 
     @property
     def size(self) -> int:
-        """About how many bytes of text it has."""
         return sum(part.size for part in self.slices)
 
     def read(self) -> Iterator[TextBatch]:

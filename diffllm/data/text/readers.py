@@ -51,7 +51,6 @@ class Slice:
     """About how many bytes of text it has."""
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield its documents, some at a time."""
         raise NotImplementedError
 
 
@@ -124,7 +123,6 @@ class TextLines(Slice):
     stop: int | None
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the lines, without their ends."""
         for block in text_blocks(self.path, self.start, self.stop):
             yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
 
@@ -147,7 +145,6 @@ class WholeText(Slice):
     """A text that is one document."""
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the text."""
         yield TextBatch([decoded(b"".join(text_blocks(self.path, 0, None))).read()])
 
 

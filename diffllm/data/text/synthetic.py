@@ -73,12 +73,10 @@ class ExamplesPart:
 
     @property
     def name(self) -> str:
-        """Where it lies, for messages."""
         return f"{self.task.name}, part {self.number + 1}"
 
     @property
     def size(self) -> int:
-        """Not known before they are made."""
         return 0
 
     def read(self) -> Iterator[TextBatch]:
