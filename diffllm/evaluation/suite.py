@@ -13,7 +13,7 @@ from diffllm.evaluation.answers import Answers
 from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Evaluation, Score, Subject
 from diffllm.evaluation.results import keep, kept, results_of
 from diffllm.files import user_path
-from diffllm.report.numbers import finite
+from diffllm.files.records import finite
 from diffllm.tasks.own_file import OwnFile
 from diffllm.tasks.task import TASKS, Level
 

@@ -215,3 +215,16 @@ def test_what_was_begun_is_removed_only_where_nobody_needs_it(
         check(drawn, tokenizer, cache)
     assert not any(path.exists() for path in (first, second, killed))
     assert all(path.is_dir() for path in (other, held, older))
+
+
+def test_prepared_tokens_lose_the_partial_directory_of_a_process_killed_at_its_end(
+    tmp_path: Path, tokenizer: str, rng: random.Random
+) -> None:
+    cache = tmp_path / "cache"
+    drawn = sources.draw(rng, tmp_path, "good jsonl")
+    check(drawn, tokenizer, cache)
+    (whole,) = [path for path in cache.glob("tokens/*") if path.is_dir()]
+    left = whole.with_name(f"{whole.name}.partial-0")
+    left.mkdir()
+    check(drawn, tokenizer, cache)
+    assert not left.exists()

@@ -10,7 +10,7 @@ from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.single import cut_in_two
-from diffllm.data.preparation.tokens import TokensJob
+from diffllm.data.preparation.tokens import TokensJob, remove_unless_held
 from diffllm.data.preparation.train_tokenizer import TRAINING, train_tokenizer, training_sample
 from diffllm.data.preparation.workers import available_cores
 from diffllm.data.shards import FORMAT_VERSION
@@ -136,6 +136,8 @@ def prepare_text(
     what += [without] if cfg.deduplicate else []
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
+        for partial in directory.parent.glob(f"{directory.name}.partial-*"):  # of a killed process
+            remove_unless_held(partial)
         return TokenData(directory)
     halves = cut_in_two(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:

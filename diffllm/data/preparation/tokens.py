@@ -193,13 +193,9 @@ class TokensJob:
                 origin = read_text(partial / ORIGIN, 1000)
             begun_in_vain = not origin and not any(partial.glob("part-*.json"))
             complete = partial.with_name(begun).is_dir()
-            if begun == self.final.name or not (begun_in_vain or complete or origin == self.origin):
-                continue
-            locks = [FileLock(path) for path in self.final.parent.glob(f"{begun}*.lock")]
-            with ExitStack() as stack, suppress(Timeout, OSError):
-                for lock in locks:
-                    stack.enter_context(lock.acquire(timeout=0))
-                shutil.rmtree(partial)
+            outdated = begun_in_vain or complete or origin == self.origin
+            if begun != self.final.name and outdated:
+                remove_unless_held(partial)
 
     def remove_partial(self) -> None:
         """Remove what is left of the preparation of a directory that is there."""
@@ -230,6 +226,15 @@ class TokensJob:
             skipped_duplicates=sum(r.skipped_duplicates for r in records),
             note=self.corpus.note,
         )
+
+
+def remove_unless_held(partial: Path) -> None:
+    """Remove a partial directory unless a process holds the lock of its preparation."""
+    begun = partial.name.partition(".partial-")[0]
+    with ExitStack() as stack, suppress(Timeout, OSError):
+        for path in partial.parent.glob(f"{begun}*.lock"):
+            stack.enter_context(FileLock(path).acquire(timeout=0))
+        shutil.rmtree(partial)
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
