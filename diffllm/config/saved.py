@@ -78,9 +78,9 @@ def load_run_config(path: Path) -> TrainConfig:
             content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
         if "${" in repr(content):  # OmegaConf would resolve it, also from the environment
             raise ValueError("it has an interpolation, not a value")
-        saved = OmegaConf.create({**content})
-        check_registered(path, saved)
-        return typed(OmegaConf.merge(base_of(saved), saved))  # type: ignore[arg-type]
+        check_registered(path, content)
+        base, values = base_of(content)
+        return typed(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise CheckpointError(no_run(path)) from None
@@ -102,19 +102,31 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
     return f"{path} is not a run directory: it has no {missing}{hint}"
 
 
-def check_registered(path: Path, saved: Any) -> None:
+def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that differs from `values`: a merge of all of it takes long."""
+    found = {}
+    for key, value in content.items():
+        there = values.get(key)
+        if isinstance(value, dict) and isinstance(there, dict):
+            found[key] = changed(value, there)
+        elif type(value) is not type(there) or value != there or key not in values:
+            found[key] = value
+    return found
+
+
+def check_registered(path: Path, saved: dict[str, Any]) -> None:
     """Raise PluginError for a class or source of text that nothing here has registered.
 
     Its module is only imported if a user names it; the config of a run may come from anywhere.
     """
     missing = [
         f"{group}={name}"
-        for group, name in saved.run.get("schemas", {}).items()
+        for group, name in saved["run"].get("schemas", {}).items()
         if (group, name) not in SCHEMAS
     ]
-    parts = [saved.data, *saved.data.get("sources", {}).values()]
+    parts = [saved["data"], *saved["data"].get("sources", {}).values()]
     sources = {*SOURCES, *PREPARED_ELSEWHERE}
-    missing += [f"data.source={part.source}" for part in parts if part.source not in sources]
+    missing += [f"data.source={p['source']}" for p in parts if p["source"] not in sources]
     if missing:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
@@ -124,11 +136,12 @@ def check_registered(path: Path, saved: Any) -> None:
         )
 
 
-def base_of(saved: Any) -> DictConfig:
-    """Return the defaults below a saved config: its registered classes, and no YAML of its own."""
-    schemas = saved.run.get("schemas", {})
+def base_of(saved: dict[str, Any]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return the defaults of a saved config, of its registered classes and without its YAML, and
+    their plain values."""
+    schemas = saved["run"].get("schemas", {})
     if "attention" not in schemas:  # a run of before they were noted, whose variants all are ours
-        return defaults_of(saved.run.choices.attention)
+        return defaults_of(saved["run"]["choices"]["attention"])
     classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
     return defaults_of(None, classes["attention"], classes.get("data", DataConfig))
 
@@ -136,7 +149,7 @@ def base_of(saved: Any) -> DictConfig:
 @cache
 def defaults_of(
     variant: str | None, attention: type | None = None, data: type = DataConfig
-) -> DictConfig:
+) -> tuple[DictConfig, Any]:
     """Compose defaults for reading, of a YAML or of classes; a report reads many runs of few."""
     base = compose_config([f"attention={variant}"] if variant else ["experiment=none"])
     if attention:
@@ -147,7 +160,7 @@ def defaults_of(
     for names_of_the_users in open_ones:
         if names_of_the_users is not None:
             OmegaConf.set_struct(names_of_the_users, False)
-    return base
+    return base, OmegaConf.to_container(base, enum_to_str=True)
 
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
