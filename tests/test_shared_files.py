@@ -14,7 +14,7 @@ from diffllm.config.overrides import check_shared
 from diffllm.config.plugins import add_named_directory
 from diffllm.errors import ConfigError
 from diffllm.study.file import load_study
-from diffllm.study.runs import config
+from diffllm.study.runs import DECIDING, Planned, config_of
 from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import plan_sweep
@@ -173,7 +173,8 @@ def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word: str) ->
 
 
 def test_config_of_a_planned_run_imports_nothing() -> None:
-    config(("model=tiny", f"plugins=[{PLUGIN}]"))
+    words = ["model=tiny", f"plugins=[{PLUGIN}]"]
+    config_of(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules
 
 
