@@ -70,7 +70,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def is_place(data: Any) -> bool:
-    """Whether a loader can go on from this place."""
+    """Whether a loader can resume from this place."""
     try:
         check_place(data)
     except ValueError:
