@@ -63,6 +63,8 @@ def read_records(path: Path) -> list[Record]:
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):
+            break  # wandb's service is still writing this record
         buffer += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or last part
