@@ -108,12 +108,21 @@ def test_scratch_directory_that_another_process_uses_is_refused_and_kept(tmp_pat
     assert names(tmp_path) == []
 
 
-def test_link_in_place_of_scratch_directory_is_refused_and_its_target_kept(tmp_path):
+def test_link_in_place_of_scratch_directory_is_removed_and_its_target_kept(tmp_path):
     (tmp_path / "mine" / "data").mkdir(parents=True)
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match="symbolic link"):
-        scratch_directory(tmp_path / "out").__enter__()
+    with scratch_directory(tmp_path / "out") as scratch:
+        assert names(scratch) == []
+    assert names(tmp_path) == ["mine"]
     assert names(tmp_path / "mine") == ["data"]
+
+
+def test_scratch_directories_of_two_long_names_differ(tmp_path):
+    with (
+        scratch_directory(tmp_path / f"{'x' * 240}a") as first,
+        scratch_directory(tmp_path / f"{'x' * 240}b") as second,
+    ):
+        assert first != second
 
 
 def test_failed_build_leaves_nothing_and_the_next_build_succeeds(tmp_path):

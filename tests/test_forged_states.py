@@ -116,6 +116,14 @@ def test_half_a_character_in_a_manifest_is_a_fault(run, name, capfd):
         assert "half of a surrogate pair" in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(("old", "new"), [("\nseed: 0", "\nseed: ???"), ("", "")])
+def test_config_with_a_missing_value_or_none_at_all_is_refused(run, old, new):
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace(old, new) if old else "")
+    with pytest.raises(CheckpointError, match=r"value \?\?\?|not a mapping"):
+        load_run_config(run)
+
+
 def test_what_only_has_the_name_of_a_checkpoint_is_passed_over(run, capfd):
     for name in ("step-00000009", ".step-00000009.incomplete"):
         (run / "checkpoints" / name).write_text("a file")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,20 @@ def test_plugin_that_raises_or_replaces_itself_is_one_error(mine, name):
     sys.modules.pop("odd", None)
     assert str(caught.value).startswith("plugins=[odd]")
     assert said in str(caught.value)
+
+
+def test_plugin_in_an_archive_is_refused(mine):
+    with zipfile.ZipFile(mine / "plugins.zip", "w") as archive:
+        archive.writestr("zipped.py", "x = 1\n")
+    sys.path.append(str(mine / "plugins.zip"))
+    with pytest.raises(ConfigError, match=r"plugins=\[zipped\]: zipped is in an archive"):
+        imported("zipped")
+
+
+def test_import_statements_that_name_no_file_are_ignored(mine):
+    odd = f"from {'.' * 40} import x\n    import {'y' * 300}\n"
+    (mine / "odd.py").write_text(f"try:\n    {odd}except ImportError:\n    pass\n")
+    assert version(mine, "odd")
 
 
 @pytest.mark.parametrize("name", ["sys", "time"])

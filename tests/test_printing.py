@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from unicodedata import category
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,8 @@ ESCAPED = r"\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/li
 
 def acted_on(text: str) -> set[str]:
     """Characters that a terminal acts on."""
-    return {c for c in text if not c.isprintable()} - set("\n\t\u00a0\u3000\u200c\u200d")
+    shown = {c for c in text if c.isprintable() or category(c) == "Zs" or c >= "\U000e0020"}
+    return set(text) - shown - set("\n\t\u00ad\u200b\u200c\u200d\u2060")
 
 
 @given(st.text())

@@ -181,7 +181,7 @@ def test_keys_that_only_sound_secret_are_keys() -> None:
 def test_a_variable_of_any_name_fills_in_paths_alone(key: str, monkeypatch, tmp_path) -> None:
     """Its value, which nothing tells from a secret, would be in config.yaml, or in an error."""
     monkeypatch.setenv("SOME_NAME", SECRET)
-    with pytest.raises(ConfigError, match="fills in paths alone") as caught:
+    with pytest.raises(ConfigError, match="elsewhere the shell inserts") as caught:
         load_config(["model=tiny", f"{key}=${{oc.env:SOME_NAME}}"])
     assert SECRET not in str(caught.value)
     monkeypatch.setenv("SOME_PLACE", str(tmp_path))

@@ -112,6 +112,7 @@ SOURCES: dict[str, Callable[[str, str], None]] = {
         ("sample_prompt", "${oc.env:HF_TOKEN}"),
         ("cache_dir", "x/${oc.decode:${oc.env:MY_VARIABLE}}"),
         ("text_column", "${oc.${split}:MY_VARIABLE}"),
+        ("sample_prompt", r"$\{oc.env\:HF_TOKEN\}"),
     ],
 )
 def test_file_with_a_resolver_is_refused_before_it_is_resolved(
@@ -121,6 +122,20 @@ def test_file_with_a_resolver_is_refused_before_it_is_resolved(
         SOURCES[source](key, value)
     assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
+
+
+def test_interpolation_that_two_keys_make_is_refused_before_it_is_resolved() -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
+    Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")
+    with pytest.raises(ConfigError, match=r"^wandb\.group: a value cannot contain \${"):
+        load_config(["experiment=x", "model=tiny"], config_dir="mine")
+
+
+@pytest.mark.parametrize("word", [r"run.name=$\{oc.env\:HF_TOKEN\}", r"wandb.group=\${seed}"])
+def test_escaped_interpolation_on_the_command_line_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"secrets come|cannot contain \${"):
+        load_config(["model=tiny", word])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +163,7 @@ def test_file_may_interpolate_keys_and_shares_of_the_steps() -> None:
     ["steps=${oc.decode:'1'}", "run.dir=${hydra:runtime.cwd}", "seed=${oc.${a}:MY_VARIABLE}"],
 )
 def test_command_line_with_another_resolver_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="fills in paths alone"):
+    with pytest.raises(ConfigError, match="can be interpolated"):
         load_config(["model=tiny", word])
 
 

@@ -46,16 +46,21 @@ SECRET_IN_VALUE = re.compile(
 
 OF_PATHS = re.compile(r"run\.dir|resume|data\.(?!sample_prompt)[\w.]+")
 """Keys that may name a variable of the environment, which is resolved in config.yaml."""
-OF_KEYS = r"\$\{(?:[\w.\[\]]+|of_steps:[\w\s.,]*)\}"
+OF_KEYS = r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}"
 ENVIRONMENT = r"\$\{oc\.env:[^{}]*\}"
 KEYS_OR_ENVIRONMENT = rf"{OF_KEYS}|\$\{{oc\.env:(?:[^{{}}]|{OF_KEYS}|{ENVIRONMENT})*\}}"
 """The interpolations that a command line may have in paths; elsewhere only OF_KEYS are allowed."""
 
 
+def has_other_interpolation(word: str, allowed: str) -> bool:
+    """Whether an override interpolates more than the pattern allows; Hydra removes backslashes."""
+    return "${" in re.sub(allowed, "", word.replace("\\", ""))
+
+
 def check_interpolations(words: list[str], where: str) -> None:
     """Raise ConfigError, before it is resolved, for an interpolation that no file may have."""
     for word in words:
-        if "${" in re.sub(OF_KEYS, "", word):
+        if has_other_interpolation(word, OF_KEYS):
             raise ConfigError(
                 f"{where}: {word.partition('=')[0]}: a file may interpolate ${{key}} and "
                 "${of_steps:share,most} only; a path on the command line may name a variable of "
@@ -79,16 +84,17 @@ def check_secrets(words: list[str]) -> None:
     for word in words:
         key, _, value = word.partition("=")
         key = key.strip().lstrip("+~")
-        if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value):
+        if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value.replace("\\", "")):
             raise ConfigError(
                 f"{key}: secrets come from the environment (WANDB_API_KEY, "
                 "HF_TOKEN), never from the configuration, which is written to disk"
             )
         allowed = KEYS_OR_ENVIRONMENT if OF_PATHS.fullmatch(key) else OF_KEYS
-        if "${" in re.sub(allowed, "", word):
+        if has_other_interpolation(word, allowed):
             raise ConfigError(
-                f"{word}: a variable of the environment, whose value is written to disk, fills in "
-                "paths alone (data.*, run.dir, resume); elsewhere the shell does, as in seed=$SEED"
+                f"{word}: only ${{key}} and ${{of_steps:share,most}} can be interpolated, and in "
+                "paths (data.*, run.dir, resume) also ${oc.env:NAME}; elsewhere the shell inserts "
+                "a variable of the environment, as in seed=$SEED"
             )
 
 

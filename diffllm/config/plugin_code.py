@@ -4,11 +4,13 @@ import ast
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from diffllm.config.changes import Changes
 from diffllm.distributed.consistency import hash_sources
+from diffllm.errors import ConfigError
 
 NOT_OWN = {*sys.stdlib_module_names, "diffllm"}
 """Top-level modules that are not part of a plugin, even where they lie next to it."""
@@ -64,9 +66,12 @@ def sources(name: str, place: Path, base: Path) -> set[Path]:
     found: set[Path] = set()
     while todo:
         file = todo.pop()
-        if file not in found and file.is_file() and file.is_relative_to(base):
-            found.add(file)
-            todo += [] if installed else imported_files(file, base)
+        with suppress(OSError):  # of a name that is too long for a file
+            if file not in found and file.is_file() and file.is_relative_to(base):
+                found.add(file)
+                todo += [] if installed else imported_files(file, base)
+    if not found:
+        raise ConfigError(f"{name} is in an archive, so no run can record its version")
     return found
 
 
@@ -78,7 +83,7 @@ def imported_files(file: Path, base: Path) -> Iterator[Path]:
     except (SyntaxError, ValueError, RecursionError):
         return  # not Python source, so nothing has imported it
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and node.level <= len(file.parents):
             start = file.parents[node.level - 1] if node.level else base
             names = [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
         elif isinstance(node, ast.Import):

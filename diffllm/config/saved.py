@@ -76,8 +76,12 @@ def load_run_config(path: Path) -> TrainConfig:
     try:
         with readable(file):  # it repeats the defaults of every source of a recipe
             content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a mapping of keys to values")
         if "${" in repr(content):  # OmegaConf would resolve it, also from the environment
             raise ValueError("it has an interpolation, not a value")
+        if "'???'" in repr(content):  # OmegaConf would take the default
+            raise ValueError("it has the value ???, which means that a value is missing")
         check_registered(path, content)
         base, values = base_of(content)
         return typed(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ HEADER_BYTES, DIGEST_BYTES = 128, 32
 def write_array(file: Path, array: np.ndarray) -> None:
     """Write an array that `read_array` reads, in one step."""
     stream = io.BytesIO()
-    np.save(stream, array)
+    np.save(stream, np.ascontiguousarray(array))
     stream.write(hashlib.sha256(stream.getbuffer()).digest())
     replace_file(file, stream.getvalue())
 

@@ -4,6 +4,7 @@ Nothing is written through a symbolic link in place of a file: what it leads to 
 """
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -121,15 +122,18 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     Args:
         wait: wait for the lock; otherwise raise InUseError if another process has it.
     """
-    name = os.fsdecode(b"." + os.fsencode(final.name)[:200])
+    name = f".{final.name}"
+    if len(os.fsencode(name)) > 200:  # the longest name of a file has 255 bytes
+        name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
     scratch, lock = final.with_name(f"{name}.partial"), Lock(final.with_name(f"{name}.lock"))
     try:
         lock.acquire(wait)
     except Held:
         raise InUseError(f"{final} is being written by another process") from None
     try:
-        if os.path.lexists(scratch):
+        if scratch.is_dir() and not scratch.is_symlink():
             shutil.rmtree(scratch)
+        scratch.unlink(missing_ok=True)
         scratch.mkdir()
         yield scratch
     finally:

@@ -6,16 +6,18 @@ from typing import Any, TextIO
 
 from diffllm.errors import printable
 
-KEPT = "\n\t\u00a0\u3000\u200c\u200d"
-"""Unprintable characters that are printed: line breaks, tabs, and the spaces and joiners of written
-languages."""
+SPACES = "\u00a0\u1680\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+JOINERS = "\u00ad\u200b\u200c\u200d\u2060" + "".join(map(chr, range(0xE0020, 0xE0080)))
+KEPT = f"\n\t{SPACES}{JOINERS}"
+"""Characters that Python calls unprintable and that terminals only display: line breaks, tabs, and
+the spaces, joiners and tags of written languages."""
 
 
 def echo(
     text: object = "", end: str = "\n", file: TextIO | None = None, flush: bool = False
 ) -> None:
     """Print a text, to stdout by default, with unprintable characters escaped."""
-    print(printable(str(text), KEPT), end=end, file=file, flush=flush)
+    print(printable(str(text).replace("\r\n", "\n"), KEPT), end=end, file=file, flush=flush)
 
 
 def echo_json(content: Any) -> None:

@@ -29,7 +29,7 @@ class Series(NamedTuple):
     """One metric over a run, where it was logged."""
 
     tokens: np.ndarray
-    """(n,) int64, increasing."""
+    """(n,) int64, increasing unless the batch became smaller on the way."""
     values: np.ndarray
     """(n,), or (n, L) for a quantity of every layer; float64, NaN for what is not finite."""
 
@@ -47,9 +47,7 @@ class Metrics:
         steps, tokens = array("q"), array("q")
         columns: dict[str, tuple[array[int], array[float]]] = {}
         for line in lines:
-            if line is None or (
-                steps and not (line["step"] > steps[-1] and line["tokens"] > tokens[-1])
-            ):
+            if line is None or (steps and line["step"] <= steps[-1]):
                 self.skipped += 1
                 continue
             for name, value in line.items():

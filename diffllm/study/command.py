@@ -6,6 +6,7 @@ from typing import Any
 
 from diffllm.config.changes import what_differs
 from diffllm.config.saved import load_run_config, plugin_changes
+from diffllm.data.progress import track
 from diffllm.distributed.world import World
 from diffllm.errors import ConfigError
 from diffllm.printing import echo
@@ -44,20 +45,22 @@ class Course:
         """The jobs that come next; none once all have ended, or one could not."""
         runs = [] if self.failed or self.stopped else next_runs(self.study, self.out)
         jobs = []
-        for number, planned in enumerate(runs, start=1):
-            words = words_of(self.study, planned, self.out)
-            self.directory.record["runs"][planned.name] = words
-            jobs.append(
-                {
-                    "number": number,
-                    "total": len(runs),
-                    "name": planned.name,
-                    "path": str(self.out / planned.name),
-                    "steps": config_of(planned).steps,
-                    "words": [*self.added, *words],
-                    "finished": False,
-                }
-            )
+        with track("checking runs", len(runs)) as advance:
+            for number, planned in enumerate(runs, start=1):
+                words = words_of(self.study, planned, self.out)
+                self.directory.record["runs"][planned.name] = words
+                jobs.append(
+                    {
+                        "number": number,
+                        "total": len(runs),
+                        "name": planned.name,
+                        "path": str(self.out / planned.name),
+                        "steps": config_of(planned).steps,
+                        "words": [*self.added, *words],
+                        "finished": False,
+                    }
+                )
+                advance(1)
         self.directory.record["keys"] = []
         self.directory.write()
         return jobs

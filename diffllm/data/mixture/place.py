@@ -42,9 +42,11 @@ class MixturePlace:
         if sum(self.consumed.values()) != self.sample or sum(self.before.values()) != self.since:
             raise ValueError("the samples of all sources must add up to sample and since")
         for row in self.weights:
-            if len(row) != 1 + len(self.consumed) or max(row[1:]) > 1:
+            start, *shares = row or [0.5]
+            whole = len(shares) == len(self.consumed) and abs(sum(shares) - 1) < 1e-6
+            if not (whole and start == int(start)):
                 raise ValueError(f"weights has {row}, not a start and the shares of all sources")
-            in_parts(row[1:])
+            in_parts(shares)
         starts = [int(start) for start, *_ in self.weights]
         check_counts(starts)
         if sorted(starts) != starts or starts[:1] > [self.since] or self.since > self.sample:
