@@ -25,7 +25,7 @@ FACTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
     ),
-    **dict.fromkeys(("diffllm", "git", "imported", "environment", "plugin_code"), (dict,)),
+    **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), (dict,)),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": SUMMARY,

@@ -141,8 +141,8 @@ def settings(rows: list[Row]) -> dict[str, str]:
 
 def commit_text(run: Run) -> str:
     """The git commit that a run was made with; nothing where its run.json does not say."""
-    git = run.facts.get("git") or {}
-    if not isinstance(commit := git.get("commit"), str):
+    git = run.facts.get("git")
+    if not isinstance(git, dict) or not isinstance(commit := git.get("commit"), str):
         return ""
     return f"commit {commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
 
