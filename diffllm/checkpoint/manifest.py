@@ -38,7 +38,6 @@ Manifest = dict[str, FileRecord]
 
 
 def describe(files: Iterable[Path]) -> Manifest:
-    """Return the records of files as they are on disk."""
     return {file.name: FileRecord(file.stat().st_size, sha256_of(file)) for file in files}
 
 
@@ -49,7 +48,6 @@ def sha256_of(file: Path) -> str:
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
-    """Write the manifest into the checkpoint directory `path`, synced to disk."""
     files = {name: vars(record) for name, record in sorted(manifest.items())}
     text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
     write_durably(path / NAME, text)

@@ -82,7 +82,6 @@ def help_text(overrides: list[str]) -> str:
 
 
 def sections_text(names: Sequence[str]) -> str:
-    """Return a line for every key of these sections, with its default."""
     sections = sections_of(compose_config(["experiment=none"]))
     chosen = [section for section in sections if section.name in names]
     return "\n\n".join(section_text(section, width_of_output()) for section in chosen)
@@ -171,7 +170,6 @@ def meanings(config: type) -> dict[str, str]:
 
 
 def first_sentence(text: str) -> str:
-    """Return a text up to its first full stop, in one line."""
     return SENTENCE.split(" ".join(text.split()))[0]
 
 

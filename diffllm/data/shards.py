@@ -63,7 +63,6 @@ class Split:
 
     @property
     def masked(self) -> bool:
-        """Whether some of its tokens may be only context."""
         return any(shard.mask for shard in self.shards)
 
     def check(self, name: str) -> None:

@@ -31,7 +31,6 @@ class TokenData:
         return self.manifest.corpus
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that the shards were written with."""
         return Tokenizer.from_file(tokenizer_in(self.directory))
 
     def check(self) -> None:

@@ -82,6 +82,5 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def write_tokenizer(path: Path, directory: Path) -> None:
-    """Copy the tokenizer of `path` into a directory."""
     for name, content in tokenizer_files(path).items():
         replace_file(directory / name, content)

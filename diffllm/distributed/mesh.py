@@ -78,7 +78,6 @@ class Meshes(NamedTuple):
 
     @property
     def one_rank(self) -> bool:
-        """True if there is no other rank to share anything with."""
         return self.dense.size() == 1
 
 

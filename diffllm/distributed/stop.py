@@ -112,6 +112,5 @@ class Agreement:
         return Agreed(signal.Signals(number) if number else None, save, failed)
 
     def close(self) -> None:
-        """Finish the pending collective."""
         if self.work is not None:
             self.work.wait()

@@ -98,7 +98,6 @@ def numbers_of(task: Task, levels: Sequence[Level], limit: int | None) -> list[i
 
 
 def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text."""
     return lambda text: len(tokenizer.encode(text))
 
 
@@ -164,7 +163,6 @@ def chance(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the share of lines of which something is true."""
     return sum(bool(line[key]) for line in lines) / len(lines)
 
 

@@ -42,7 +42,6 @@ class Question:
 
     @property
     def single(self) -> bool:
-        """Whether every continuation is one token."""
         return all(len(ids) == 1 for ids in self.continuations)
 
 

@@ -142,5 +142,4 @@ def split_output(
 
 
 def described(model: ModelConfig) -> str:
-    """Name a decoder's attention by its config's class."""
     return type(model.attention).__name__.removesuffix("Config")

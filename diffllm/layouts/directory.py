@@ -164,5 +164,4 @@ def why_no_weights(path: Path) -> str:
 
 
 def is_model_directory(path: Path) -> bool:
-    """Whether a directory looks like one of transformers."""
     return (path / CONFIG).is_file()

@@ -55,7 +55,6 @@ class Plan:
 
     @property
     def step(self) -> Step:
-        """The simulated step with the configured policy."""
         return self.steps[self.cfg.activation_checkpointing]
 
     @property
@@ -64,7 +63,6 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """Memory of the device, in bytes."""
         return round(self.cluster.device.memory_gib * GIB)
 
     def free(self, step: Step) -> int:

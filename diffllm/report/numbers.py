@@ -47,7 +47,6 @@ def compact(value: Any, digits: int = 4) -> str:
 
 
 def percent(value: Any) -> str:
-    """A share, in percent."""
     x = finite(value)
     return MISSING if x is None else f"{short(100 * x, 2)}%"
 

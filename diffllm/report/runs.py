@@ -89,7 +89,6 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Its config as flat keys and plain values, enums by name."""
         return flatten(yaml_dict(self.cfg))
 
     @property

@@ -158,7 +158,6 @@ class Figures:
         return [card for name in ("train/loss", "eval/loss", "train/lr") for card in self.of(name)]
 
     def of(self, name: str) -> list[Card]:
-        """The figures of one metric."""
         metric = metric_of(name)
         return [card for plot in metric.plots for card in self.plot(metric, plot)]
 

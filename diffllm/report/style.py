@@ -63,7 +63,6 @@ class RowStyle:
 
     @property
     def gid(self) -> str:
-        """Id of its artists; becomes a class in the page."""
         return f"row-{self.index}"
 
     @property
@@ -109,7 +108,6 @@ def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
-    """A figure of that many CSS pixels, no part of pyplot's state."""
     return Figure(figsize=(width / 72, height / 72))
 
 

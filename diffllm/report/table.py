@@ -116,7 +116,6 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def csv_cell(value: Any) -> str:
-    """Empty for None, JSON for lists and truth values."""
     if value is None:
         return ""
     return json.dumps(value) if isinstance(value, (bool, list, dict)) else str(value)

@@ -27,7 +27,6 @@ class Rate:
 
     @property
     def high(self) -> float:
-        """Upper end of it."""
         from scipy.special import gammaincinv
 
         return 1000 * float(gammaincinv(self.count + 1, (1 + CONFIDENCE) / 2)) / self.steps

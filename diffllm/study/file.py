@@ -117,7 +117,6 @@ class Study:
 
     @property
     def sets_rates(self) -> bool:
-        """Whether learning rates are the study's to set."""
         return self.lr is not None or self.lr_sweep is not None
 
     @property

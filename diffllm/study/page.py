@@ -51,7 +51,6 @@ def write_verdict(found: Verdict, out: Path) -> list[Path]:
 
 
 def headline(found: Verdict) -> str:
-    """The verdict in a word, or with what it would have been."""
     if found.verdict == EXPLORATORY:
         return f"{found.verdict}, it would be: {found.would_be}"
     return found.verdict
@@ -108,7 +107,6 @@ def arm_cells(arm: Arm) -> tuple[str, ...]:
 
 
 def rates_text(arm: Arm) -> str:
-    """The learning rate that an arm ran with, or the range of several."""
     rates = sorted({run.cfg.optim.lr for run in arm.runs})
     return " to ".join(f"{lr:g}" for lr in dict.fromkeys([*rates[:1], *rates[-1:]])) or MISSING
 

@@ -35,7 +35,6 @@ class Arm:
 
     @property
     def sd(self) -> float | None:
-        """The standard deviation between its seeds; None from fewer than two."""
         found = pooled([self.losses])
         return found.sd if found else None
 

@@ -79,7 +79,6 @@ class ClusterLauncher:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of a run."""
         return self.settings["nodes"] * self.settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:

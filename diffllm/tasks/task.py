@@ -162,13 +162,11 @@ class Task(ABC):
             yield self.document(self.generator(level, seed, i), level, count)
 
     def generator(self, level: Level, seed: Seed, place: int) -> random.Random:
-        """Return the generator of one example."""
         named = ",".join(f"{key}={value}" for key, value in sorted(level.items()))
         return random.Random(f"{self.name}/{named}/{seed}/{place}")
 
 
 def tokens_of(example: Example, count: Count) -> int:
-    """Return the tokens of an example with its longest candidate."""
     return count(example.prompt) + max(count(candidate) for candidate in example.candidates)
 
 

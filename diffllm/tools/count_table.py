@@ -87,7 +87,6 @@ def sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
 
 
 def integers(label: str, values: list[int]) -> Row:
-    """Make a row of numbers in full, with short differences."""
     return against_first(label, values, "{:,}".format, lambda first, value: short(value - first))
 
 

@@ -18,7 +18,6 @@ def table(*heads: str, text: int = 0) -> Table:
 
 
 def width_of(table: Table) -> int:
-    """Count the columns of a terminal that a table takes."""
     return Console(width=WHOLE).measure(table).maximum
 
 

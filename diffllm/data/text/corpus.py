@@ -80,7 +80,6 @@ class Corpus:
 
     @cached_property
     def parts(self) -> Sequence[Part]:
-        """The parts, in order; raises DataError."""
         return self.list_parts()
 
     def texts(self) -> Iterator[str]:
