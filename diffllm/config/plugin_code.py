@@ -27,7 +27,6 @@ def note_version(module: str, spec: ModuleSpec) -> None:
 
 
 def loaded_version(module: str) -> str:
-    """Return the version of a plugin's module in this process."""
     return LOADED[module][1] if module in LOADED else "not imported"
 
 

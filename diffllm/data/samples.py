@@ -46,7 +46,6 @@ class ShuffledSequences(Dataset[Batch | DataError]):
             return error
 
     def consumed(self, sample: int) -> dict[str, float]:
-        """Say nothing: steps and tokens are known."""
         return {}
 
     def state(self, sample: int) -> dict[str, Any]:

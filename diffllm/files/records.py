@@ -128,7 +128,6 @@ def check_sweep(content: dict[str, Any]) -> None:
 
 
 def all_text(values: list[Any]) -> bool:
-    """Whether all of these are text."""
     return all(isinstance(value, str) for value in values)
 
 

@@ -124,7 +124,6 @@ def is_plain_softmax(model: ModelConfig) -> bool:
 
 
 def query_heads(model: ModelConfig) -> int:
-    """Return the number of query heads of softmax attention."""
     assert isinstance(model.attention, StandardConfig)
     return round(model.attention.query_heads * model.n_heads)
 

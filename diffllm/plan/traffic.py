@@ -58,7 +58,6 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Iterate over all tensors in a nested structure."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 

@@ -56,6 +56,5 @@ class Icl(Task):
         return Example(prompt, candidates, right, facts)
 
     def word(self, rng: random.Random, consonants: list[str]) -> str:
-        """Draw a word that begins with one of these consonants."""
         first = rng.choice(consonants) + rng.choice(VOWELS)
         return first + rng.choice(CONSONANTS) + rng.choice(VOWELS)

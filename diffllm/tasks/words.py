@@ -14,7 +14,6 @@ SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOW
 
 
 def word(number: int) -> str:
-    """Return one of the 8,100 words."""
     return SYLLABLES[number // len(SYLLABLES)] + SYLLABLES[number % len(SYLLABLES)]
 
 

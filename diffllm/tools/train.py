@@ -1,7 +1,9 @@
 """diffllm train [overrides]: train a decoder, alone or under torchrun; -m for a sweep."""
 
 import io
+import os
 import sys
+import time
 import warnings
 from argparse import Namespace
 from contextlib import redirect_stdout
@@ -24,6 +26,9 @@ from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 from diffllm.metrics.streams import never_fail, result  # noqa: E402
 from diffllm.printing import echo  # noqa: E402
+
+RANK_0_S = 30.0
+"""Seconds for rank 0 to print an error of every rank."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="train")
@@ -96,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
             echo(f"error: {error}", file=sys.stderr)
         elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
             echo(f"error: rank {rank}: {error}", file=sys.stderr)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(RANK_0_S)  # torchrun stops all ranks when the first one ends
         return 2
     return 0
 
