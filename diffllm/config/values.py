@@ -38,7 +38,7 @@ def check_values(cfg: Any) -> None:
     """Raise ConfigError for a value that cannot mean anything under its key."""
     for key, declared, value in leaves(cfg):
         if "${" in str(value):  # reading config.yaml would resolve it
-            raise ConfigError(f"{key}: a value cannot contain ${{ once all keys are interpolated")
+            raise ConfigError(f"{key}: a value cannot contain ${{ after interpolation")
         if get_origin(declared) is list:
             check_list(key, value, *get_args(declared))
         elif isinstance(value, str):

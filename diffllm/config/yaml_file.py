@@ -29,7 +29,8 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
                 raise ValueError(f"has the alias {event.anchor[:40]} before the end of its value")
             self.nodes += self.anchors[event.anchor].size
         elif event.tag:
-            raise ValueError(f"has the tag {event.tag[:40]}; write the value without a tag")
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise ValueError(f"has the tag {tag[:40]}; write the value without a tag")
         else:
             self.nodes += 1
         if self.nodes > MOST_NODES:

@@ -105,5 +105,5 @@ def flat(score: Score) -> dict[str, Any]:
     """Return a score as JSON, its further facts beside the others."""
     content = asdict(score)
     more = content.pop("more")
-    # The value of a model that diverged may be infinite, which JSON has not.
+    # A diverged model may have an infinite value, which JSON cannot hold.
     return {**content, "value": finite(score.value), **more}

@@ -90,7 +90,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number as float64; None for what is no number, not finite or beyond LARGEST."""
+    """Return a finite number up to LARGEST as a float; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)

@@ -226,7 +226,7 @@ def rope_of(config: Config) -> RopeConfig:
 
 
 def typed(cls: type[T], values: Any, where: str) -> T:
-    """Make a config of ours from the plain values of its fields.
+    """Make a diffllm config from the plain values of its fields.
 
     OmegaConf would resolve an interpolation: `${oc.env:...}` reads this process's environment.
     """

@@ -20,9 +20,9 @@ def echo(
     print(printable(str(text).replace("\r\n", "\n"), KEPT), end=end, file=file, flush=flush)
 
 
-def echo_json(content: Any) -> None:
+def echo_json(content: Any, allow_nan: bool = True) -> None:
     """Print JSON to stdout; JSON has its own escapes."""
-    print(json.dumps(content, indent=2))
+    print(json.dumps(content, indent=2, allow_nan=allow_nan))
 
 
 def to_stderr(text: str) -> None:

@@ -140,7 +140,7 @@ def check_runs(
         if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
                 f"the sweep {directory.path} was made with {what_differs(changes)} in "
-                f"{path.name}; choose another run.sweep, or go on with run.allow_changes=["
+                f"{path.name}; choose another run.sweep, or resume with run.allow_changes=["
                 f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():

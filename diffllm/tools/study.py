@@ -114,7 +114,7 @@ def verdict(study: Study, out: Path, as_json: bool) -> int:
     found = judge(study, out)
     files = write_verdict(found, out)
     if as_json:
-        echo_json(found.numbers())
+        echo_json(found.numbers(), allow_nan=False)
         return 0
     echo(verdict_text(found))
     for file in files:
