@@ -65,6 +65,9 @@ class FileArray:
             start, stop, _ = place.indices(self._count)
             return self._read(start, max(start, stop))
         if isinstance(place, np.ndarray):
+            least, most = int(place.min(initial=self._count)), int(place.max(initial=0))
+            if 0 <= least <= most < min(self._count, least + 64 * len(place)):  # close together
+                return self._read(least, most + 1)[place - least]
             return np.array([self[int(i)] for i in place], self.dtype)
         start = place + self._count * (place < 0)
         if not 0 <= start < self._count:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from diffllm.data.file_array import FileArray
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.verified import again, is_at, matches, usable
 from diffllm.errors import ConfigError, DataError
 from diffllm.files import open_to_write, read_json, replace_file, sync
@@ -104,6 +105,19 @@ class Manifest:
     skipped_duplicates: int = 0
     note: str = ""
     """How the corpus differs from a reference that is known; empty if it does not."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, heldout: np.ndarray, **more: Any) -> "Manifest":
+        """Describe tokens of a tokenizer; heldout (vocab_size,) counts the held-out tokens."""
+        return cls(
+            format_version=FORMAT_VERSION,
+            pieces_hash=tokenizer.pieces_hash,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            dtype=token_dtype(tokenizer.vocab_size).name,
+            heldout_unigram_entropy=entropy(heldout),
+            **{"skipped_empty": 0, "skipped_undecodable": 0, **more},
+        )
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":

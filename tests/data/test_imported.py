@@ -80,7 +80,7 @@ def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
     content = np.array([token for document in documents for token in document], np.int32)
-    file = WithEnds(TokenFile(Path("f"), content, lambda i: int(ends[i]), len(lengths), 90), EOS)
+    file = WithEnds(TokenFile(Path("f"), content, lambda i: ends[i], len(lengths), 90), EOS)
     assert len(file) == len(whole)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     assert file.tokens(start, stop).tolist() == whole[start:stop]
@@ -125,6 +125,44 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
     places, firsts = 2 * (ends - lengths), np.arange(len(lengths) + 1)
     content = lengths.astype("<i4").tobytes() + np.append(places, firsts).astype("<i8").tobytes()
     path.with_suffix(".idx").write_bytes(head + content)
+
+
+@pytest.mark.parametrize("name", ["t.bin", "t.ds"])
+@pytest.mark.parametrize("ended", [True, False])
+def test_empty_documents_of_index_are_not_counted(
+    make: Make, tmp_path: Path, name: str, ended: bool
+) -> None:
+    lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
+    tokens = [7] * lengths.sum()
+    for end in np.cumsum(lengths):
+        tokens[end - 1] = EOS if ended else 7
+    np.array(tokens, "<u2").tofile(tmp_path / name)
+    write_index(tmp_path / name, lengths)
+    data = prepare(make(tmp_path / name))
+    for split, counts in data.manifest.splits.items():
+        stream = data.split(split)
+        assert counts.documents == (stream.tokens(0, len(stream)) == EOS).sum() > 0
+    # Without ends of its own, every document of the index gets one, so that none is empty.
+    expected = (lengths > 0).sum() if ended else len(lengths)
+    assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
+
+
+@pytest.mark.parametrize("name", ["t.bin", "t.ds"])
+def test_documents_with_several_ends_are_counted_by_the_index(
+    make: Make, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "several").mkdir()
+    paths = [tmp_path / name, tmp_path / "several" / name]
+    for path, document in zip(paths, ([7, EOS], [7, EOS] * 5), strict=True):
+        np.array(document * 20, "<u2").tofile(path)
+        write_index(path, np.full(20, len(document)))
+    data = prepare(make(*paths, heldout_fraction=0.52))
+    counts = {split: counts.documents for split, counts in data.manifest.splits.items()}
+    # 116 tokens are left: 20 documents of the first file, and 7 of 10 tokens and a part of one.
+    assert len(data.split("train")) == 116
+    assert counts == {"train": 20 + 8, "heldout": 13}, "the document that is cut is in both"
+    said = "13 held-out documents in the index contain 62 end tokens"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
@@ -190,7 +228,7 @@ def test_pipe_in_place_of_a_file_is_refused(
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
 def test_documents_that_do_not_follow_each_other_are_refused_or_read(ends: list[int]) -> None:
     content = np.arange(9, dtype=np.int32)
-    file = WithEnds(TokenFile(Path("f"), content, lambda i: ends[i], len(ends), 90), EOS)
+    file = WithEnds(TokenFile(Path("f"), content, lambda i: np.array(ends)[i], len(ends), 90), EOS)
     for start in range(len(file)):
         with suppress(DataError):
             assert len(file.tokens(start, len(file))) == len(file) - start
@@ -330,7 +368,7 @@ def test_tokens_of_another_tokenizer_are_noticed(make: Make) -> None:
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):
         stream.tokens(0, len(ALL))
     ends = np.array([2, 4])
-    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: int(ends[i]), 2, 400)
+    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: ends[i], 2, 400)
     with pytest.raises(DataError, match="1 of 2 documents end with token 1"):
         ended(half, EOS)
 

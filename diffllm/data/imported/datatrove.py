@@ -28,7 +28,7 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
     if not len(ends):
         raise DataError(f"{index}: it has no documents")
     check_last_end(index, int(ends[-1]), len(content))
-    return TokenFile(path, content, lambda i: int(ends[i]), len(ends), vocab_size)
+    return TokenFile(path, content, lambda i: ends[i].astype("int64"), len(ends), vocab_size)
 
 
 def token_size(path: Path, vocab_size: int) -> int:

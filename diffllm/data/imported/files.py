@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,8 @@ class TokenFile:
     path: Path
     content: FileArray
     """All tokens, (n,), of any integer type."""
-    end_of: Callable[[int], int]
-    """The place behind document i, from 0."""
+    end_of: Callable[[Any], Any]
+    """The place behind document i, from 0; of several documents (n,), their places, (n,) int64."""
     documents: int
     pieces: int
     """The number of the tokenizer's pieces: every token is below it."""
@@ -54,8 +55,8 @@ class WithEnds:
     def __len__(self) -> int:
         return len(self.file) + self.documents
 
-    def end_of(self, document: int) -> int:
-        """The place behind document i, its end counted."""
+    def end_of(self, document: Any) -> Any:
+        """The place behind document i, its end counted; or the places of several documents."""
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
@@ -94,6 +95,16 @@ def ended(file: TokenFile, eos_id: int) -> Tokens:
             "tokenizer's end of a document, and others do not: is this its tokenizer?"
         )
     return WithEnds(file, eos_id)
+
+
+def documents_in(file: Tokens, start: int, stop: int) -> int:
+    """Count the documents of the index that have tokens in [start, stop)."""
+    found = begin = 0
+    for first in range(0, file.documents, BLOCK):
+        ends = file.end_of(np.arange(first, min(first + BLOCK, file.documents)))
+        begins, begin = np.append(begin, ends[:-1]), ends[-1]
+        found += int((np.minimum(ends, stop) > np.maximum(begins, start)).sum())
+    return found
 
 
 def check_pieces(path: Path, tokens: np.ndarray, pieces: int) -> None:

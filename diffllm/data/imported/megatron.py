@@ -7,6 +7,7 @@ The index: the magic MMIDIDX and two zeros, the version (uint64) 1, a code of th
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,11 +50,11 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     if len(firsts) < 2 or firsts[0] or int(firsts[-1]) != sequences:
         raise DataError(f"{index}: its documents do not hold all of its {sequences:,} sequences")
 
-    def end_of(document: int) -> int:
-        last = int(firsts[document + 1]) - 1
-        return int(places[last]) // size + int(lengths[last])
+    def end_of(document: Any) -> Any:
+        last = firsts[document + 1] - 1
+        return places[last] // size + lengths[last]
 
-    check_last_end(index, end_of(marks - 2), len(content))
+    check_last_end(index, int(end_of(marks - 2)), len(content))
     return TokenFile(path, content, end_of, marks - 1, vocab_size)
 
 

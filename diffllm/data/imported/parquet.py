@@ -14,7 +14,7 @@ import pyarrow.parquet
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.files import check_pieces, fingerprint
 from diffllm.data.path_names import names_of
-from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter, entropy, token_dtype
+from diffllm.data.shards import FORMAT_VERSION, Manifest, ShardWriter
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
@@ -71,17 +71,12 @@ def write(
                 f"{paths[0]}: its documents are too few for a {name} split with "
                 f"data.heldout_fraction={cfg.heldout_fraction:g}"
             )
-    Manifest(
-        format_version=FORMAT_VERSION,
+    Manifest.of(
+        tokenizer,
+        writers["heldout"].counts,
         source=f"tokens of {names_of(paths)}",
         corpus=corpus,
-        pieces_hash=tokenizer.pieces_hash,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        dtype=token_dtype(tokenizer.vocab_size).name,
         skipped_empty=empty,
-        skipped_undecodable=0,
-        heldout_unigram_entropy=entropy(writers["heldout"].counts),
         splits={name: writer.finish() for name, writer in writers.items()},
     ).save(directory)
 

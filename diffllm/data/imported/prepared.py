@@ -8,19 +8,11 @@ import numpy as np
 
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.datatrove import open_datatrove
-from diffllm.data.imported.files import Tokens, ended, fingerprint
+from diffllm.data.imported.files import Tokens, documents_in, ended, fingerprint
 from diffllm.data.imported.megatron import open_megatron
 from diffllm.data.joined import JoinedTokens, check_range
 from diffllm.data.path_names import names_of
-from diffllm.data.shards import (
-    FORMAT_VERSION,
-    MANIFEST,
-    Manifest,
-    Shard,
-    Split,
-    entropy,
-    token_dtype,
-)
+from diffllm.data.shards import MANIFEST, Manifest, Shard, Split
 from diffllm.data.text.file_index import FileFacts, check_unchanged, combined_hash, file_facts
 from diffllm.data.text.files import expand
 from diffllm.data.token_data import TokenData
@@ -29,6 +21,7 @@ from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.data.verified import usable
 from diffllm.errors import DataError
 from diffllm.files import build_once
+from diffllm.printing import to_stderr
 
 FORMATS, TABLE = (".bin", ".ds"), ".parquet"
 COUNTED = 1 << 22
@@ -193,29 +186,16 @@ def counted(
     for start in range(cut, length, COUNTED):
         part = whole.tokens(start, min(start + COUNTED, length))
         counts += np.bincount(part, minlength=len(counts))
-    heldout = int(counts[tokenizer.eos_id])
-    documents = sum(file.documents for file in files)
     splits: dict[str, Split] = {}
-    for name, start, stop, within in (
-        ("train", 0, cut, max(documents - heldout, 0)),
-        ("heldout", cut, length, heldout),
-    ):
-        shards = []
-        for path, sha256, end, file in zip(paths, prints, whole.ends, files, strict=True):
-            inside = min(stop, int(end)) - max(start, int(end) - len(file))
-            if inside > 0:
-                shards.append(Shard(Path(path).name, inside, sha256))
-        splits[name] = Split(within, stop - start, 0, shards)
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        source=f"tokens of {names_of(paths)}",
-        corpus=corpus,
-        pieces_hash=tokenizer.pieces_hash,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        dtype=token_dtype(tokenizer.vocab_size).name,
-        skipped_empty=0,
-        skipped_undecodable=0,
-        heldout_unigram_entropy=entropy(counts),
-        splits=splits,
-    )
+    for name, start, stop in (("train", 0, cut), ("heldout", cut, length)):
+        documents, shards = 0, []
+        for number, first, last, _ in whole.spans(start, stop):
+            if last > first:
+                documents += documents_in(files[number], first, last)
+                shards.append(Shard(Path(paths[number]).name, last - first, prints[number]))
+        splits[name] = Split(documents, stop - start, 0, shards)
+    if (ends := int(counts[tokenizer.eos_id])) != (documents := splits["heldout"].documents):
+        what = f"held-out documents in the index contain {ends:,} end tokens"
+        to_stderr(f"{documents:,} {what}; the documents of the index are counted")
+    source = f"tokens of {names_of(paths)}"
+    return Manifest.of(tokenizer, counts, source=source, corpus=corpus, splits=splits)

@@ -21,14 +21,7 @@ from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
 from diffllm.data.preparation.sharing import share_parts
 from diffllm.data.preparation.workers import claim
-from diffllm.data.shards import (
-    FORMAT_VERSION,
-    SPLITS,
-    Manifest,
-    entropy,
-    together,
-    token_dtype,
-)
+from diffllm.data.shards import SPLITS, Manifest, together
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
@@ -210,17 +203,13 @@ class TokensJob:
             with usable(path := counts_path(self.partial, number), self.partial):
                 there_are, counts = read_array(path, "<i8", 2)
             heldout[there_are] += counts
-        return Manifest(
-            format_version=FORMAT_VERSION,
+        return Manifest.of(
+            tokenizer,
+            heldout,
             source=self.corpus.description,
             corpus=self.corpus.identity,
-            pieces_hash=tokenizer.pieces_hash,
-            vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id,
-            dtype=token_dtype(tokenizer.vocab_size).name,
             skipped_empty=self.corpus.skipped_empty + sum(r.skipped_empty for r in records),
             skipped_undecodable=self.corpus.skipped_undecodable,
-            heldout_unigram_entropy=entropy(heldout),
             splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
             cut=self.cut,
             skipped_duplicates=sum(r.skipped_duplicates for r in records),
