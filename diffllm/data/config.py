@@ -73,8 +73,9 @@ class TextConfig:
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (data=files): parquet, jsonl, json or txt, or one such path. The last three
-    also .gz or .zst."""
+    """Files or globs (data=files): parquet, jsonl, json or txt, or one such path. All but
+    parquet also .gz or .zst. Each process that reads a file of `zstd --long=31` needs up to 2 GiB
+    of memory for its window."""
     text_column: str = "text"
     """Column that holds the text, in any format but txt."""
     prompt_column: str | None = None

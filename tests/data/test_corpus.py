@@ -72,6 +72,33 @@ def test_every_format_gives_its_documents(tmp_path: Path, make_config: MakeConfi
     assert texts(cfg) == ["one", "two\nlines \u2581"] * 3 + ["three", "four", "five", "six"]
 
 
+def zstd_frame(text: str, window_log: int) -> bytes:
+    """Compress as a stream, so that the frame keeps its window although the text is short."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, hash_log=6, chain_log=6)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    packed = stream.compress(text.encode()) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    packed += stream.flush()
+    assert zstandard.get_frame_parameters(packed).window_size == 2**window_log
+    return packed
+
+
+def test_zst_with_window_of_2_gib_is_read_whole_or_refused(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    path, skippable = tmp_path / "a.jsonl.zst", b"\x50\x2a\x4d\x18\x05\0\0\0hello"
+    first, second = zstd_frame(json_lines("one"), 31), zstd_frame(json_lines("two"), 28)
+    path.write_bytes(skippable + first + skippable + second + skippable)
+    assert texts(make_config(path)) == ["one", "two"]
+    for cut in (1, len(second) // 2, len(second) - 1):
+        path.write_bytes(first + second[:-cut])
+        with pytest.raises(DataError, match="not a whole zstd file: its last frame is cut off"):
+            texts(make_config(path))
+    # Byte 5 of a frame describes its window: this one asks for 4 GiB.
+    path.write_bytes(first[:5] + bytes([first[5] + 8]) + first[6:])
+    with pytest.raises(DataError, match=r"zst: .*too much memory.*; the maximum window is 2 GiB"):
+        texts(make_config(path))
+
+
 def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text(json_lines(name, None, column="body"))

@@ -20,6 +20,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.json
 import pyarrow.parquet
+import zstandard
 
 from diffllm.data.config import SampleBy
 from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, reason
@@ -30,6 +31,8 @@ from diffllm.errors import DataError
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
+PACKED_BYTES = 1 << 12
+"""Bytes of a .zst file that are unpacked at a time; they hold at most 128 MiB."""
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
 """Errors of lines that are no JSON, or no text where there has to be one."""
@@ -249,8 +252,47 @@ def opened(path: Path) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
+    if compression == "zstd":
+        return io.BufferedReader(ZstdFile(path))
     stream: Any = pyarrow.CompressedInputStream(raw(path), compression)
     return stream
+
+
+class ZstdFile(io.RawIOBase):
+    """The unpacked content of a .zst file, all of its frames.
+
+    pyarrow refuses windows above 128 MiB, and zstandard's own file object ignores a cut-off frame.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path.open("rb")
+        self.packed, self.text = b"", memoryview(b"")
+        self.frame: zstandard.ZstdDecompressionObj | None = None
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, and return its filled bytes; raises OSError for a damaged file."""
+        while not self.text and (packed := self.packed or self.file.read(PACKED_BYTES)):
+            frame = self.frame or self.decompressor.decompressobj()
+            try:
+                self.text = memoryview(frame.decompress(packed))
+            except zstandard.ZstdError as error:
+                if "memory" in str(error):  # the window is too large, or memory ran out
+                    raise DataError(f"{self.path}: {error}; the maximum window is 2 GiB") from error
+                raise OSError(str(error)) from error
+            self.packed, self.frame = frame.unused_data, None if frame.eof else frame
+        if not self.text and self.frame:
+            raise OSError("its last frame is cut off")
+        count = min(len(buffer), len(self.text))
+        buffer[:count], self.text = self.text[:count], self.text[count:]
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 def raw(path: Path) -> Any:
