@@ -86,9 +86,28 @@ def write_bpe(path: Path, vocabulary: dict[str, int], **options: Any) -> Path:
 def test_vocabulary_with_gaps_has_the_size_of_its_largest_id(tmp_path: Path) -> None:
     file = write_bpe(tmp_path / "tokenizer.json", {"a": 0, "</s>": 99_999})
     assert Tokenizer.from_file(file).vocab_size == 100_000
-    write_bpe(file, {"a": 0, "</s>": 2**31})
-    with pytest.raises(DataError, match="token id 2147483648 must be below 16777216"):
+    write_bpe(file, {"a": 0, "</s>": 2**24})
+    with pytest.raises(DataError, match="token id 16777216 must be below 16777216"):
         Tokenizer.from_file(file)
+
+
+def test_corpus_is_prepared_with_gaps_between_ids(
+    directory: Path, tmp_path: Path, corpus_file: Path, make_config: Any
+) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    cfg = make_config(corpus_file, tokenizer=str(tmp_path))
+    data, tokenizer = prepare(cfg), Tokenizer.from_file(tmp_path)
+    assert data.manifest.vocab_size == tokenizer.vocab_size == 3 * 599 + 1
+    assert 0 < data.manifest.heldout_unigram_entropy < 8
+    stream = data.split("train")
+    tokens = stream.tokens(0, len(stream))
+    assert set(tokens[tokens > 1] % 3) == {0}
+    assert tokens.max() > 600
+    assert tokenizer.decode([4, *tokens.tolist()]) == tokenizer.decode(tokens.tolist())
+    assert corpus_file.read_text().splitlines()[3] in tokenizer.decode(tokens.tolist())
 
 
 def test_unknown_token_without_piece_is_refused(tmp_path: Path) -> None:
