@@ -29,7 +29,7 @@ class EvalConfig:
     Documents are whole and spread evenly over the split, the same ones every time."""
     suites: list[str] = field(default_factory=list)
     """Tasks that the model is asked while it is trained, as [mqar,needle]. A suite, as claims, is
-    its tasks, and a file of examples ends in .jsonl; see docs/evaluation.md."""
+    its tasks, and a file of examples ends in .jsonl or .ndjson; see docs/evaluation.md."""
     suites_interval: int = bounded(500, least=1)
     """Steps between those; the last step always has one."""
     suites_limit: int = bounded(64, least=1)

@@ -6,6 +6,7 @@ from enum import Enum
 from itertools import pairwise
 
 from diffllm.bounds import at_most, bounded, check_bounds
+from diffllm.data.text.formats import FORMATS
 from diffllm.errors import ConfigError
 from diffllm.registry import SOURCES
 
@@ -55,7 +56,7 @@ READ = {
     "mixture": ("sources",),
 }
 """The fields of a source of text that each source of ours reads."""
-TABLES = (".parquet", ".jsonl", ".json", ".bin", ".ds")
+TABLES = (*(suffix for suffix in FORMATS if suffix != ".txt"), ".bin", ".ds")
 """Ends of names of files that are no plain text, as far as they are not packed."""
 MOST_WEIGHT = 1e18
 MIXTURE, TOKENS = "mixture", "tokens"
@@ -73,7 +74,7 @@ class TextConfig:
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (data=files): parquet, jsonl, json or txt, or one such path. All but
+    """Files or globs (data=files): parquet, jsonl, ndjson, json or txt, or one such path. All but
     parquet also .gz or .zst. Each process that reads a file of `zstd --long=31` needs up to 2 GiB
     of memory for its window."""
     text_column: str = "text"

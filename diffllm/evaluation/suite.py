@@ -7,6 +7,7 @@ from typing import Any
 
 from diffllm.checkpoint import step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
+from diffllm.data.text.formats import JSON_LINES
 from diffllm.errors import ConfigError
 from diffllm.evaluation import outliers, position, quantise  # noqa: F401  registered by that
 from diffllm.evaluation.answers import Answers
@@ -42,7 +43,7 @@ def chosen(
     Raises ConfigError for unknown ones, and for a level without the one task that it is of.
 
     Args:
-        names: a task, an evaluation, or the path of a file of examples that ends in .jsonl.
+        names: a task, an evaluation, or the path of a .jsonl or .ndjson file of examples.
         levels: those of the task that is named alone, none for those that fit.
     """
     if suite not in SUITES:
@@ -59,7 +60,7 @@ def chosen(
 
 def named(name: str) -> Evaluation:
     """Return the evaluation of a name; raises ConfigError where there is none."""
-    if name.endswith(".jsonl"):
+    if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
         if task.name in TASKS or task.name in EVALUATIONS:
             raise ConfigError(f"tasks: {name} has the name of the task {task.name}; rename it")
@@ -69,7 +70,7 @@ def named(name: str) -> Evaluation:
     if name in TASKS:
         return Answers(TASKS[name])
     known = ", ".join(sorted([*TASKS, *EVALUATIONS]))
-    raise ConfigError(f"tasks: {name} is none of {known}, nor a file that ends in .jsonl")
+    raise ConfigError(f"tasks: {name} is none of {known}, nor a {' or '.join(JSON_LINES)} file")
 
 
 def evaluate(

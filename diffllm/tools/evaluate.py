@@ -52,7 +52,7 @@ class Arguments:
     )
     suite: str = field(default="claims", metadata={"help": f"one of {', '.join(SUITES)}"})
     tasks: str = field(
-        default="", metadata={"help": "[a,b]: these alone; a file of examples ends in .jsonl"}
+        default="", metadata={"help": "[a,b]: these alone; or .jsonl or .ndjson files of examples"}
     )
     level: str = field(
         default="", metadata={"help": "{key: value or list}: of the one task in tasks"}

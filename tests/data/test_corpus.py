@@ -67,9 +67,13 @@ def test_every_format_gives_its_documents(tmp_path: Path, make_config: MakeConfi
     table = pyarrow.table({"text": pyarrow.array(["four"], pyarrow.large_string()), "id": ["x"]})
     pyarrow.parquet.write_table(table, tmp_path / "e[1].parquet")
     (tmp_path / "f.txt").write_text("five\n\nsix")
-    names = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.json", "e[1].parquet", "f.txt"]
+    names = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"]
+    for name in list(names):
+        names.append(name.replace("jsonl", "ndjson"))
+        (tmp_path / names[-1]).write_bytes((tmp_path / name).read_bytes())
+    names += ["d.json", "e[1].parquet", "f.txt"]
     cfg = make_config(*(tmp_path / name for name in names), sample_by=SampleBy.paragraph)
-    assert texts(cfg) == ["one", "two\nlines \u2581"] * 3 + ["three", "four", "five", "six"]
+    assert texts(cfg) == ["one", "two\nlines \u2581"] * 6 + ["three", "four", "five", "six"]
 
 
 def zstd_frame(text: str, window_log: int) -> bytes:
@@ -111,6 +115,7 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
     [
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
+        ("a.ndjson", b'{"text": "\xe9"}\n', "a.ndjson: not UTF-8 text"),
         ("a.txt.gz", gzip.compress(b"\xe9t\xe9\n", mtime=0), "a.txt.gz: not UTF-8 text"),
         ("a.txt.gz", b"plain", "a.txt.gz: not a whole gzip file"),
         ("a.csv", b"text\nx\n", "a.csv: unsupported format; use .parquet"),
@@ -126,6 +131,14 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
             b'{"text": 1, "n": 2}\n',
             "a.jsonl: column 'text' holds int, not text, none of them text",
         ),
+        (
+            "a.json",
+            b'["a", "b"]',
+            "a.json: an array of str; data=files reads arrays of objects, "
+            "with the text under data.text_column=text",
+        ),
+        ("a.json", b'[{"text": "a"}, "b", 1]', "a.json: an array of int, objects, str; data=files"),
+        ("a.json", b"[]", "a.json: an empty array; data=files reads arrays of objects"),
     ],
 )
 def test_unusable_files_are_named_in_one_line(

@@ -11,7 +11,7 @@ TOKENS = ["data=tokens", "data.paths=[a.bin]", "data.tokenizer=t.model"]
 
 
 UNREAD = [
-    (["data.paths=[a.jsonl]", "data.sample_by=line"], "data.sample_by=line is of .txt files"),
+    (["data.paths=[a.ndjson.gz]", "data.sample_by=line"], "data.sample_by=line is of .txt files"),
     (["data.paths=[a.parquet,'b*.json.gz']", "data.sample_by=line"], "data.sample_by=line"),
     (
         ["data.paths=[a.txt]", "data.split=test"],

@@ -192,7 +192,7 @@ def test_a_file_of_prompts_and_answers_is_a_task(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = write_lines(
-        tmp_path / "own.jsonl",
+        tmp_path / "own.ndjson",
         *({"prompt": f"a b{i}", "answer": " c", "candidates": [" c", " d"]} for i in range(60)),
         {"prompt": "a b", "answer": " c", "level": {"kind": "open"}},
         {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # does not fit

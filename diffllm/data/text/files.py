@@ -15,7 +15,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
 from diffllm.data.text.file_index import FileFacts, check_unchanged, combined_hash, file_facts
-from diffllm.data.text.formats import COMPRESSIONS, format_of
+from diffllm.data.text.formats import COMPRESSIONS, TEXT_FORMATS, format_of
 from diffllm.errors import DataError, printable
 from diffllm.registry import source
 
@@ -179,5 +179,5 @@ def check_readable(path: Path, facts: FileFacts) -> None:
     """Raise DataError for a file without content, or of text that is not UTF-8."""
     if facts.is_blank:
         raise DataError(f"{path}: the file is empty")
-    if path.suffix.lower() in (".jsonl", ".json", ".txt") and not facts.is_utf8:
+    if path.suffix.lower() in TEXT_FORMATS and not facts.is_utf8:
         raise DataError(f"{path}: not UTF-8 text")

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from diffllm.errors import DataError
 
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+JSON_LINES = (".jsonl", ".ndjson")
+TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
+FORMATS = {".parquet": "parquet", **TEXT_FORMATS}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -15,9 +17,7 @@ def format_of(path: Path) -> str:
     compressed = suffix in COMPRESSIONS
     if compressed:
         suffix = os.path.splitext(stem)[1]
-    if suffix not in FORMATS or (compressed and suffix == ".parquet"):
-        raise DataError(
-            f"{path}: unsupported format; use .parquet, or .jsonl, .json, .txt and these with "
-            ".gz or .zst"
-        )
+    if suffix not in (TEXT_FORMATS if compressed else FORMATS):
+        known = f"use .parquet, or {', '.join(TEXT_FORMATS)} and these with .gz or .zst"
+        raise DataError(f"{path}: unsupported format; {known}")
     return FORMATS[suffix]

@@ -108,11 +108,13 @@ class JsonArray(Slice):
         """Yield the objects' columns, None where one lacks them."""
         with opened(self.path) as file:
             rows = json.load(file)
-        if not isinstance(rows, list):
-            raise ValueError("not an array of objects")
-        check_columns(
-            kinds_of_rows(rows[:SEEN_LINES]), self.columns[:1], str(self.path), self.several
-        )
+        types = sorted({"objects" if isinstance(r, dict) else type(r).__name__ for r in rows})
+        if types != ["objects"]:
+            needed = f"arrays of objects, with the text under data.text_column={self.columns[0]}"
+            what = f"an array of {', '.join(types)}" if types else "an empty array"
+            raise ValueError(f"{what}; data=files reads {needed}")
+        if kinds := kinds_of_rows(rows[:SEEN_LINES]):
+            check_columns(kinds, self.columns[:1], str(self.path), self.several)
         for start in range(0, len(rows), ROWS):
             some = rows[start : start + ROWS]
             yield TextBatch(*([text_of(row, name) for row in some] for name in self.columns))
@@ -374,11 +376,11 @@ def kinds_of_rows(rows: Sequence[Any]) -> dict[str, str]:
     return kinds
 
 
-def text_of(row: Any, name: str) -> str | None:
+def text_of(row: dict[str, Any], name: str) -> str | None:
     """Return the text that a JSON object has under a name, None where it has none; raises
     ValueError for anything else."""
-    value = row.get(name) if isinstance(row, dict) else row
-    if (value is not None and not isinstance(value, str)) or not isinstance(row, dict):
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
         raise ValueError(f"{json.dumps(row)[:80]} has no text under {name!r}")
     if value and LONE_SURROGATE.search(value):
         raise ValueError(f"{json.dumps(row)[:80]} has half a character, which no text has")
