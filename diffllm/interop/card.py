@@ -36,7 +36,8 @@ These are the numbers of one run; it has not been evaluated on any task, nor for
 ```
 """
 CARRIED = """ `modeling_diffllm.py`
-computes the model; `trust_remote_code=True` runs it, and so does `import diffllm.interop`."""
+computes the model in transformers 5.4 or later; `trust_remote_code=True` runs it, and so does
+`import diffllm.interop`."""
 
 
 def card_of(

@@ -30,6 +30,8 @@ from diffllm.run.parameters import loaded, tensors_of, write_safetensors
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
 OWN = "DiffLLMForCausalLM"
+OLDEST = "5.4.0"
+"""Oldest version of transformers that our modelling file works in."""
 
 
 def export(
@@ -108,6 +110,7 @@ def write_configs(
     config = model_settings(layout, tokenizer) | {"dtype": str(dtype).removeprefix("torch.")}
     if carried:
         shutil.copyfile(MODELLING, directory / MODELLING.name)
+        config["transformers_version"] = OLDEST
         config["auto_map"] = {
             "AutoConfig": "modeling_diffllm.DiffLLMConfig",
             "AutoModel": "modeling_diffllm.DiffLLMModel",

@@ -1,35 +1,109 @@
 """Decoders of diffllm for transformers: standard, gated, DIFF V1 and DIFF V2 attention, dense or
 mixtures of experts.
 
-An export carries this file along, and `import diffllm.interop` registers it. It needs transformers
-5 and torch alone. Parameters have Llama's names; the config's `attention` holds the variant and its
-settings, `moe` those of a mixture.
+Every export contains this file, and `import diffllm.interop` registers it. It needs torch and
+transformers 5.4 or later. Parameters have Llama's names; the config's `attention` holds the variant
+and its settings, `moe` the settings of a mixture.
 
 Shapes: B batch, T query tokens, S key tokens, D hidden size, H query heads, K kv heads, d head_dim.
 """
 
 import copy
+import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+
+if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 4]:
+    raise ImportError(
+        f"transformers {transformers.__version__} is too old for modeling_diffllm.py: "
+        "pip install 'transformers>=5.4'"
+    )
+
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+
 SINK_CHANNELS = 8
 """Channels that queries and keys gain for a sink: kernels want multiples of 8."""
-PAGED = "vllm"
-"""The implementation of vLLM, which has the cache, and sinks as an argument."""
+VLLM = "vllm"
+"""vLLM's attention implementation, which stores keys and values itself and takes sinks."""
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""Name of the cache in arguments and outputs of transformers; `cache` from version 5.24 on."""
+
+WITH_MASKS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
+"""Implementations whose masks explicit maps can read."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "standard": {"query_heads": 1.0, "sink": ("none", "learned", "one")},
+    "gated": {"gate": ("elementwise", "headwise")},
+    "diff_v1": {"head_norm": True, "head_norm_eps": 1e-5, "lambda_init": None, "clamp": False},
+    "diff_v2": {
+        "pairing": ("adjacent", "halves"),
+        "lambda_form": ("sigmoid", "raw", "scalar", "fixed", "none"),
+        "lambda_value": 0.5,
+        "head_norm": False,
+    },
+}
+"""Settings of each variant: a default, or all choices, the default first."""
+MOE_SETTINGS = {
+    "n_experts": 0, "top_k": 2, "expert_dim": 0, "n_shared": 0, "n_dense_layers": 0,
+    "score": ("sigmoid", "softmax"), "renormalise": True, "routed_scaling": 1.0,
+    "bias_update_rate": 1e-3, "balance_loss": 0.0, "balance_over": ("global_batch", "sequence"),
+    "router_z_loss": 0.0,
+}  # fmt: skip
+"""Settings of a mixture of experts, in the same form; training alone reads the last four."""
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Kinds of RoPE, with the settings that each needs besides rope_theta."""
+ROPE_KEYS = (
+    "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
+    "partial_rotary_factor",
+)  # fmt: skip
+
+
+def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return settings with the defaults of missing ones; raises ValueError for unknown keys and
+    for values that are no choice."""
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"{where}.{key}={value!r} is unknown; known: {', '.join(known)}")
+        if isinstance(known[key], tuple) and value not in known[key]:
+            raise ValueError(f"{where}.{key}={value!r} must be one of {', '.join(known[key])}")
+    defaults = {key: v[0] if isinstance(v, tuple) else v for key, v in known.items()}
+    return defaults | given
+
+
+def check_rope(rope: dict[str, Any]) -> None:
+    """Raise ValueError for settings of RoPE that `frequencies` does not compute."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
+    if missing := [key for key in ROPE_TYPES[kind] if rope.get(key) is None]:
+        raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
+    for key, value in rope.items():
+        if key not in ROPE_KEYS:
+            raise ValueError(f"rope_parameters.{key}={value!r} is unknown")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} must be 1.0")
 
 
 class DiffLLMConfig(PreTrainedConfig):
@@ -44,7 +118,7 @@ class DiffLLMConfig(PreTrainedConfig):
     """
 
     model_type = "diffllm"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     vocab_size: int = 32000
     hidden_size: int = 256
@@ -67,15 +141,22 @@ class DiffLLMConfig(PreTrainedConfig):
     moe: dict[str, Any] = None  # type: ignore[assignment]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.attention = {"variant": "standard", **(self.attention or {})}
-        if self.attention["variant"] not in ATTENTION:
-            known = ", ".join(ATTENTION)
-            raise ValueError(f"attention variant {self.attention['variant']!r} is none of {known}")
+        given = dict(self.attention or {})
+        variant = given.pop("variant", "standard")
+        if variant not in SETTINGS:
+            raise ValueError(f"attention.variant={variant!r} must be one of {', '.join(SETTINGS)}")
+        for key in ("backend", "values"):  # of the machine that trained; older exports have them
+            given.pop(key, None)
+        known = {"context_scale": 1.0, **SETTINGS[variant]}
+        self.attention = {"variant": variant, **completed(given, known, "attention")}
+        if self.moe:
+            self.moe = completed(self.moe, MOE_SETTINGS, "moe")
         super().__post_init__(**kwargs)
+        check_rope(self.rope_parameters)
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin of the positions asked for."""
+    """Cosines and sines of the angles of positions, bit for bit those of training."""
 
     inv_freq: Tensor
 
@@ -83,36 +164,60 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.head_dim = config.head_dim // ATTENTION[config.attention["variant"]].members
-        self.scaling = 1.0
         self.register_buffer("inv_freq", torch.empty(0), persistent=False)
         self.fill()
 
     def fill(self) -> None:
-        """Compute the frequencies, radians a position of each channel pair, (d/2,) float32."""
-        rope = self.config.rope_parameters
-        if rope["rope_type"] == "default":
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
-            inverse = rope["rope_theta"] ** -(exponents / self.head_dim)
-            self.scaling = 1.0
-        else:
-            config = copy.copy(self.config)
-            config.head_dim = self.head_dim
-            inverse, self.scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-        self.inv_freq = inverse.to(torch.float32).to(self.inv_freq.device)
+        """Compute the frequencies, radians per position of each channel pair, (d/2,) float64."""
+        self.inv_freq, self.scaling = frequencies(self.config, self.head_dim, self.inv_freq.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        # Without this, model.half() would round the frequencies.
+        super()._apply(fn, recurse)
+        self.fill()
+        return self
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (B, T, d) float32 of positions (B, T)."""
-        angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (B, T, d/2) float32 of positions (B, T)."""
+        angles = position_ids[..., None].to(self.inv_freq.dtype) * self.inv_freq
+        return (self.scaling * angles.cos()).float(), (self.scaling * angles.sin()).float()
+
+
+def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """Return the radians per position of each channel pair, (d/2,) float64 where the device has
+    it, and the factor on cos and sin; the sources are those of `diffllm.model.rope`."""
+    rope: dict[str, Any] = config.rope_parameters
+    check_rope(rope)
+    kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
+    index = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+    found, scaling = theta ** -(2 * index / head_dim), 1.0
+    if kind != "default":
+        slower = found / rope["factor"]
+        length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if kind == "linear":
+            kept = torch.zeros_like(index)
+        elif kind == "llama3":
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            kept = (length * found / (2 * math.pi) - low) / (high - low)
+        else:
+            turns = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+            first, last = (
+                head_dim * math.log(length / (n * 2 * math.pi)) / (2 * math.log(theta))
+                for n in turns
+            )
+            first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            kept = 1 - (index - first) / max(last - first, 1e-3)
+            scaling = rope.get("attention_factor") or 0.1 * math.log(rope["factor"]) + 1
+        kept = kept.clamp(0, 1)
+        found = kept * found + (1 - kept) * slower
+    return found.to(device, torch.float32 if device.type == "mps" else torch.float64), scaling
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x (B, H, T, d) by its positions, in float32."""
     low, high = x.chunk(2, dim=-1)
-    half = cos.shape[-1] // 2
-    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
@@ -128,23 +233,58 @@ def eager_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend by explicit maps; returns contexts (B, T, H, d) and maps (B, H, T, S)."""
-    weights = explicit_maps(module, query, key, attention_mask, scaling)
+    weights = explicit_maps(module, query, key, attention_mask, scaling, s_aux)
     context = weights @ repeated(value, module.num_key_value_groups)
     return context.transpose(1, 2).contiguous(), weights
 
 
 def explicit_maps(
-    module: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q k scaling + mask), (B, H, T, S)."""
+    """Return softmax(q k scaling + mask), (B, H, T, S), whose denominators also hold exp(sink).
+
+    Args:
+        attention_mask: (B, 1, T, S), bool or added to the logits.
+        sink: (H,).
+    """
     logits = query @ repeated(key, module.num_key_value_groups).transpose(2, 3) * scaling
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    elif attention_mask is not None:
         logits = logits + attention_mask
-    return logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if sink is None:
+        return logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    logits = torch.cat((logits, column), dim=-1)
+    return logits.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :-1]
+
+
+def needs_maps(settings: dict[str, Any]) -> bool:
+    """Return whether attention needs more than softmax(q k) v: a sink, or a clamped map."""
+    return settings.get("sink", "none") != "none" or settings.get("clamp", False)
+
+
+def stored(
+    cache: Any, k: Tensor, v: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Store keys and values in the cache of continuous batching; return those of all its requests.
+
+    Before transformers 5.24 kernels do so.
+    """
+    if "kwargs" in inspect.signature(cache.update).parameters:
+        return cache.update(k, v, layer_idx, kwargs=kwargs)
+    places = {name: kwargs[name] for name in ("read_index", "write_index")}
+    k, v = cache.update(k, v, layer_idx, **places)  # (S, heads, width) each
+    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 class Attention(nn.Module):
@@ -153,7 +293,7 @@ class Attention(nn.Module):
     is_causal = True
     members = 1
     """Heads of keys and values that the kernel gets as one, side by side."""
-    eager = staticmethod(eager_attention_forward)
+    eager: Kernel = staticmethod(eager_attention_forward)
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
         """Make the projections.
@@ -168,7 +308,7 @@ class Attention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = self.num_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
-        self.context_scale = self.settings.get("context_scale", 1.0)
+        self.context_scale = self.settings["context_scale"]
         self.sink: nn.Parameter | None = None
         width, of_keys = config.hidden_size, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
@@ -189,7 +329,7 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: x (B, T, D), normalised -> (B, T, D), and the maps where they are explicit."""
+        """Attend: x (B, T, D), normalised -> (B, T, D), and the maps if they are explicit."""
         q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -198,11 +338,17 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         q, k = rotated(q, *position_embeddings), rotated(k, *position_embeddings)
         q, k, v = self.for_kernel(q, k, v)
+        if CACHE == "cache":
+            past_key_values = kwargs.pop(CACHE, None)
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
-        if self.config._attn_implementation != PAGED:
-            kernel = partial(with_sink, kernel)
+            k, v = past_key_values.update(k, v, self.layer_idx, kwargs=kwargs)
+        name = self.config._attn_implementation
+        # vLLM reads this source: it needs the next line and one call of its result.
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, self.eager)
+        if needs_maps(self.settings):
+            kernel = self.exact(kernel, name, batched="read_index" in kwargs)
+            if "cache" in kwargs:
+                k, v = stored(kwargs.pop("cache"), k, v, self.layer_idx, kwargs)
         context, maps = kernel(
             self, q, k, v, attention_mask,
             dropout=0.0, scaling=self.scaling, s_aux=self.sink, **kwargs,
@@ -212,6 +358,24 @@ class Attention(nn.Module):
         if self.context_scale != 1:
             context = context * self.context_scale
         return self.o_proj(context.flatten(2)), maps
+
+    def exact(self, kernel: Kernel, name: str, batched: bool) -> Kernel:
+        """Return a kernel that computes a sink or a clamped map, made of the kernel of an
+        implementation if that is possible; raises ValueError if neither is.
+
+        Args:
+            batched: whether the call belongs to continuous batching.
+        """
+        if name == VLLM and self.sink is not None:
+            return kernel
+        if name not in WITH_MASKS:
+            raise ValueError(
+                f"attn_implementation={name!r} cannot compute attention with a sink or a clamped "
+                "map: use 'sdpa' or 'eager'"
+            )
+        if self.sink is None or batched or name == "eager":
+            return self.eager
+        return partial(with_sink, kernel)
 
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as the kernel and the cache take them."""
@@ -235,7 +399,7 @@ class StandardAttention(Attention):
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        kind = self.settings.get("sink", "none")
+        kind = self.settings["sink"]
         if kind != "none":
             self.sink = nn.Parameter(torch.zeros(self.num_heads), requires_grad=kind == "learned")
 
@@ -245,26 +409,23 @@ class StandardAttention(Attention):
 
 
 def with_sink(
-    kernel: Any,
+    kernel: Kernel,
     module: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attention_mask: Tensor | None,
-    s_aux: Tensor | None = None,
+    s_aux: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call a kernel that knows no sinks, where there is one with a key of logit s_aux (H,) and of
-    value zero in front of all others.
+    """Call a kernel without sinks on keys that begin with one of logit s_aux (H,) and value zero.
 
-    Queries and keys get more channels, one of which multiplies to the logit. A query goes in front,
-    too, unless there is one query alone: a causal map stays square.
+    Queries and keys get more channels, one of which multiplies to the logit. If there are several
+    queries, one goes in front of them, too: a causal map stays square.
     """
-    if s_aux is None:
-        return kernel(module, q, k, v, attention_mask, **kwargs)
     mask, length = attention_mask, q.shape[2]
     scaled = (s_aux * math.sqrt(q.shape[-1])).to(q.dtype).view(1, -1, 1, 1)
-    scaled = scaled.expand(len(q), -1, length, 1)
+    scaled = scaled.expand(q.shape[0], -1, length, 1)
     q = torch.cat((q, scaled, q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)), dim=-1)
     marks = k.new_zeros(*k.shape[:2], 1, SINK_CHANNELS)
     marks[..., 0] = 1
@@ -273,9 +434,7 @@ def with_sink(
     v = F.pad(v, (0, 0, 1, 0))
     queries = int(length > 1)
     q = F.pad(q, (0, 0, queries, 0))
-    if mask is not None and mask.ndim == 2:  # of padding, for flash kernels
-        mask = F.pad(mask, (1, 0), value=1)
-    elif mask is not None:
+    if mask is not None:
         mask = F.pad(mask, (1, 0, queries, 0), value=bool(1) if mask.dtype == torch.bool else 0.0)
     context, maps = kernel(module, q, k, v, mask, **kwargs)
     return context[:, -length:], maps
@@ -300,20 +459,22 @@ def clamped_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend by the difference of each pair of maps, its negative weights clamped to 0 and its rows
-    scaled to sum 1 where any is positive: contexts of the first members, zeros of the second."""
-    both = explicit_maps(module, query, key, attention_mask, scaling)
-    first, second = both.unflatten(1, (-1, 2)).unbind(2)
+    scaled to sum 1 if any weight is positive.
+
+    Returns contexts (B, T, H, 2d), of the first members and zeros of the second, and the maps
+    (B, H, T, S) before the difference.
+    """
+    maps = explicit_maps(module, query, key, attention_mask, scaling)
+    first, second = maps.unflatten(1, (-1, 2)).unbind(2)
     positive = (first - module.lambda_value() * second).clamp_min(0)
     total = positive.sum(-1, keepdim=True)
     weights = (positive / torch.where(total > 0, total, 1)).to(query.dtype)
-    values = repeated(value, module.num_key_value_groups // 2)
-    context = weights @ values
+    context = weights @ repeated(value, module.num_key_value_groups // 2)
     context = torch.stack((context, torch.zeros_like(context)), dim=2).flatten(1, 2)
-    return context.transpose(1, 2).contiguous(), weights
+    return context.transpose(1, 2).contiguous(), maps
 
 
 class DiffV1Attention(Attention):
@@ -528,12 +689,19 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DiffLLMDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _supports_flash_attn = True
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = False
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": DiffLLMDecoderLayer, "attentions": Attention}  # noqa: RUF012
+
+    @property
+    def _supports_flash_attn(self) -> bool:  # type: ignore[override]
+        return not needs_maps(self.config.attention)
+
+    @property
+    def _can_compile_fullgraph(self) -> bool:  # type: ignore[override]
+        return not self.config.moe  # tokens decide which experts run
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -557,8 +725,10 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
 
     def __init__(self, config: DiffLLMConfig):
         super().__init__(config)
-        if config.attention.get("clamp") and config._attn_implementation != "eager":
-            config._attn_implementation = "eager"  # no kernel clamps a map
+        self.mask_config = config
+        if config.attention.get("clamp"):  # its maps are explicit in every implementation
+            self.mask_config = copy.copy(config)
+            self.mask_config._attn_implementation = "eager"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DiffLLMDecoderLayer(config, i) for i in range(config.num_hidden_layers)
@@ -582,7 +752,9 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Map tokens (B, T), or their embeddings (B, T, D), to hidden states (B, T, D)."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds has to be given")
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if CACHE == "cache":
+            past_key_values = kwargs.pop(CACHE, past_key_values)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -590,26 +762,25 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
             position_ids = position_ids.unsqueeze(0)
+        cache: dict[str, Any] = {CACHE: past_key_values}
         mask = create_causal_mask(
-            config=self.config,
+            config=self.mask_config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **cache,
         )
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        position_embeddings = self.rotary_emb(position_ids)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **cache)
 
 
 class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
@@ -650,6 +821,7 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden_states[:, kept])
+        cache: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -658,7 +830,7 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -32,6 +32,8 @@ VARIANTS = {
     "DiffV2Config": "diff_v2",
 }
 """The variants of the modelling file, by the classes of their configs here."""
+OF_MACHINE = ("backend", "values")
+"""Settings of attention that choose a kernel and do not change the function."""
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
@@ -62,5 +64,9 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON has them: enums by name."""
-    return {k: value.name if isinstance(value, Enum) else value for k, value in values.items()}
+    """Return settings as JSON values, enums by name, without those that depend on the machine."""
+    return {
+        key: value.name if isinstance(value, Enum) else value
+        for key, value in values.items()
+        if key not in OF_MACHINE
+    }

@@ -1,0 +1,297 @@
+"""The modelling file of an export does what models of transformers do: it computes the same under
+every attention implementation, in continuous batching, exported and compiled."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from exported_runs import CASES
+from tiers import slow_but
+from torch import nn
+
+import diffllm
+from diffllm.layouts.configs import CLASSES, rope_of
+from diffllm.layouts.configs import Config as ForeignConfig
+from diffllm.layouts.layout import rope_parameters
+from diffllm.layouts.own import plain
+from diffllm.model.ffn.config import MoEConfig
+from diffllm.model.rope import RopeConfig, RopeScaling
+from diffllm.model.rope import RotaryEmbedding as RunRotaryEmbedding
+from diffllm.tools import main
+
+transformers = pytest.importorskip("transformers", "5.4")
+
+from diffllm.interop.modeling_diffllm import (  # noqa: E402
+    SETTINGS,
+    DiffLLMConfig,
+    DiffLLMForCausalLM,
+    RotaryEmbedding,
+)
+
+NAMES = (
+    "standard", "gated", "diff_v1", "diff_v2", "standard_sink", "standard_off_by_one",
+    "diff_v1_clamped", "mixture",
+)  # fmt: skip
+"""Cases that differ in the code of the modelling file."""
+WITH_MAPS = ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
+IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(0))
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture
+def opened(make_run: Callable[..., Path], tmp_path: Path) -> Callable[..., nn.Module]:
+    """A function that exports a run of a case and opens the export, each time anew."""
+
+    def make(name: str, **options: object) -> nn.Module:
+        if not (tmp_path / "hf" / name).exists():
+            run = make_run(name, *CASES[name][1])
+            assert main(["export", f"run={run}", f"out={tmp_path / 'hf' / name}", "own=true"]) == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf" / name, trust_remote_code=True, **options
+        )
+        assert type(model).__name__ == "DiffLLMForCausalLM"
+        return model.eval()
+
+    return make
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=str(what))
+
+
+def greedy(model: nn.Module, **options: object) -> list[list[int]]:
+    mask = torch.ones_like(IDS)
+    found = model.generate(IDS, attention_mask=mask, **GREEDY, **options)
+    return found[:, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
+@torch.no_grad()
+def test_every_implementation_gives_logits_of_run(
+    opened: Callable[..., nn.Module], tmp_path: Path, name: str
+) -> None:
+    model = opened(name)
+    expected = diffllm.load_model(tmp_path / name)[0](IDS)
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), IDS), dim=1)
+    mask = (torch.arange(27) >= 3).long().expand(2, -1)
+    for implementation in ("sdpa", "eager"):
+        chosen = opened(name, attn_implementation=implementation)
+        model.set_attn_implementation(implementation)
+        for each in (chosen, model):
+            close(each(IDS).logits, expected, (name, implementation))
+            found = each(padded, attention_mask=mask).logits[:, 3:]
+            close(found, expected, (name, implementation, "padded"))
+        model.config._attn_implementation = "eager" if implementation == "sdpa" else "sdpa"
+        close(model(IDS).logits, expected, (name, implementation, "changed in the config"))
+
+
+@pytest.mark.parametrize("name", WITH_MAPS)
+def test_implementation_that_cannot_compute_the_variant_is_refused(
+    opened: Callable[..., nn.Module], name: str
+) -> None:
+    with pytest.raises(ValueError, match="does not support Flash Attention"):
+        opened(name, attn_implementation="flash_attention_2")
+    model = opened(name)
+    for implementation in ("flash_attention_2", "flex_attention"):  # as a user may write it
+        model.config._attn_implementation = implementation
+        with pytest.raises(ValueError, match=f"attn_implementation='{implementation}' cannot"):
+            model(IDS)
+
+
+@pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_continuous_batching_gives_tokens_of_generate(
+    opened: Callable[..., nn.Module], name: str, implementation: str
+) -> None:
+    model = opened(name, attn_implementation=implementation)
+    found = model.generate_batch(
+        IDS.tolist(),
+        generation_config=transformers.GenerationConfig(**GREEDY),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            num_blocks=16, max_batch_tokens=64
+        ),
+        progress_bar=False,
+    )
+    assert [each.generated_tokens for each in found.values()] == greedy(model)
+
+
+@pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
+@torch.no_grad()
+def test_attentions_have_one_map_per_head_and_key(
+    opened: Callable[..., nn.Module], name: str
+) -> None:
+    model = opened(name, attn_implementation="eager")
+    shape = 2, model.config.num_attention_heads
+    sums = []
+    for maps in model(IDS, output_attentions=True).attentions:
+        assert maps.shape == (*shape, 24, 24)
+        assert not maps.triu(1).any()
+        sums.append(maps.sum(-1))
+    ones = torch.ones_like(sums[0])
+    for total in sums:
+        if name in ("standard_sink", "standard_off_by_one"):
+            assert (total < 1).all()  # the rest is the sink's
+        else:
+            close(total, ones, name)
+    again = model.generate(IDS, **GREEDY, output_attentions=True, return_dict_in_generate=True)
+    for step, layers in enumerate(again.attentions):
+        queries = 24 if step == 0 else 1
+        assert [maps.shape for maps in layers] == [(*shape, queries, 24 + step)] * len(layers)
+
+
+@pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
+@torch.no_grad()
+def test_torch_export_leaves_batch_size_free(opened: Callable[..., nn.Module], name: str) -> None:
+    model = opened(name, attn_implementation="sdpa")
+    program = torch.export.export(
+        model, (), {"input_ids": IDS, "use_cache": False},
+        dynamic_shapes={"input_ids": {0: torch.export.Dim("batch", max=8)}, "use_cache": None},
+    )  # fmt: skip
+    for ids in (IDS, IDS[[0, 1, 0]]):
+        found = program.module()(input_ids=ids, use_cache=False).logits
+        close(found, model(ids).logits, (name, len(ids)))
+
+
+def compiled(model: nn.Module, backend: str) -> list[list[int]]:
+    """Generate with a static cache and one graph per step, on the CPU, too."""
+    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    found = greedy(model, cache_implementation="static", compile_config=config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("diff_v2", "eager"),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in NAMES[:-1]),
+    ],
+)
+def test_compiled_generation_gives_same_tokens(
+    opened: Callable[..., nn.Module], name: str, backend: str
+) -> None:
+    model = opened(name)
+    assert model._can_compile_fullgraph
+    assert compiled(model, backend) == greedy(model)
+
+
+@pytest.mark.slow
+def test_mixture_does_not_claim_compiled_generation(opened: Callable[..., nn.Module]) -> None:
+    model = opened("mixture")
+    assert not model._can_compile_fullgraph
+    with pytest.raises(Exception, match="data-dependent expression"):
+        compiled(model, "eager")
+
+
+ROPES = {
+    "default": RopeConfig(theta=500_000.0),
+    "linear": RopeConfig(scaling=RopeScaling.linear, factor=3),
+    "llama3": RopeConfig(scaling=RopeScaling.llama3, factor=8, original_seq_len=8192),
+    "yarn": RopeConfig(scaling=RopeScaling.yarn, factor=4, original_seq_len=8192),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_tables_are_those_of_training_bit_for_bit(kind: str) -> None:
+    ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
+    ours.reset_parameters()
+    config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
+    theirs = RotaryEmbedding(config)
+    for moved in (theirs, theirs.half(), theirs.to(torch.bfloat16)):
+        cos, sin = moved(torch.arange(70_000)[None])
+        assert torch.equal(cos[0], ours.cos[:, 0, :32])
+        assert torch.equal(sin[0], ours.sin[:, 0, :32])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_log_probabilities_at_8192_positions_are_those_of_run(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = make_run("long", "attention=diff_v1", "seq_len=8192")
+    assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}", "own=true"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", trust_remote_code=True
+    )
+    ids = torch.randint(2, 400, (1, 8192), generator=torch.Generator().manual_seed(0))
+    ours, theirs = diffllm.load_model(run)[0](ids), model(ids).logits
+    close(theirs.log_softmax(-1), ours.log_softmax(-1), "8,192 positions")
+
+
+@pytest.mark.parametrize("variant", CLASSES)
+def test_settings_left_out_have_defaults_of_training(variant: str) -> None:
+    found = DiffLLMConfig(attention={"variant": variant}).attention
+    assert found == {"variant": variant, **plain(asdict(CLASSES[variant]()))}
+    config = DiffLLMConfig(
+        vocab_size=416, hidden_size=48, intermediate_size=64, head_dim=16,
+        attention={"variant": variant}, moe={"n_experts": 4, "expert_dim": 32},
+    )  # fmt: skip
+    assert config.moe == plain(asdict(MoEConfig(n_experts=4, expert_dim=32)))
+    assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
+
+
+def test_settings_that_do_not_exist_are_refused() -> None:
+    assert set(SETTINGS) == set(CLASSES)
+    for settings, said in (
+        ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),
+        ({"attention": {"variant": "diff_v2", "lamda": 1}}, "attention.lamda=1 is unknown; known:"),
+        (
+            {"attention": {"variant": "diff_v2", "lambda_form": "tanh"}},
+            "attention.lambda_form='tanh' must be one of sigmoid, raw, scalar, fixed, none",
+        ),
+        ({"moe": {"n_expert": 4}}, "moe.n_expert=4 is unknown; known: n_experts, "),
+    ):
+        with pytest.raises(ValueError, match=said):
+            DiffLLMConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' must be one of default"),
+        (
+            {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [2.0]},
+            "rope_type='longrope' must be one of default",
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_type": "default", "mrope_section": [2, 3]}, "rope_parameters.mrope_section="),
+        ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
+    ],
+)
+def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope: dict, said: str) -> None:
+    rope = {"rope_theta": 10_000.0, **rope}
+    with pytest.raises(ValueError, match=r"RoPE|rotates a part|has no"):
+        rope_of(ForeignConfig({"rope_parameters": rope}))
+    with pytest.raises(ValueError, match=said):
+        DiffLLMConfig(rope_parameters=rope)
+    config = DiffLLMConfig()
+    config.rope_parameters = rope
+    with pytest.raises(ValueError, match=said):
+        DiffLLMForCausalLM(config)
+
+
+def test_older_transformers_is_refused_in_one_line(
+    opened: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    opened("diff_v2")
+    directory = tmp_path / "hf" / "diff_v2"
+    config = json.loads((directory / "config.json").read_text())
+    assert config["transformers_version"] == "5.4.0"
+    code = (
+        "import sys, transformers; transformers.__version__ = '5.3.1'; "
+        "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    )
+    command = [sys.executable, "-c", code, str(directory)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: transformers 5.3.1 is too old for modeling_diffllm.py: "
+        "pip install 'transformers>=5.4'"
+    )
