@@ -4,6 +4,7 @@
 # make fuzz    the tests that draw their cases, fast and slow, with a new seed or with SEED=
 # make test-torch TORCH=2.15.0    the tests that touch torch, with that version in a .venv of its own
 # make gpu-wheels gpu-data    what benchmarks/gpu.py wants of a machine that nothing can be fetched on
+# make test-transformers TRANSFORMERS=4.57.6    that version reads exports; in a .venv of its own
 # make test-vllm    vLLM on the CPU serves exports; in a .venv-vllm of its own
 # make docs    docs/metrics.md and docs/configuration.md, from the code
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
@@ -13,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH ?= 2.15.0
+TRANSFORMERS ?= 4.57.6
 # One more than cores, for some tests wait; few, for each takes up to 2 GiB.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count() + 1))')
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -28,7 +30,7 @@ TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
 stage = @start=$$(date +%s); $(2); code=$$?; \
 	echo "$(1): $$(($$(date +%s) - start)) s$$([ $$code = 0 ] || echo ", failed")"; exit $$code
 
-.PHONY: train test test-slow fuzz test-torch test-vllm test-cluster gpu-wheels gpu-data docs lint clean
+.PHONY: train test test-slow fuzz test-torch test-transformers test-vllm test-cluster gpu-wheels gpu-data docs lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -48,6 +50,12 @@ fuzz: $(READY)
 # Takes PyPI's build for CUDA, 3 GB, which runs without a GPU too.
 test-torch: .venv-torch-$(TORCH)/.ready
 	$(<D)/bin/python -m pytest $(PARALLEL) $(TORCH_TESTS)
+
+# Version 4 does not know our modelling file: it reads the foreign architectures alone.
+test-transformers: $(READY) .venv-transformers-$(TRANSFORMERS)/.ready
+	TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers-$(TRANSFORMERS)/bin/python \
+	  $(BIN)/python -m pytest tests/interop/test_export.py -m slow -rs \
+	  -k "reads_export and $(if $(filter 4.%,$(TRANSFORMERS)),foreign,all)"
 
 test-vllm: $(READY) .venv-vllm/.ready
 	VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/interop/test_serving.py -m slow -rs
@@ -98,6 +106,12 @@ $(READY): pyproject.toml constraints.txt
 	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
 	$(call install,$(@D)/constraints.txt)
 
+.venv-transformers-%/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check \
+	  $$(grep ^torch== constraints.txt) numpy transformers==$*
+	touch $@
+
 # Of torchvision and its like it takes builds for CUDA, which do not load beside torch for the CPU.
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm
@@ -106,4 +120,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-vllm
+	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-vllm

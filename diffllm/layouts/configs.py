@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.layouts.own import VARIANTS
+from diffllm.layouts.own import OF_MACHINE, VARIANTS
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config
 from diffllm.model.attention.diff_v2 import DiffV2Config
@@ -163,7 +163,7 @@ def own(config: Config) -> ModelConfig:
     variant = Config(settings)["variant"]
     if variant not in CLASSES:
         raise ValueError(f"has attention {variant}, which is none of {', '.join(CLASSES)}")
-    for key in ("variant", "backend"):  # the backend is of the machine that wrote the file
+    for key in ("variant", *OF_MACHINE):  # older exports contain those of the machine
         settings.pop(key, None)
     attention = typed(CLASSES[variant], settings, "attention")
     heads = config["num_attention_heads"]
@@ -202,6 +202,10 @@ def rope_of(config: Config) -> RopeConfig:
         raise ValueError(f"has RoPE of type {kind}, which is none of {', '.join(ROPES)}")
     if others := [key for key in said if key not in ROPE_KEYS]:
         raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
+    older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}
+    for key, value in older.items():  # transformers 4 reads these, transformers 5 the others
+        if value is not None and said.get(key, value) != value:
+            raise ValueError(f"has two values of {key}: {value} and {said[key]}")
     theta = config.get("rope_theta", 10_000.0)
     rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
     if said.get("partial_rotary_factor", 1.0) != 1.0:

@@ -111,8 +111,16 @@ def shape_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def older_rope(rope: RopeConfig) -> dict[str, Any]:
+    """Return the settings of RoPE as transformers 4 names them; it ignores rope_parameters."""
+    scaling = rope_parameters(rope)
+    theta = scaling.pop("rope_theta")
+    plain = scaling["rope_type"] == "default"
+    return {"rope_theta": theta, "rope_scaling": None if plain else scaling}
+
+
 def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
-    """Return the settings of RoPE as transformers names them."""
+    """Return the settings of RoPE as transformers 5 names them."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
         return found

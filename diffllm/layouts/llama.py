@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffllm.layouts.layout import Layout, Mapped, name_there, renamed, same, shape_config
+from diffllm.layouts.layout import (
+    Layout,
+    Mapped,
+    name_there,
+    older_rope,
+    renamed,
+    same,
+    shape_config,
+)
 from diffllm.model import without_storage
 from diffllm.model.attention.diff_v1 import DiffV1Config
 from diffllm.model.attention.standard import Sink, StandardConfig
@@ -23,7 +31,7 @@ def llama_layout(model: ModelConfig) -> Layout | None:
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
     exported, imported = renamed([(name, name_there(name, {})) for name in names_of(model)])
-    config = {**shape_config(model), **softmax_config(model)}
+    config = {**shape_config(model), **older_rope(model.rope), **softmax_config(model)}
     if model.qk_norm:
         return Layout("Qwen3ForCausalLM", {"model_type": "qwen3", **config}, exported, imported)
     llama = {"model_type": "llama", **config, "mlp_bias": False}
@@ -56,6 +64,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     config = {
         "model_type": "qwen3_moe",
         **shape_config(model),
+        **older_rope(model.rope),
         **softmax_config(model),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(moe.n_dense_layers)),
@@ -103,6 +112,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     config = {
         "model_type": "diffllama",
         **shape_config(model),
+        **older_rope(model.rope),
         "num_attention_heads": model.n_heads,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -30,6 +30,16 @@ CASES = {
         ("attention=diff_v2", "model.rope.scaling=yarn", "model.rope.factor=4",
          "model.rope.original_seq_len=72"),
     ),
+    "yarn_qwen": (
+        "Qwen3ForCausalLM",
+        ("attention=standard", "model.qk_norm=true", "model.rope.scaling=yarn",
+         "model.rope.factor=4", "model.rope.original_seq_len=72"),
+    ),
+    "linear": (
+        "DiffLlamaForCausalLM",
+        ("attention=diff_v1", "model.rope.scaling=linear", "model.rope.factor=2",
+         "model.rope.theta=500000"),
+    ),
     "llama3": (
         "LlamaForCausalLM",
         ("attention=standard", "model.rope.scaling=llama3", "model.rope.factor=4",

@@ -1,6 +1,7 @@
 """An export computes in transformers, without diffllm, the same as the run's model."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,31 +10,33 @@ from pathlib import Path
 import pytest
 import torch
 from exported_runs import CASES
+from tiers import slow_but
 
 import diffllm
 from diffllm.model.generate import generate
 from diffllm.tools import main
 
-pytest.importorskip("transformers", "5")
+transformers = pytest.importorskip("transformers", "5.4")
 
+PYTHON = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
+"""Interpreter that reads exports; `make test-transformers` names one with another version."""
+FOREIGN = [name for name, (architecture, _) in CASES.items() if "DiffLLM" not in architecture]
 TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
 
 
 @pytest.mark.parametrize(
     ("names", "new"),
     [
-        pytest.param(("diff_v2",), 24, id="one"),
+        pytest.param(["diff_v2"], 24, id="one"),
+        pytest.param(FOREIGN, 24, id="foreign", marks=pytest.mark.slow),
         pytest.param(
-            ("standard", "diff_v1", "diff_v2", "mixture"), 24, id="main", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            tuple(CASES), 256, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]
+            list(CASES), 256, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]
         ),
     ],
 )
 @torch.no_grad()
-def test_an_export_is_the_model(
-    make_run: Callable[..., Path], tmp_path: Path, names: tuple[str, ...], new: int
+def test_transformers_reads_export_as_model_of_run(
+    make_run: Callable[..., Path], tmp_path: Path, names: list[str], new: int
 ) -> None:
     requests, mine = [], []
     for name in names:
@@ -51,7 +54,7 @@ def test_an_export_is_the_model(
         requests.append({"directory": directory, "ids": ids.tolist(), "new": new, "text": TEXT})
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     script = str(Path(__file__).with_name("reading.py"))
-    command = [sys.executable, script, str(tmp_path / "requests.json"), str(tmp_path / "out.pt")]
+    command = [PYTHON, script, str(tmp_path / "requests.json"), str(tmp_path / "out.pt")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, own, theirs in zip(names, mine, torch.load(tmp_path / "out.pt"), strict=True):
@@ -66,3 +69,19 @@ def test_an_export_is_the_model(
             assert theirs[kind][0].tolist() == expected, (name, kind)
         assert theirs["tokens"] == own["tokens"], name
         assert theirs["decoded"] == TEXT, name
+
+
+@pytest.mark.parametrize("name", slow_but(["linear"], ["llama3", "yarn_qwen", "linear"]))
+@torch.no_grad()
+def test_rope_settings_for_older_transformers_describe_the_same_model(
+    make_run: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    run, out = make_run(name, *CASES[name][1]), tmp_path / "hf"
+    assert main(["export", f"run={run}", f"out={out}"]) == 0
+    config = json.loads((out / "config.json").read_text())
+    del config["rope_parameters"]  # transformers 4 ignores it
+    (out / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.randint(2, 400, (2, 48), generator=torch.Generator().manual_seed(0))
+    ours = diffllm.load_model(run)[0](ids)
+    torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=2e-5)

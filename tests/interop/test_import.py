@@ -201,6 +201,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: changed_config(d, rope_parameters={"rope_type": "longrope", "factor": 2.0}),
         "RoPE of type longrope, which is none of default, linear, llama3, yarn",
     ),
+    "two thetas": (
+        lambda d: changed_config(d, rope_theta=5.0),
+        "has two values of rope_theta: 5.0 and 10000.0",
+    ),
     "bias": (lambda d: changed_config(d, attention_bias=True), "only False is computed here"),
     "no size": (lambda d: changed_config(d, hidden_size=None), "has no hidden_size"),
     "text size": (lambda d: changed_config(d, hidden_size="64"), "hidden_size='64'"),
