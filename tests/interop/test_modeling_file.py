@@ -184,11 +184,13 @@ def test_compiled_generation_gives_same_tokens(
 
 
 @pytest.mark.slow
-def test_mixture_does_not_claim_compiled_generation(opened: Callable[..., nn.Module]) -> None:
+def test_mixture_is_neither_compiled_nor_exported(opened: Callable[..., nn.Module]) -> None:
     model = opened("mixture")
     assert not model._can_compile_fullgraph
     with pytest.raises(Exception, match="data-dependent expression"):
         compiled(model, "eager")
+    with pytest.raises(Exception, match="data-dependent expression"):
+        torch.export.export(model, (), {"input_ids": IDS, "use_cache": False})
 
 
 ROPES = {
@@ -196,6 +198,9 @@ ROPES = {
     "linear": RopeConfig(scaling=RopeScaling.linear, factor=3),
     "llama3": RopeConfig(scaling=RopeScaling.llama3, factor=8, original_seq_len=8192),
     "yarn": RopeConfig(scaling=RopeScaling.yarn, factor=4, original_seq_len=8192),
+    "warmer yarn": RopeConfig(
+        scaling=RopeScaling.yarn, factor=2, original_seq_len=7, attention_factor=1.3
+    ),
 }
 
 

@@ -60,6 +60,19 @@ def test_frequencies_equal_those_of_transformers(scaling, fields, theta, head_di
     torch.testing.assert_close(tables.sin, angles.sin() * factor, rtol=1e-5, atol=1e-5)
 
 
+def test_even_rows_first_turns_interleaved_rope_into_ours():
+    """docs/interop.md converts the papers' query and key weights by this reordering."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 8, 3, 16, generator=generator, dtype=torch.float64)
+    angles = torch.outer(torch.arange(8.0, dtype=torch.float64), frequencies(RopeConfig(), 16))
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)[:, None]
+    expected = torch.view_as_real(turned).flatten(-2)  # channels 2c and 2c + 1 turn together
+    order = torch.cat((torch.arange(0, 16, 2), torch.arange(1, 16, 2)))
+    both = angles.repeat(1, 2).unsqueeze(1)
+    found = apply_rope(x[..., order], (both.cos(), both.sin()))
+    torch.testing.assert_close(found, expected[..., order], rtol=0, atol=1e-14)
+
+
 def test_unscaled_frequencies_are_powers_of_theta():
     expected = torch.tensor([100.0 ** (-2 * c / 8) for c in range(4)], dtype=torch.float64)
     torch.testing.assert_close(frequencies(RopeConfig(theta=100.0), 8), expected)
