@@ -90,6 +90,18 @@ def test_every_implementation_gives_logits_of_run(
         close(model(IDS).logits, expected, (name, implementation, "changed in the config"))
 
 
+@pytest.mark.parametrize("name", slow_but(["yarn"], [*NAMES, "yarn"]))
+@torch.no_grad()
+def test_saved_model_opens_with_same_logits(
+    opened: Callable[..., nn.Module], tmp_path: Path, name: str
+) -> None:
+    model = opened(name)
+    model.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert again.config.to_diff_dict() == model.config.to_diff_dict()
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 @pytest.mark.parametrize("name", WITH_MAPS)
 def test_implementation_that_cannot_compute_the_variant_is_refused(
     opened: Callable[..., nn.Module], name: str
