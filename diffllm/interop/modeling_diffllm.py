@@ -81,13 +81,16 @@ ROPE_KEYS = (
 
 
 def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return settings with the defaults of missing ones; raises ValueError for unknown keys and
-    for values that are no choice."""
+    """Return settings with the defaults of missing ones; raises ValueError for unknown keys,
+    values of a wrong type, and values that are no choice."""
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"{where}.{key}={value!r} is unknown; known: {', '.join(known)}")
         if isinstance(known[key], tuple) and value not in known[key]:
             raise ValueError(f"{where}.{key}={value!r} must be one of {', '.join(known[key])}")
+        kinds = {bool: (bool,), int: (int,), tuple: (str,)}.get(type(known[key]), (int, float))
+        if type(value) not in (*kinds, type(known[key])):
+            raise ValueError(f"{where}.{key}={value!r} must be of type {kinds[-1].__name__}")
     defaults = {key: v[0] if isinstance(v, tuple) else v for key, v in known.items()}
     return defaults | given
 
@@ -97,11 +100,13 @@ def check_rope(rope: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
-    if missing := [key for key in ROPE_TYPES[kind] if rope.get(key) is None]:
+    if missing := [key for key in ("rope_theta", *ROPE_TYPES[kind]) if rope.get(key) is None]:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)}")
     for key, value in rope.items():
         if key not in ROPE_KEYS:
             raise ValueError(f"rope_parameters.{key}={value!r} is unknown")
+        if key not in ("rope_type", "type") and not (type(value) in (int, float) and value > 0):
+            raise ValueError(f"rope_parameters.{key}={value!r} must be a number above 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} must be 1.0")
 
@@ -125,7 +130,7 @@ class DiffLLMConfig(PreTrainedConfig):
     intermediate_size: int = 1024
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
-    num_key_value_heads: int = 4
+    num_key_value_heads: int = 2
     head_dim: int = 64
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
@@ -150,7 +155,18 @@ class DiffLLMConfig(PreTrainedConfig):
         known = {"context_scale": 1.0, **SETTINGS[variant]}
         self.attention = {"variant": variant, **completed(given, known, "attention")}
         if self.moe:
-            self.moe = completed(self.moe, MOE_SETTINGS, "moe")
+            moe = completed(self.moe, MOE_SETTINGS, "moe")
+            self.moe = moe if moe["n_experts"] else {}
+        heads, keys = self.num_attention_heads, self.num_key_value_heads
+        if heads % (2 * keys if variant.startswith("diff") else keys):
+            raise ValueError(f"num_key_value_heads={keys} does not fit {heads} heads of {variant}")
+        for key in ("sliding_window", "attention_chunk_size", "layer_types"):  # caches read these
+            if kwargs.get(key) not in (None, ["full_attention"] * self.num_hidden_layers):
+                raise ValueError(f"{key}={kwargs[key]!r}, but every layer attends to all tokens")
+        rope = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+        self.rope_parameters = {key: value for key, value in rope.items() if value is not None}
+        if kwargs.get("rope_theta") is None:
+            kwargs.pop("rope_theta", None)
         super().__post_init__(**kwargs)
         check_rope(self.rope_parameters)
 

@@ -265,9 +265,51 @@ def test_settings_that_do_not_exist_are_refused() -> None:
             "attention.lambda_form='tanh' must be one of sigmoid, raw, scalar, fixed, none",
         ),
         ({"moe": {"n_expert": 4}}, "moe.n_expert=4 is unknown; known: n_experts, "),
+        ({"moe": {"n_experts": "4"}}, "moe.n_experts='4' must be of type int"),
+        (
+            {"attention": {"variant": "diff_v1", "clamp": "false"}},
+            "attention.clamp='false' must be of type bool",
+        ),
+        (
+            {"attention": {"variant": "diff_v1", "lambda_init": "0.5"}},
+            "attention.lambda_init='0.5' must be of type float",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not fit 4 heads of standard"),
+        (
+            {"attention": {"variant": "diff_v2"}, "num_key_value_heads": 4},
+            "num_key_value_heads=4 does not fit 4 heads of diff_v2",
+        ),
+        ({"sliding_window": 4}, "sliding_window=4, but every layer attends to all tokens"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4' must be a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+            "rope_parameters.factor=0 must be a number above 0",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             DiffLLMConfig(**settings)
+
+
+def test_null_settings_are_missing_settings() -> None:
+    default = DiffLLMConfig()
+    rope = {"rope_type": None, "rope_theta": None, "factor": None}
+    for settings in ({"rope_parameters": rope}, {"rope_theta": None}, {"rope_scaling": None}):
+        assert DiffLLMConfig(**settings).rope_parameters == default.rope_parameters
+    assert DiffLLMConfig(moe={"n_experts": 0}).moe == {}  # dense, as in training
+
+
+def test_resaved_export_opens_without_diffllm(
+    opened: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    opened("diff_v2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "diff_v2")
+    model.save_pretrained(tmp_path / "again")
+    code = (
+        "import sys, transformers; "
+        "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True); "
+        "assert 'diffllm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "again")], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(
