@@ -147,6 +147,20 @@ def test_empty_documents_of_index_are_not_counted(
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
 
+def test_empty_documents_at_beginning_of_megatron_index_have_no_tokens(
+    make: Make, tmp_path: Path
+) -> None:
+    lengths = np.full(30, 4, "<i4")
+    places, firsts = 8 * np.arange(30), [0, 0, *range(31)]  # the first two contain no sequence
+    head = HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
+    index = head + lengths.tobytes() + np.append(places, firsts).astype("<i8").tobytes()
+    (tmp_path / "t.idx").write_bytes(index)
+    np.full(120, 7, "<u2").tofile(tmp_path / "t.bin")
+    train = prepare(make(tmp_path / "t.bin")).split("train")
+    expected = np.append([EOS, EOS], np.tile([7, 7, 7, 7, EOS], 30))
+    assert np.array_equal(train.tokens(0, len(train)), expected[: len(train)])
+
+
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 def test_documents_with_several_ends_are_counted_by_the_index(
     make: Make, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

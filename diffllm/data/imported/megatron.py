@@ -51,8 +51,8 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
         raise DataError(f"{index}: its documents do not hold all of its {sequences:,} sequences")
 
     def end_of(document: Any) -> Any:
-        last = firsts[document + 1] - 1
-        return places[last] // size + lengths[last]
+        last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
+        return (places[last] // size + lengths[last]) * (last >= 0)
 
     check_last_end(index, int(end_of(marks - 2)), len(content))
     return TokenFile(path, content, end_of, marks - 1, vocab_size)
