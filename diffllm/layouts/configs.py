@@ -204,8 +204,8 @@ def rope_of(config: Config) -> RopeConfig:
         raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
     older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}
     for key, value in older.items():  # transformers 4 reads these, transformers 5 the others
-        if value is not None and said.get(key, value) != value:
-            raise ValueError(f"has two values of {key}: {value} and {said[key]}")
+        if value is not None and {"type": kind, "rope_type": kind, **said}.get(key, value) != value:
+            raise ValueError(f"has two values of {key}: {value} and {said.get(key, kind)}")
     theta = config.get("rope_theta", 10_000.0)
     rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
     if said.get("partial_rotary_factor", 1.0) != 1.0:

@@ -205,6 +205,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: changed_config(d, rope_theta=5.0),
         "has two values of rope_theta: 5.0 and 10000.0",
     ),
+    "two kinds of RoPE": (
+        lambda d: changed_config(d, rope_scaling={"type": "linear", "factor": 2.0}),
+        "has two values of type: linear and default",
+    ),
     "bias": (lambda d: changed_config(d, attention_bias=True), "only False is computed here"),
     "no size": (lambda d: changed_config(d, hidden_size=None), "has no hidden_size"),
     "text size": (lambda d: changed_config(d, hidden_size="64"), "hidden_size='64'"),
