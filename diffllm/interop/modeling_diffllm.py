@@ -160,7 +160,7 @@ class DiffLLMConfig(PreTrainedConfig):
         heads, keys = self.num_attention_heads, self.num_key_value_heads
         if heads % (2 * keys if variant.startswith("diff") else keys):
             raise ValueError(f"num_key_value_heads={keys} does not fit {heads} heads of {variant}")
-        for key in ("sliding_window", "attention_chunk_size", "layer_types"):  # caches read these
+        for key in ("sliding_window", "attention_chunk_size", "layer_types"):  # read by caches
             if kwargs.get(key) not in (None, ["full_attention"] * self.num_hidden_layers):
                 raise ValueError(f"{key}={kwargs[key]!r}, but every layer attends to all tokens")
         rope = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
