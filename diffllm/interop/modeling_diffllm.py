@@ -150,12 +150,19 @@ class DiffLLMConfig(PreTrainedConfig):
         variant = given.pop("variant", "standard")
         if variant not in SETTINGS:
             raise ValueError(f"attention.variant={variant!r} must be one of {', '.join(SETTINGS)}")
-        for key in ("backend", "values"):  # of the machine that trained; older exports have them
+        for key in ("backend", "values"):  # older exports contain these choices of kernels
             given.pop(key, None)
         known = {"context_scale": 1.0, **SETTINGS[variant]}
         self.attention = {"variant": variant, **completed(given, known, "attention")}
         if self.moe:
             moe = completed(self.moe, MOE_SETTINGS, "moe")
+            if moe["n_experts"] and not (
+                1 <= moe["top_k"] <= moe["n_experts"] and moe["expert_dim"] >= 1
+            ):
+                raise ValueError(
+                    f"moe.top_k={moe['top_k']} must be between 1 and moe.n_experts="
+                    f"{moe['n_experts']}, and moe.expert_dim={moe['expert_dim']} at least 1"
+                )
             self.moe = moe if moe["n_experts"] else {}
         heads, keys = self.num_attention_heads, self.num_key_value_heads
         if heads % (2 * keys if variant.startswith("diff") else keys):
@@ -172,7 +179,7 @@ class DiffLLMConfig(PreTrainedConfig):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the angles of positions, bit for bit those of training."""
+    """Cosines and sines of the angles of positions, equal bit for bit to the tables of training."""
 
     inv_freq: Tensor
 
@@ -201,8 +208,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return the radians per position of each channel pair, (d/2,) float64 where the device has
-    it, and the factor on cos and sin; the sources are those of `diffllm.model.rope`."""
+    """Return the radians per position of each channel pair, (d/2,), and the factor on cos and sin.
+
+    Frequencies are float64, on MPS float32. `diffllm.model.rope` names the source of each scaling.
+    """
     rope: dict[str, Any] = config.rope_parameters
     check_rope(rope)
     kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
@@ -292,9 +301,10 @@ def needs_maps(settings: dict[str, Any]) -> bool:
 def stored(
     cache: Any, k: Tensor, v: Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Store keys and values in the cache of continuous batching; return those of all its requests.
+    """Store keys and values of continuous batching; return the cached keys and values of all
+    requests.
 
-    Before transformers 5.24 kernels do so.
+    From transformers 5.24 on, `past_key_values.update` does the same.
     """
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(k, v, layer_idx, kwargs=kwargs)
@@ -376,10 +386,13 @@ class Attention(nn.Module):
         return self.o_proj(context.flatten(2)), maps
 
     def exact(self, kernel: Kernel, name: str, batched: bool) -> Kernel:
-        """Return a kernel that computes a sink or a clamped map, made of the kernel of an
-        implementation if that is possible; raises ValueError if neither is.
+        """Return a kernel that computes a sink or a clamped map.
+
+        Raises ValueError if the implementation prepares no mask that explicit maps can read.
 
         Args:
+            kernel: the kernel of the implementation.
+            name: the implementation.
             batched: whether the call belongs to continuous batching.
         """
         if name == VLLM and self.sink is not None:
@@ -434,10 +447,11 @@ def with_sink(
     s_aux: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call a kernel without sinks on keys that begin with one of logit s_aux (H,) and value zero.
+    """Call a kernel that does not know sinks, with a sink of logit s_aux (H,).
 
-    Queries and keys get more channels, one of which multiplies to the logit. If there are several
-    queries, one goes in front of them, too: a causal map stays square.
+    The sink becomes an additional first key with value zero. Queries and keys get additional
+    channels, and the product of the first of them is the sink's logit. If there are several
+    queries, an additional first query keeps the causal map square.
     """
     mask, length = attention_mask, q.shape[2]
     scaled = (s_aux * math.sqrt(q.shape[-1])).to(q.dtype).view(1, -1, 1, 1)
@@ -717,7 +731,7 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
 
     @property
     def _can_compile_fullgraph(self) -> bool:  # type: ignore[override]
-        return not self.config.moe  # tokens decide which experts run
+        return not self.config.moe  # the loop over experts depends on the tokens
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -163,7 +163,7 @@ def own(config: Config) -> ModelConfig:
     variant = Config(settings)["variant"]
     if variant not in CLASSES:
         raise ValueError(f"has attention {variant}, which is none of {', '.join(CLASSES)}")
-    for key in ("variant", *OF_MACHINE):  # older exports contain those of the machine
+    for key in ("variant", *OF_MACHINE):  # older exports contain OF_MACHINE
         settings.pop(key, None)
     attention = typed(CLASSES[variant], settings, "attention")
     heads = config["num_attention_heads"]
@@ -203,7 +203,7 @@ def rope_of(config: Config) -> RopeConfig:
     if others := [key for key in said if key not in ROPE_KEYS]:
         raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
     older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}
-    for key, value in older.items():  # transformers 4 reads these, transformers 5 the others
+    for key, value in older.items():  # transformers 4 reads the older settings
         if value is not None and {"type": kind, "rope_type": kind, **said}.get(key, value) != value:
             raise ValueError(f"has two values of {key}: {value} and {said.get(key, kind)}")
     theta = config.get("rope_theta", 10_000.0)

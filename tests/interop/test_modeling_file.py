@@ -244,7 +244,7 @@ def test_log_probabilities_at_8192_positions_are_those_of_run(
 
 
 @pytest.mark.parametrize("variant", CLASSES)
-def test_settings_left_out_have_defaults_of_training(variant: str) -> None:
+def test_missing_settings_have_defaults_of_training(variant: str) -> None:
     found = DiffLLMConfig(attention={"variant": variant}).attention
     assert found == {"variant": variant, **plain(asdict(CLASSES[variant]()))}
     config = DiffLLMConfig(
@@ -266,6 +266,7 @@ def test_settings_that_do_not_exist_are_refused() -> None:
         ),
         ({"moe": {"n_expert": 4}}, "moe.n_expert=4 is unknown; known: n_experts, "),
         ({"moe": {"n_experts": "4"}}, "moe.n_experts='4' must be of type int"),
+        ({"moe": {"n_experts": 4}}, "and moe.expert_dim=0 at least 1"),
         (
             {"attention": {"variant": "diff_v1", "clamp": "false"}},
             "attention.clamp='false' must be of type bool",

@@ -29,7 +29,7 @@ class TokenFile:
     content: FileArray
     """All tokens, (n,), of any integer type."""
     end_of: Callable[[Any], Any]
-    """The place behind document i, from 0; of several documents (n,), their places, (n,) int64."""
+    """The place after document i, from 0; for several documents (n,), their places, (n,) int64."""
     documents: int
     pieces: int
     """The number of the tokenizer's pieces: every token is below it."""
@@ -56,7 +56,7 @@ class WithEnds:
         return len(self.file) + self.documents
 
     def end_of(self, document: Any) -> Any:
-        """The place behind document i, its end counted; or the places of several documents."""
+        """The place after document i and its end token; or the places of several documents."""
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:

@@ -32,7 +32,7 @@ COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
 PACKED_BYTES = 1 << 12
-"""Bytes of a .zst file that are unpacked at a time; they hold at most 128 MiB."""
+"""Bytes of a .zst file that are unpacked at a time; the unpacked text is at most 128 MiB."""
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
 """Errors of lines that are no JSON, or no text where there has to be one."""
