@@ -165,8 +165,12 @@ class DiffLLMConfig(PreTrainedConfig):
                 )
             self.moe = moe if moe["n_experts"] else {}
         heads, keys = self.num_attention_heads, self.num_key_value_heads
-        if heads % (2 * keys if variant.startswith("diff") else keys):
-            raise ValueError(f"num_key_value_heads={keys} does not fit {heads} heads of {variant}")
+        pairs = variant in ("diff_v1", "diff_v2")
+        if heads % (keys * (1 + pairs)):
+            half = " / 2" if pairs else ""
+            raise ValueError(
+                f"num_key_value_heads={keys} must divide num_attention_heads={heads}{half}"
+            )
         for key in ("sliding_window", "attention_chunk_size", "layer_types"):  # read by caches
             if kwargs.get(key) not in (None, ["full_attention"] * self.num_hidden_layers):
                 raise ValueError(f"{key}={kwargs[key]!r}, but every layer attends to all tokens")

@@ -275,10 +275,10 @@ def test_settings_that_do_not_exist_are_refused() -> None:
             {"attention": {"variant": "diff_v1", "lambda_init": "0.5"}},
             "attention.lambda_init='0.5' must be of type float",
         ),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not fit 4 heads of standard"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4$"),
         (
             {"attention": {"variant": "diff_v2"}, "num_key_value_heads": 4},
-            "num_key_value_heads=4 does not fit 4 heads of diff_v2",
+            "num_key_value_heads=4 must divide num_attention_heads=4 / 2$",
         ),
         ({"sliding_window": 4}, "sliding_window=4, but every layer attends to all tokens"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4' must be a number above 0"),
