@@ -70,7 +70,7 @@ def named(name: str) -> Evaluation:
     if name in TASKS:
         return Answers(TASKS[name])
     known = ", ".join(sorted([*TASKS, *EVALUATIONS]))
-    raise ConfigError(f"tasks: {name} is none of {known}, nor a {' or '.join(JSON_LINES)} file")
+    raise ConfigError(f"tasks: {name} must be one of {known}, or a {' or '.join(JSON_LINES)} file")
 
 
 def evaluate(

@@ -138,7 +138,7 @@ def test_what_cannot_be_is_one_line(
     short = made(tmp_path / "short", tokenizer, "seq_len=16")
     (tmp_path / "empty").mkdir()
     for words, said in (
-        ([f"run={run}", "tasks=[nedle]"], "tasks: nedle is none of"),
+        ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
         ([f"run={run}", "suite=claim"], "suite=claim must be one of claims"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
         ([f"run={run}", "limit=0"], "limit=0 must be at least 1"),

@@ -51,7 +51,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["eval.suites=[nedle]"], "eval.suites: nedle is none of"),
+        (["eval.suites=[nedle]"], "eval.suites: nedle must be one of"),
         (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 90}}"], "the task mqar at"),
         (["eval.levels={mqar: {pairs: 4}}"], "eval.levels: mqar is not in eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),

@@ -191,7 +191,7 @@ def test_icl_asks_the_same_in_other_orders_and_names() -> None:
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match=r"the task phonebook needs \d+ tokens, and the m"):
         TASKS["phonebook"].fitting(10, count)
-    with pytest.raises(ConfigError, match="tasks: nedle is none of icl, induction, mqar"):
+    with pytest.raises(ConfigError, match="tasks: nedle must be one of icl, induction, mqar"):
         suite.chosen("claims", ["nedle"], [])
     with pytest.raises(ConfigError, match="suite=claim must be one of claims"):
         suite.chosen("claim", [], {})
