@@ -21,7 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py
+from diffllm.distributed.launcher import MKL_MODE, strict_mode
+
+os.environ.setdefault(MKL_MODE, strict_mode())  # as train.py
 
 import torch
 from measuring import cells, markdown, ratios, seconds, with_quartiles, write

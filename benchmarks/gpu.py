@@ -43,6 +43,8 @@ from harness.stages import GPU, SMALL, STAGES, Sizes, stage  # noqa: E402
 from harness.table import table  # noqa: E402
 from harness.worker import Worker  # noqa: E402
 
+from diffllm.distributed.launcher import set_variables  # noqa: E402
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -63,7 +65,7 @@ def main() -> int:
             f"--only {args.only}: no measurement is called so; there are {', '.join(names)}"
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py
+    set_variables()  # as train.py
     # Several processes compile at once.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     stamp = stamped(args.device, args.out)

@@ -69,14 +69,16 @@ def build(
     device: torch.device,
     document_end: int | None = None,
     ignores_targets: bool = False,
+    compile: Choice | None = None,
 ) -> Training:
     """The sharded model and its optimizer, initialised; needs a process group.
 
     Args:
         document_end: the token behind which documents begin; masks them.
         ignores_targets: whether some targets may be negative, which losses leave out.
+        compile: the choice of the run; by default that of a short run.
     """
-    model, meshes, choices = sharded_model(cfg, device)
+    model, meshes, choices = sharded_model(cfg, device, compile=compile)
     t = allocated(cfg, device, model, meshes, choices, document_end)
     t.ignores_targets = ignores_targets
     t.model.reset_parameters(t.weights.block)
@@ -85,18 +87,22 @@ def build(
 
 
 def sharded_model(
-    cfg: TrainConfig, device: torch.device, splits: Splits = exchanged_splits
+    cfg: TrainConfig,
+    device: torch.device,
+    splits: Splits = exchanged_splits,
+    compile: Choice | None = None,
 ) -> tuple[Transformer, Meshes, dict[str, Choice]]:
     """The model on the meta device, wrapped for training on `device`; needs a process group.
 
     Args:
         splits: how many rows experts get from other ranks.
+        compile: the choice of the run; by default that of a short run.
 
     Returns:
         The model, its meshes, and the choices of precision and compilation.
     """
     precision = chosen_precision(cfg.precision, device)
-    compile = chosen_compile(cfg.compile, device)
+    compile = compile or chosen_compile(cfg.compile, device)
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
     model = without_storage(cfg.model)
     checkpointing = cfg.activation_checkpointing

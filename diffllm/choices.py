@@ -9,6 +9,10 @@ from diffllm.config import Precision
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.dtypes import dtype_name
 
+WORTH_COMPILING = 1e14
+"""Training FLOPs of one rank above which compiling clearly saves time on a CPU."""
+KEPT = "as the run began"
+
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
     """Choose the dtype of the computation; left open, bfloat16 on devices with units for it."""
@@ -24,12 +28,40 @@ def chosen_precision(precision: Precision, device: torch.device) -> Choice:
     return Choice(torch.float32, f"{name} has no bf16 units")
 
 
-def chosen_compile(compile: bool | None, device: torch.device) -> Choice:
-    """Whether blocks and loss are compiled; left open, they are on GPUs."""
+def chosen_compile(
+    compile: bool | None,
+    device: torch.device,
+    flops: float = 0.0,
+    kept: bool | None = None,
+) -> Choice:
+    """Whether blocks and loss are compiled; left open, they are on GPUs and in long runs on CPUs.
+
+    Args:
+        compile: the config's value; None leaves it open.
+        flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
+        kept: the choice of the start that this run resumes, which a CPU keeps.
+    """
     if compile is not None:
         return Choice(compile, ASKED)
-    gpu = device.type == "cuda"
-    return Choice(gpu, "a GPU runs long enough" if gpu else "on a CPU only where asked for")
+    if device.type == "cuda":
+        return Choice(True, "a GPU runs long enough")
+    if kept is None and flops < WORTH_COMPILING:
+        return Choice(False, f"{flops:.1g} FLOPs in all; worth its time from {WORTH_COMPILING:.0e}")
+    if kept is False:
+        return Choice(False, KEPT)
+    if fault := compiler_fault():
+        return Choice(False, fault)
+    return Choice(True, KEPT if kept else f"{flops:.1g} FLOPs in all")
+
+
+def compiler_fault() -> str:
+    """Say why Inductor cannot compile for this CPU, in one line; empty if it can."""
+    try:
+        torch.compile(torch.sin, fullgraph=True)(torch.ones(1))
+    except Exception as error:  # no compiler, a broken one, no headers, a full disk
+        cause = str(error).strip().splitlines() or [repr(error)]
+        return f"torch.compile fails: {cause[0]}"
+    return ""
 
 
 def for_json(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:

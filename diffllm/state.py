@@ -1,5 +1,6 @@
 """The loop state of a run; saving and restoring it with the parameters."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from torch import Tensor
 from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer, load_tensors
 from diffllm.config.changes import Changes, described, is_allowed
+from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
 from diffllm.errors import CheckpointError
 from diffllm.spikes import SpikeMonitor
 
+OF_OLDER_CHECKPOINTS = {"seconds": 0.0, "compiled": False, "mkl_mode": OLDER_MODE}
+"""Values of fields that the state in older checkpoints lacks."""
 MAKE_TOKENS = ("corpus", "tokenizer")
 """Values of an order of data that its tokens follow from."""
 
@@ -30,6 +34,10 @@ class LoopState:
     wandb_id: str | None = None
     seconds: float = 0.0
     """Time that training took up to `step`, all starts together."""
+    compiled: bool | None = None
+    """Whether blocks and loss are compiled; None until that is decided."""
+    mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
+    """The value of MKL_CBWR that the run began with."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "spikes": self.spikes.state_dict()}
@@ -40,10 +48,10 @@ class LoopState:
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
         names = ("step", "data", "wandb_id")
-        seconds = values.get("seconds", 0.0)  # older checkpoints have neither
         order = {"data.packing": "stream", **values["order"]}
         known = {name: values[name] for name in names}
-        return cls(**known, order=order, seconds=seconds, spikes=spikes)
+        added = {name: values.get(name, value) for name, value in OF_OLDER_CHECKPOINTS.items()}
+        return cls(**known, **added, order=order, spikes=spikes)
 
 
 def continued(

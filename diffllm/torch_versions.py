@@ -28,6 +28,10 @@ IS_ROCM = bool(torch.version.hip)
 """Whether "cuda" means AMD's GPUs, whose kernels do not promise all that those of CUDA do."""
 
 
+CPU: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+"""The name and the instruction sets of this CPU; empty where this torch cannot say."""
+
+
 class Stager(DefaultStager):
     """DCP's stager, which copies to the same memory each time.
 

@@ -14,11 +14,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before torch is imported. Workers side by side share the cores, with the runs that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process would compile all modules anew
-os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as train.py, whose imports forked runs share
 
 # A shell that starts this in the background has it ignore Ctrl-C, and all that it starts with it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+from diffllm.distributed.launcher import strict_mode
+
+os.environ.setdefault("MKL_CBWR", strict_mode())  # as train.py, whose imports forked runs share
 
 import hypothesis
 import parsed_yaml  # noqa: F401

@@ -1,13 +1,17 @@
 """Each choice that a config leaves to the device is made in one place and printed with a reason."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from single_process import gloo_group
 
+from diffllm import choices
 from diffllm.build import build, sharded_model
-from diffllm.choices import chosen_compile, chosen_precision, for_json
+from diffllm.choices import WORTH_COMPILING, chosen_compile, chosen_precision, for_json
 from diffllm.config import Precision, load_config
 from diffllm.distributed import weights
 from diffllm.distributed.experts import expert_ranks
@@ -15,7 +19,6 @@ from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.weights import chosen_reduce
 from diffllm.plan.simulate import fake_world
 
-FUSED = "torch's fused CPU kernel"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -33,10 +36,40 @@ def test_precision_follows_the_units_of_the_device(device, fast, monkeypatch):
 
 
 def test_blocks_are_compiled_on_gpus_and_where_asked_for():
-    assert chosen_compile(None, GPU).value is True
+    assert chosen_compile(None, GPU, kept=False).value is True
     assert chosen_compile(None, CPU).value is False
     assert chosen_compile(True, CPU) == (True, "asked for")
     assert chosen_compile(False, GPU) == (False, "asked for")
+
+
+@pytest.mark.parametrize(
+    ("flops", "kept", "fault", "expected"),
+    [
+        (0.9 * WORTH_COMPILING, None, "", False),
+        (WORTH_COMPILING, None, "", True),
+        (WORTH_COMPILING, None, "torch.compile fails: no g++", False),
+        (WORTH_COMPILING, False, "", False),
+        (1.0, True, "", True),
+        (1.0, True, "torch.compile fails: no g++", False),
+    ],
+)
+def test_long_run_on_cpu_compiles_and_resume_keeps_its_mode(
+    flops, kept, fault, expected, monkeypatch
+):
+    monkeypatch.setattr(choices, "compiler_fault", lambda: fault)
+    value, reason = chosen_compile(None, CPU, flops, kept)
+    assert value is expected
+    assert reason == fault if fault else reason
+    assert chosen_compile(False, CPU, flops, kept) == (False, "asked for")
+
+
+def test_broken_compiler_is_named_in_one_line(tmp_path):
+    code = "from diffllm.choices import compiler_fault; print(compiler_fault())"
+    env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("torch.compile fails: ")
+    assert "/bin/false" in line
 
 
 @pytest.mark.parametrize(
@@ -44,9 +77,8 @@ def test_blocks_are_compiled_on_gpus_and_where_asked_for():
     [
         (
             ["attention=standard", "model.head_dim=32"],
-            {"attention": f"{FUSED}, in float32"},
+            {"attention": "torch's fused CPU kernel, in float32"},
         ),
-        (["attention=standard", "model.head_dim=64"], {"attention": FUSED}),
         (["model.attention.backend=reference"], {"attention": "explicit maps"}),
         (["attention=diff_v1"], {"values": "wide", "loss_chunk": 512}),
         (["attention=diff_v1", "model.attention.values=split"], {"values": "split"}),

@@ -1,5 +1,6 @@
 """Who a process is, by the variables of torchrun, of SLURM, or of nobody."""
 
+import os
 import signal
 import socket
 import threading
@@ -10,7 +11,14 @@ import pytest
 import torch.distributed as dist
 from processes import PATIENCE_S, wait_until
 
-from diffllm.distributed.launcher import environment, first_host, meeting_point
+from diffllm.distributed.launcher import (
+    OLDER_MODE,
+    environment,
+    first_host,
+    keep_mode,
+    meeting_point,
+    strict_mode,
+)
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import DistributedConfig, World, join, meet
@@ -249,3 +257,28 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
             join(DistributedConfig(timeout=1))
     assert f"127.0.0.1:{port} within distributed.timeout=1 seconds" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("sse avx avx2 avx512f avx512dq avx512cd avx512bw avx512vl", "AVX512,STRICT"),
+        ("sse avx avx2 avx512f avx512cd", "AVX2,STRICT"),
+        ("sse avx avx2", "AVX2,STRICT"),
+        (None, "AVX2,STRICT"),
+    ],
+)
+def test_mkl_computes_with_highest_instruction_set_that_it_reproduces(tmp_path, flags, expected):
+    cpuinfo = tmp_path / "cpuinfo"
+    if flags is not None:
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")
+    assert strict_mode(cpuinfo) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"), [(strict_mode(), OLDER_MODE), ("COMPATIBLE", "COMPATIBLE")]
+)
+def test_resume_keeps_mkl_mode_unless_user_sets_one(monkeypatch, variable, expected):
+    monkeypatch.setenv("MKL_CBWR", variable)
+    keep_mode(OLDER_MODE)
+    assert os.environ["MKL_CBWR"] == expected

@@ -63,6 +63,8 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "spikes": not are_spikes(loop.get("spikes")),
         "wandb_id": "wandb_id" not in loop
         or (run_id is not None and not re.fullmatch(r"[\w-]{1,64}", str(run_id))),
+        "compiled": loop.get("compiled") not in (None, False, True),
+        "mkl_mode": not re.fullmatch(r"[\w,=]{0,64}", str(loop.get("mkl_mode", ""))),
         "seconds": type(seconds) not in (int, float) or not 0 <= seconds < 2**63,
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):

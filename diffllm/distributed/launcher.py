@@ -6,12 +6,19 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from diffllm.errors import LaunchError
 
 FIRST_PORT, PORTS = 12000, 20000
 """The range of ports derived from job ids, below those that Linux gives to clients."""
 PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MKL_MODE = "MKL_CBWR"
+OLDER_MODE = "AVX2,STRICT"
+"""The mode of runs that did not record theirs."""
+AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
+"""The parts of AVX-512 that MKL's code for it needs, as Linux names them."""
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -92,9 +99,45 @@ def end_with_torchrun() -> None:
 
 
 def set_variables() -> None:
-    """Set what libraries read from the environment as they load or begin, unless it is set."""
-    # MKL otherwise picks one of two code paths for small products, process by process, and a run
-    # that continues would differ from an undisturbed one in the last bits. Costs about 5% on a CPU.
-    os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
-    # A rank that is gone is named by ours; torch would add a C++ stack trace for every socket.
+    """Set the variables that libraries read when they are loaded or first used, unless they are
+    set."""
+    # MKL otherwise chooses between two code paths for small products, process by process, so that
+    # a resumed run would differ from an undisturbed run in the last bits.
+    os.environ.setdefault(MKL_MODE, strict_mode())
+    # Our own messages name a rank that is gone; torch would add a C++ stack trace for every socket.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the value of MKL_CBWR for the highest instruction set of this CPU that MKL reproduces.
+
+    AVX2 also stands for CPUs whose instruction sets are unknown: MKL ignores a mode that the CPU
+    does not support.
+    """
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        flags = None
+    known = set(flags[1].split()) if flags else set()
+    return "AVX512,STRICT" if known >= AVX512 else OLDER_MODE
+
+
+def keep_mode(recorded: str) -> None:
+    """Let MKL compute as the run did that is resumed, unless the user has set MKL_CBWR.
+
+    Must be called before the first product of this process: MKL reads the variable once.
+    """
+    if os.environ.get(MKL_MODE) == strict_mode():
+        os.environ[MKL_MODE] = recorded
+
+
+def keep_memory() -> None:
+    """Let glibc keep the memory of a training step for the next step instead of returning it.
+
+    A step frees nearly all of its memory. glibc would return it to the kernel, which clears every
+    page again at the next step. The peak of a process stays the same.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 2**30)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

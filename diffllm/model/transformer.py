@@ -146,8 +146,8 @@ class Transformer(nn.Module):
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
-        chunk = loss_chunk(self.cfg.loss_chunk, x.device).value
         hidden, weight = x.flatten(0, 1), self.output_weight
+        chunk = loss_chunk(self.cfg.loss_chunk, x.device, weight.numel()).value
         if by_token:
             return token_losses(hidden, weight, targets.flatten(), chunk).view_as(targets)
         objective, loss = chunked_cross_entropy(
@@ -238,7 +238,9 @@ class Transformer(nn.Module):
         """Decide what is left to `device` when training in `dtype`, by name; with `documents`,
         queries see their own document only."""
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
-        found["loss_chunk"] = loss_chunk(self.cfg.loss_chunk, device)
+        found["loss_chunk"] = loss_chunk(
+            self.cfg.loss_chunk, device, self.cfg.vocab_size * self.cfg.dim
+        )
         return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
     def flops_per_token(self) -> float:

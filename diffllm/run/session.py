@@ -20,6 +20,7 @@ from diffllm.config.plugins import plugin_versions
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.distributed.consistency import check_same, code_version
+from diffllm.distributed.launcher import keep_mode
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
@@ -132,6 +133,7 @@ class Session:
             return state.state_dict()
 
         self.state = LoopState.of(world.decide("begin", on_rank_0))
+        keep_mode(self.state.mkl_mode)
         if world.rank > 0 and not in_sweep():
             self.log.open(log_file(self.path))
 

@@ -1,5 +1,6 @@
 """One run, from a typed config to a summary."""
 
+import os
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,21 +10,25 @@ import torch.distributed as dist
 
 from diffllm.build import Training, build
 from diffllm.checkpoint import Checkpointer
+from diffllm.choices import chosen_compile
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described
 from diffllm.config.saved import yaml_dict
 from diffllm.data import Prepared, ignores_targets
 from diffllm.distributed.consistency import check_tensors
-from diffllm.distributed.launcher import environment
+from diffllm.distributed.launcher import environment, keep_memory
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.errors import AgreedByAll, UserError
 from diffllm.evaluation.while_training import TasksWhileTraining, wanted
+from diffllm.files import user_path
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.streams import unfailing
 from diffllm.metrics.tensorboard import EventFiles, check_installed
 from diffllm.metrics.wandb_run import WandbRun
+from diffllm.model import without_storage
+from diffllm.model.choice import Choice
 from diffllm.model.generate import generate
 from diffllm.printing import echo
 from diffllm.recorder import Outputs, Recorder
@@ -37,7 +42,7 @@ from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
 from diffllm.run.weights import start_from
 from diffllm.spikes import SkippedTooOften
-from diffllm.state import restore
+from diffllm.state import LoopState, restore
 from diffllm.trainer import train
 
 SETTLE_S = 60
@@ -88,7 +93,9 @@ def train_and_report(session: Session) -> Outcome:
     cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
     watch.reached("the building of the model")
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
-    t = build(cfg, session.device, document_end, ignores_targets(data, cfg.data))
+    keep_memory()
+    compile = compiling(cfg, session.device, state)
+    t = build(cfg, session.device, document_end, ignores_targets(data, cfg.data), compile)
     factors = weights = None
     if session.checkpoint:
         watch.reached(f"the reading of {session.checkpoint.name}")
@@ -155,6 +162,22 @@ def train_and_report(session: Session) -> Outcome:
         session.display.print(summary_text(cfg, summary, session.path, text, report))
         outputs.wandb.finish(summary)
     return Outcome(finished)
+
+
+def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choice:
+    """Decide for all ranks whether the run compiles, and note it in `state`; they all call it."""
+    tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
+    flops = without_storage(cfg.model).flops_per_token() * tokens / dist.get_world_size()
+    if device.type == "cpu":  # later runs find the compiled code there, also after a reboot
+        compiled_code = user_path(cfg.data.cache_dir, "data.cache_dir") / "inductor"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code))
+    choice = chosen_compile(cfg.compile, device, flops, state.compiled)
+    everywhere = torch.tensor(int(choice.value), device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    if choice.value and not everywhere:
+        choice = Choice(False, "torch.compile fails on another rank")
+    state.compiled = choice.value
+    return choice
 
 
 def open_outputs(session: Session, facts: dict[str, Any]) -> list[Outputs]:

@@ -1,5 +1,6 @@
 """Runs that are killed, stopped and continued, in real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import train_command
-from forked_runs import Gate, finish, start
+from forked_runs import Gate, finish, start, train
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus, wait_for
 from tiers import slow_but
+
+from diffllm.distributed.launcher import strict_mode
 
 STEPS, HALF = 24, 12
 INTERVALS = (
@@ -102,6 +105,25 @@ def test_a_command_that_was_killed_continues_bit_identically(corpus, straight, t
     assert again.returncode == 0
     assert metric_lines(run) == metric_lines(straight(1))
     assert_same_weights(straight(1), run, STEPS)
+
+
+@pytest.mark.slow
+def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, tmp_path):
+    """The first run has the values of an older version; a resume of it computes the same bits."""
+    settings = (*INTERVALS, "precision=fp32", "data.num_workers=0")
+
+    def trained(name: str, *words: str, **environment: str) -> Path:
+        run = tmp_path / name
+        result = train([*overrides_of(corpus, run), *settings, *words], tmp_path, environment)
+        assert result.code == 0, result.err
+        return run
+
+    whole = trained("whole", MKL_CBWR="AVX2,STRICT")
+    half_way = whole / "checkpoints" / HALF_WAY
+    again = trained("again", f"resume={half_way}", MKL_CBWR=strict_mode())
+    state = json.loads((again / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text())
+    assert (state["loop"]["mkl_mode"], state["loop"]["compiled"]) == ("AVX2,STRICT", False)
+    assert_same_weights(whole, again, STEPS)
 
 
 @pytest.mark.slow

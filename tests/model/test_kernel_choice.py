@@ -81,13 +81,21 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
     ],
 )
 def test_the_kernel_follows_from_backend_device_dtype_and_width(
-    machine, backend, device, dtype, width, documents, expected
+    machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
+    monkeypatch.setattr(ops, "SLOW_BF16", False)
     found = training_kernel(Backend[backend], device, dtype, width, documents)
     assert found.value is expected
     assert found.reason
     assert "\n" not in found.reason
+
+
+def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
+    monkeypatch.setattr(ops, "SLOW_BF16", True)
+    found = training_kernel(Backend.sdpa, CPU, BF16, 128, documents=False)
+    assert found == (Kernel.cpu_float32, "faster than bf16 on this CPU")
+    assert training_kernel(Backend.sdpa, CPU, FLOAT32, 128, False).value is Kernel.cpu
 
 
 @pytest.mark.parametrize(
@@ -144,8 +152,9 @@ def test_a_measurement_can_put_another_kernel_in_flex_place(machine, monkeypatch
     assert isinstance(mask, Packed)
 
 
-def test_choices_are_words_for_a_headline_and_for_json(machine):
+def test_choices_are_words_for_a_headline_and_for_json(machine, monkeypatch):
     machine()
+    monkeypatch.setattr(ops, "SLOW_BF16", False)
     cfg = small_config("diff_v1", head_dim=128).model
     found = cfg.attention.choices(cfg, CUDA, BF16, documents=True)
     assert json.loads(json.dumps({name: choice.value for name, choice in found.items()})) == {

@@ -14,6 +14,8 @@ from diffllm.errors import ConfigError
 from diffllm.model.loss import (
     CPU_CHUNK,
     GPU_CHUNK,
+    LARGE_CPU_CHUNK,
+    LARGE_WEIGHT,
     add_weight_gradient,
     chunk_loss,
     chunked_cross_entropy,
@@ -226,9 +228,10 @@ def test_on_a_gpu_the_loss_and_its_gradients_are_those_of_float64(chunk, compile
 
 def test_the_chunk_is_what_is_asked_for_or_suits_the_device():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert loss_chunk(7, gpu) == (7, "asked for")
-    assert loss_chunk(None, gpu).value == GPU_CHUNK == 4096
-    assert loss_chunk(None, cpu).value == CPU_CHUNK
+    assert loss_chunk(7, gpu, 1) == (7, "asked for")
+    assert loss_chunk(None, gpu, 1).value == GPU_CHUNK == 4096
+    assert loss_chunk(None, cpu, LARGE_WEIGHT - 1).value == CPU_CHUNK
+    assert loss_chunk(None, cpu, LARGE_WEIGHT).value == LARGE_CPU_CHUNK == 2048
     assert as_on_gpu(load_config(["model=micro"])).model.loss_chunk == GPU_CHUNK
     assert as_on_gpu(load_config(["model=micro", "model.loss_chunk=7"])).model.loss_chunk == 7
     with pytest.raises(ConfigError, match=r"model\.loss_chunk=0 must be at least 1"):

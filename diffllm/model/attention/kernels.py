@@ -20,6 +20,7 @@ from diffllm.model.attention.flash import (
 )
 from diffllm.model.attention.ops import (
     HALF,
+    NARROW,
     WIDEST,
     Backend,
     flash_takes,
@@ -89,7 +90,8 @@ def training_kernel(
     if device.type == "cuda":
         return Choice(Kernel.sdpa, "the first in torch's order that takes these heads")
     if in_float32(dtype, width):
-        return Choice(Kernel.cpu_float32, f"faster than bf16 with heads {width} wide")
+        where = "on this CPU" if width > NARROW else f"with heads {width} wide"
+        return Choice(Kernel.cpu_float32, f"faster than bf16 {where}")
     return Choice(Kernel.cpu, f"on the {device.type}")
 
 
