@@ -285,17 +285,19 @@ def main() -> None:
     if not contestants:
         sys.exit("error: none of --contestants can run")
     torch.set_num_threads(args.threads)  # `write` records the number
+    facts = {
+        "cores": os.cpu_count(), "instruction_sets": instruction_sets(), "git": git_state(ROOT),
+        "nanochat": git_state(args.nanochat) if args.nanochat else None,
+        "attention": args.attention, "seconds": args.seconds,
+    }  # fmt: skip
     rows = []
     for row in rounds(contestants, args):
         rows.append(row)
         if args.out:
-            facts = {
-                "cores": os.cpu_count(), "instruction_sets": instruction_sets(),
-                "git": git_state(ROOT), "attention": args.attention, "seconds": args.seconds,
-                "nanochat": git_state(args.nanochat) if args.nanochat else None,
-            }  # fmt: skip
             write(args.out, torch.device("cpu"), summary(rows), **facts, rounds=rows)
     print("\n\n".join(tables(summary(rows))))
+    if any("error" in row for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
