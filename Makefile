@@ -120,4 +120,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-vllm
+	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-vllm .peers

@@ -83,6 +83,17 @@ def theirs(
         name: e.g. "Llama".
         precision: one of PRECISIONS.
     """
+    with device:
+        model = their_model(name, cfg)
+
+    def loss(forward: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return forward(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+
+    return peer_step(model, loss, cfg, precision, device, compiled)
+
+
+def their_model(name: str, cfg: TrainConfig) -> Any:
+    """Build a transformers model, such as "Llama", in the shape of `cfg`."""
     import transformers  # takes seconds, and ours alone does without
 
     m = cfg.model
@@ -102,13 +113,7 @@ def theirs(
         attn_implementation="sdpa",
         **their_experts(m),
     )
-    with device:
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
-
-    def loss(forward: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return forward(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
-
-    return peer_step(model, loss, cfg, precision, device, compiled)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def their_experts(m: ModelConfig) -> dict[str, Any]:

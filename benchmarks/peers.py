@@ -1,0 +1,400 @@
+"""Training speed of diffllm against other frameworks on the CPU.
+
+    python benchmarks/peers.py --install                                   # once
+    python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     # about 40 minutes
+    python benchmarks/peers.py --contestants diffllm LitGPT --segments A:bf16:eager --rounds 1
+
+A round measures all contestants of a segment in turn, each in a process of its own; the order
+rotates. `--install` installs frameworks in `.peers/NAME` without their dependencies. They use torch
+and other packages of this project. docs/speed.md lists the differences between the contestants.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace as Job
+from typing import Any
+from unittest.mock import MagicMock
+
+from diffllm.distributed import launcher
+
+if sys.argv[1:2] == ["--worker"] and sys.argv[2].startswith("diffllm"):
+    launcher.set_variables()  # MKL reads the variables when torch is loaded
+    # KEEP_MEMORY: call `launcher.keep_memory()` here when train.py calls it.
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / ".peers"
+SHAPES = {
+    "A": {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 688,
+          "vocab": 4096, "batch": 16, "seq": 256},
+    "B": {"dim": 512, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 1376,
+          "vocab": 16384, "batch": 4, "seq": 1024},
+}  # fmt: skip
+SEGMENTS = ("A:fp32:eager", "A:fp32:compiled", "A:bf16:eager", "A:bf16:compiled",
+            "B:bf16:eager", "B:bf16:compiled")  # fmt: skip
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+LIMIT_S = 900  # for one measurement
+Row = dict[str, Any]
+
+
+def enough(job: Job, warmup: int = 2, interval: int = 1) -> bool:
+    """Record the start of a step; return whether the steps after the warm-up took long enough."""
+    job.starts.append(time.perf_counter())
+    job.steps = len(job.starts) - 1 - warmup
+    job.taken = job.starts[-1] - job.starts[min(warmup, len(job.starts) - 1)]
+    return job.steps > 0 and job.steps % interval == 0 and job.taken >= job.seconds
+
+
+def loop(job: Job, model: Any, step: Callable[[], Any]) -> None:
+    """Make steps until enough steps are timed; `step` returns the loss."""
+    job.model = model
+    while not enough(job):
+        job.losses.append(float(step()))
+
+
+def torch_loop(
+    job: Job, model: Any, loss: Callable[..., Any], optimizer: Any = None, autocast: bool = True,
+    backward: Callable[..., Any] = torch.Tensor.backward,
+) -> None:  # fmt: skip
+    """Run `loop` with the usual training step. `loss` takes inputs and targets, (b, T) int64."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
+    data = batches(job)
+
+    def step() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and job.bf16):
+            value = loss(*next(data))
+        backward(value)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    loop(job, model, step)
+
+
+def batches(job: Job) -> Iterator[tuple[Any, Any]]:
+    """Yield inputs and targets, (b, T) int64 each: the same random tokens for every contestant."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens = torch.randint(1, job.vocab, (job.batch, job.seq + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def config(job: Job, *more: str) -> Any:
+    """Return a config of diffllm with the sizes and settings of a job."""
+    from shapes import KEYS
+
+    from diffllm.config import load_config
+
+    words = [f"{KEYS[name]}={size}" for name, size in vars(job).items() if name in KEYS]
+    words += [f"attention={job.attention}", f"precision={'bf16' if job.bf16 else 'fp32'}"]
+    words += [f"global_batch_size={job.batch}", f"compile={job.compiled}"]
+    return load_config(["model=mini", *words, f"optim.lr={ADAMW['lr']}", *more])
+
+
+def diffllm_step(job: Job) -> None:
+    """Run `train_step` alone, without data loading, statistics and log lines."""
+    from measuring import join_alone
+
+    from diffllm.build import build
+    from diffllm.trainer import train_step
+
+    data, t = batches(job), build(config(job), join_alone("cpu"))
+    loop(job, t.model, lambda: train_step(t, data, 0).nll)
+
+
+def diffllm_trainer(job: Job) -> None:
+    """Run all of train.py; a step includes data loading, diagnostics and log lines."""
+    from diffllm import train, trainer
+
+    original = trainer.train_step
+
+    def timed_step(t: Any, *args: Any) -> Any:
+        job.model = t.model
+        # The compiled trainer compiles a second graph in step 10. Log lines come every 10 steps.
+        if enough(job, warmup=12 if job.compiled else 2, interval=10):
+            raise KeyboardInterrupt
+        out = original(t, *args)
+        job.losses.append(float(out.nll))
+        return out
+
+    trainer.train_step = timed_step  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
+        words = ["data=synthetic", "data.answers_only=false", "data.examples=20000"]
+        words += [f"data.cache_dir={folder}/cache", f"run.dir={folder}/run", "run.report=false"]
+        train(config(job, "steps=100000", *words))
+
+
+def torchtitan(job: Job) -> None:
+    """Train Llama 3 with torchtitan's layers, chunked loss and optimizer, and SDPA."""
+    # The Llama model imports Triton kernels for mixtures of experts, which need a GPU.
+    sys.modules["torchtitan.distributed.minimal_async_ep"] = MagicMock()
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed.compile import apply_compile
+    from torchtitan.models import common, llama3
+
+    llama3.get_attention_config = lambda _: common.attention.ScaledDotProductAttention.Config()
+    rope = common.ComplexRoPE.Config(
+        dim=job.head_dim, max_seq_len=job.seq, theta=5e5, scaling="llama"
+    )
+    spec = llama3.llama3_configs["debugmodel"]("sdpa")
+    spec.dim = spec.norm.normalized_shape = spec.tok_embeddings.embedding_dim = job.dim
+    spec.vocab_size = spec.tok_embeddings.num_embeddings = job.vocab
+    spec.lm_head.in_features, spec.lm_head.out_features = job.dim, job.vocab
+    spec.layers = llama3._build_llama3_layers(
+        fuse_qkv=True, n_layers=job.layers, dim=job.dim, n_heads=job.heads,
+        n_kv_heads=job.kv_heads, hidden_dim=job.ffn, rope=rope, attn_backend="sdpa",
+    )  # fmt: skip
+    model, compiling = spec.build(), CompileConfig(enable=job.compiled)
+    model.init_weights(buffer_device=None)
+    if job.compiled:
+        apply_compile(model, compile_config=compiling, parallel_dims=MagicMock(tp_enabled=False))
+    one = CrossEntropyLoss.Config(global_vocab_size=job.vocab)
+    chunked = ChunkedLossWrapper.Config(loss_fn=one).build(compile_config=compiling)
+    chunked.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    optimizers = default_adamw(**ADAMW).build(model_parts=[model])
+    torch_loop(job, model, lambda x, y: chunked(model(x), y, (y != -100).sum())[0], optimizers)
+
+
+def olmo_core(job: Job) -> None:
+    """Train a Llama-like transformer in OLMo-core's train module."""
+    from olmo_core.nn.feed_forward import FeedForwardConfig
+    from olmo_core.nn.transformer import TransformerConfig
+    from olmo_core.optim import AdamWConfig
+    from olmo_core.train.train_module.transformer import TransformerTrainModule
+
+    spec = TransformerConfig.llama_like(
+        d_model=job.dim, vocab_size=job.vocab, n_layers=job.layers, n_heads=job.heads,
+        n_kv_heads=job.kv_heads, rope_theta=10000, layer_norm_eps=1e-5,
+        feed_forward=FeedForwardConfig(hidden_size=job.ffn, bias=False),
+    )  # fmt: skip
+    module = TransformerTrainModule(
+        model=spec.build(init_device="cpu"), optim=AdamWConfig(**ADAMW, fused=True),
+        rank_microbatch_size=job.batch * job.seq, max_sequence_length=job.seq,
+        autocast_precision=torch.bfloat16 if job.bf16 else None, max_grad_norm=1.0,
+    )  # fmt: skip
+    if job.compiled:
+        module.model.apply_compile()  # OLMo-core's trainer compiles only with CUDA
+    trainer, data = MagicMock(), batches(job)
+    module._attach_trainer(trainer)
+
+    def step() -> Any:
+        trainer.reset_mock()  # the mock keeps the arguments of its calls
+        inputs, targets = next(data)
+        module.zero_grads()
+        module.train_batch({"input_ids": inputs, "labels": targets})
+        module.optim_step()
+        return trainer.record_ce_loss.call_args.args[0]
+
+    loop(job, module.model, step)
+
+
+def litgpt(job: Job) -> None:
+    """Train LitGPT's model and loss, set up by Lightning Fabric as in LitGPT's pretraining."""
+    import lightning
+    from litgpt import GPT, Config
+    from litgpt.pretrain import initialize_weights
+    from litgpt.utils import chunked_cross_entropy
+
+    spec = Config.from_name(
+        "Llama-2-7b-hf", block_size=job.seq, vocab_size=job.vocab, intermediate_size=job.ffn,
+        n_layer=job.layers, n_embd=job.dim, n_head=job.heads, n_query_groups=job.kv_heads,
+    )  # fmt: skip
+    precision = "bf16-mixed" if job.bf16 else "32-true"
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    model = GPT(spec)
+    initialize_weights(fabric, model, n_layer=job.layers, n_embd=job.dim)
+    forward = fabric.setup(job.compile(model))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(forward.parameters(), **ADAMW))
+    torch_loop(
+        job, model, lambda x, y: chunked_cross_entropy(forward(x), y), optimizer, autocast=False,
+        backward=fabric.backward,
+    )  # fmt: skip
+
+
+def transformers(job: Job) -> None:
+    """Train Llama, or DiffLlama for diff_v1, in a plain loop."""
+    from steps import their_model
+
+    kind = "DiffLlama" if job.attention == "diff_v1" else "Llama"
+    model = job.compile(their_model(kind, config(job)))
+    torch_loop(job, model, lambda x, _: model(input_ids=x, labels=x).loss)
+
+
+def nanochat(job: Job) -> None:
+    """Train nanochat's model in a plain loop."""
+    os.environ["NANOCHAT_DTYPE"] = "bfloat16" if job.bf16 else "float32"
+    from nanochat.gpt import GPT, GPTConfig
+
+    sizes = {"n_layer": job.layers, "n_head": job.heads, "n_kv_head": job.kv_heads}
+    sizes |= {"n_embd": job.dim, "vocab_size": job.vocab, "sequence_len": job.seq}
+    model = GPT(GPTConfig(**sizes, window_pattern="L"))
+    model.init_weights()
+    model = job.compile(model)
+    torch_loop(job, model, model, autocast=False)  # the model casts its weights itself
+
+
+OURS, TRAINER = "diffllm", "diffllm trainer"
+CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, str]] = {
+    OURS: (diffllm_step, "diffllm", ""),
+    TRAINER: (diffllm_trainer, "diffllm", ""),
+    "torchtitan": (torchtitan, "torchtitan", "torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 "
+        "docstring-parser==0.18.0"),
+    "OLMo-core": (olmo_core, "olmo_core", "ai2-olmo-core==3.0.0 bettermap==1.3.1 boto3==1.44.8 "
+        "botocore==1.44.8 cached_path==1.8.10 cffi==2.1.1 cryptography==50.0.2 "
+        "dataclass-extensions==0.5.0 google-api-core==2.44.0 google-auth==2.63.0 "
+        "google-cloud-core==2.8.0 google-cloud-storage==3.17.1 google-crc32c==1.9.0 "
+        "google-resumable-media==2.11.0 jmespath==1.1.0 pycparser==3.12 s3transfer==0.19.3"),
+    "LitGPT": (litgpt, "litgpt", "litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 "
+        "torchmetrics==1.9.0"),
+    "transformers": (transformers, "transformers", ""),
+    "nanochat": (nanochat, "nanochat", ""),
+}  # fmt: skip
+"""By name: the function that trains until `enough(job)`, the module, the packages to install."""
+PACKAGES = {name: packages for name, (_, _, packages) in CONTESTANTS.items() if packages}
+
+
+def work(name: str, job: Job) -> None:
+    """Measure a contestant in this process; print the result as JSON in the last line of stdout."""
+    torch.manual_seed(0)
+    job.starts, job.losses = [], []
+    job.compile = torch.compile if job.compiled else lambda model: model
+    CONTESTANTS[name][0](job)
+    found = {
+        "tokens_per_s": job.batch * job.seq * job.steps / job.taken,
+        "steps": job.steps, "seconds": job.taken, "losses": job.losses[:2],
+        "parameters": sum(p.numel() for p in job.model.parameters()),
+        "mkl_cbwr": os.environ.get("MKL_CBWR"),
+        "version": version(PACKAGES[name].split("==")[0]) if name in PACKAGES else None,
+    }  # fmt: skip
+    print(f"\n{json.dumps(found)}", flush=True)
+    os._exit(0)  # do not wait for the processes of a data loader or compiler
+
+
+def install(names: list[str]) -> None:
+    """Install frameworks. Their versions are fixed, and a resolver would install a second torch."""
+    for name in names:
+        command = ["pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(PEERS / name)]
+        subprocess.run([sys.executable, "-m", *command, *PACKAGES[name].split()], check=True)
+
+
+def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> Row:
+    """Measure a contestant in a process of its own; an "error" replaces the result on failure."""
+    shape, precision, mode = segment.split(":")
+    job = {**SHAPES[shape], "bf16": precision == "bf16", "compiled": mode == "compiled",
+           "seconds": args.seconds, "attention": args.attention}  # fmt: skip
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *sys.path])}
+    env.pop("MKL_CBWR", None)  # peers run without it; the worker sets it for diffllm
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--worker", name, json.dumps(job)], env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    row: Row = {"contestant": name, "segment": segment}
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return row | {"error": f"no result within {LIMIT_S} s"}
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # compilers and loaders that are left
+    if process.returncode:
+        return row | {"error": (err.strip().splitlines() or ["no message"])[-1]}
+    return row | json.loads(out.splitlines()[-1])
+
+
+def summary(rows: list[Row]) -> dict[str, Row]:
+    """Summarize speeds, and ratios of two speeds in the same round, by segment."""
+    found: dict[str, Row] = {}
+    for segment in dict.fromkeys(row["segment"] for row in rows):
+        speeds: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}
+        for row in rows:
+            if row["segment"] == segment and "error" not in row:
+                speeds[row["contestant"]][row["round"]] = row["tokens_per_s"]
+        lists = {name: list(of.values()) for name, of in speeds.items()}
+        for a, b in [*((OURS, name) for name in CONTESTANTS if name != OURS), (TRAINER, OURS)]:
+            both = speeds[a].keys() & speeds[b].keys()
+            lists[f"{a} / {b}"] = [speeds[a][i] / speeds[b][i] for i in both]
+        found[segment] = {name: {"median": median(of), "min": min(of), "max": max(of)}
+                          for name, of in lists.items() if of}  # fmt: skip
+    return found
+
+
+def table(results: dict[str, Row]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of speeds in tokens per second and of ratios, with their range."""
+    rows = []
+    for name in dict.fromkeys(name for of in results.values() for name in of):
+        form = "{median:.2f} ({min:.2f} to {max:.2f})"
+        form = form if " / " in name else form.replace(".2f", ",.0f")
+        cells = [form.format(**of[name]) if name in of else "" for of in results.values()]
+        rows.append([name, *cells])
+    return ["median (minimum to maximum)", *results], rows
+
+
+def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
+    """Measure all contestants in all segments and rounds; write all results, print a table."""
+    from measuring import markdown, write
+
+    from diffllm.run.provenance import git_state
+
+    known: Row = {"cores": os.cpu_count(), "arguments": sys.argv[1:], "git": git_state(ROOT)}
+    known["instruction_set"] = torch.backends.cpu.get_cpu_capability()
+    known["nanochat"] = args.nanochat and git_state(args.nanochat)
+    names, rows = list(folders), []
+    for number in range(args.rounds):
+        for i, segment in enumerate(args.segments):
+            first = (number + i) % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                row = {"round": number, **measure(name, folders[name], segment, args)}
+                said = row.get("error") or f"{row['tokens_per_s']:,.0f} tokens/s"
+                print(f"round {number + 1}, {segment}, {name}: {said}", file=sys.stderr, flush=True)
+                rows.append(row)
+                if args.out:
+                    write(args.out, torch.device("cpu"), summary(rows), **known, rounds=rows)
+    print(markdown(*table(summary(rows))))
+    return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        return work(sys.argv[2], Job(**json.loads(sys.argv[3])))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--install", nargs="*", choices=PACKAGES, help="default: all")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--segments", nargs="+", choices=SEGMENTS, default=SEGMENTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8, help="least time of a measurement")
+    parser.add_argument("--attention", default="standard", help="variant of diffllm")
+    parser.add_argument("--nanochat", type=Path, metavar="DIR", help="a checkout of nanochat")
+    parser.add_argument("--out", type=Path, help="a JSON file for results and all rounds")
+    args = parser.parse_args()
+    if args.install is not None:
+        return install(args.install or list(PACKAGES))
+    folders = {}
+    for name in args.contestants:
+        folder = args.nanochat if name == "nanochat" else PEERS / name
+        if PathFinder.find_spec(CONTESTANTS[name][1], [str(folder), *sys.path]):
+            folders[name] = folder
+        else:
+            print(f"{name}: skipped, not installed (see docs/speed.md)", file=sys.stderr)
+    rows = compare(folders, args)
+    sys.exit(not rows or any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    main()
