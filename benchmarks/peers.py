@@ -31,7 +31,7 @@ from diffllm.distributed import launcher
 
 if sys.argv[1:2] == ["--worker"] and sys.argv[2].startswith("diffllm"):
     launcher.set_variables()  # MKL reads the variables when torch is loaded
-    # KEEP_MEMORY: call `launcher.keep_memory()` here when train.py calls it.
+    launcher.keep_memory()  # as a run does
 
 import torch
 
