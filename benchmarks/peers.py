@@ -274,7 +274,7 @@ def work(name: str, job: Job) -> None:
     """Measure a contestant in this process; print the result as JSON in the last line of stdout."""
     torch.manual_seed(0)
     job.starts, job.losses = [], []
-    job.compile = torch.compile if job.compiled else lambda model: model
+    job.compile = lambda model: torch.compile(model) if job.compiled else model
     CONTESTANTS[name][0](job)
     found = {
         "tokens_per_s": job.batch * job.seq * job.steps / job.taken,
