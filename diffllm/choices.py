@@ -46,12 +46,16 @@ def chosen_compile(
     if device.type == "cuda":
         return Choice(True, "a GPU runs long enough")
     if kept is None and flops < WORTH_COMPILING:
-        return Choice(False, f"{flops:.1g} FLOPs in all; worth its time from {WORTH_COMPILING:.0e}")
+        return Choice(
+            False, f"{flops:.0e} training FLOPs; it saves time from {WORTH_COMPILING:.0e}"
+        )
     if kept is False:
         return Choice(False, KEPT)
     if fault := compiler_fault():
         return Choice(False, fault)
-    return Choice(True, KEPT if kept else f"{flops:.1g} FLOPs in all")
+    return Choice(
+        True, KEPT if kept else f"{flops:.0e} training FLOPs save more time than it takes"
+    )
 
 
 def compiler_fault() -> str:

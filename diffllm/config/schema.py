@@ -99,7 +99,8 @@ class TrainConfig:
     precision: Precision = Precision.auto
     """Dtype of the computation; auto: bf16 on devices with units for it."""
     compile: bool | None = None
-    """Whether torch.compile compiles blocks and loss; null: on GPUs only."""
+    """Whether torch.compile compiles blocks and loss; null: on GPUs, and on CPUs in runs so long
+    that it saves time."""
     activation_checkpointing: bool = False
     """Compute each block again in the backward pass, which saves its activations' memory."""
     log_interval: int = bounded(10, least=1)
