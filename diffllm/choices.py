@@ -9,7 +9,7 @@ from diffllm.config import Precision
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.dtypes import dtype_name
 
-WORTH_COMPILING = 1e14
+WORTH_COMPILING = 5e13
 """Training FLOPs of one rank above which compiling clearly saves time on a CPU."""
 KEPT = "as the run began"
 

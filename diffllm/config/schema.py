@@ -99,8 +99,7 @@ class TrainConfig:
     precision: Precision = Precision.auto
     """Dtype of the computation; auto: bf16 on devices with units for it."""
     compile: bool | None = None
-    """Whether torch.compile compiles blocks and loss; null: on GPUs, and on CPUs in runs so long
-    that it saves time."""
+    """Whether torch.compile compiles blocks and loss; null: on GPUs and in long runs on CPUs."""
     activation_checkpointing: bool = False
     """Compute each block again in the backward pass, which saves its activations' memory."""
     log_interval: int = bounded(10, least=1)
