@@ -88,6 +88,27 @@ def test_a_state_without_a_field_is_a_fault(run, name):
     assert chosen(run) == "step-00000001"
 
 
+def test_state_of_an_older_version_means_eager_steps_with_avx2(run):
+    loop = read_state(newest(run))["loop"]
+    for name in ("compiled", "mkl_mode"):
+        del loop[name]
+    state = LoopState.of(loop)
+    assert (state.compiled, state.mkl_mode) == (False, "AVX2,STRICT")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("compiled", 1), ("mkl_mode", 5), ("mkl_mode", "AVX2\0"), ("mkl_mode", None)],
+)
+def test_forged_mode_of_a_run_is_a_fault(run, name, value):
+    file = newest(run) / "state.json"
+    content = json.loads(file.read_text())
+    content["loop"][name] = value
+    file.write_text(json.dumps(content))
+    sign(newest(run))
+    assert faults(newest(run)) == [f"state.json has no usable loop.{name}"]
+
+
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run, capfd):
     newest(run).rename(run / "checkpoints" / "step-00000007")
     (fault,) = faults(run / "checkpoints" / "step-00000007")

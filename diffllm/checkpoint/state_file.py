@@ -56,6 +56,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     if loop is None:
         return
     run_id, seconds = loop.get("wandb_id"), loop.get("seconds", 0.0)
+    mode = loop.get("mkl_mode", "")
     wrong = {
         "step": type(loop.get("step")) is not int or loop["step"] != state["step"],
         "data": not is_place(loop.get("data")),
@@ -63,8 +64,8 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "spikes": not are_spikes(loop.get("spikes")),
         "wandb_id": "wandb_id" not in loop
         or (run_id is not None and not re.fullmatch(r"[\w-]{1,64}", str(run_id))),
-        "compiled": loop.get("compiled") not in (None, False, True),
-        "mkl_mode": not re.fullmatch(r"[\w,=]{0,64}", str(loop.get("mkl_mode", ""))),
+        "compiled": type(loop.get("compiled")) not in (bool, type(None)),
+        "mkl_mode": not re.fullmatch(r"[A-Z0-9_,=]{0,64}", str(mode)) or type(mode) is not str,
         "seconds": type(seconds) not in (int, float) or not 0 <= seconds < 2**63,
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):

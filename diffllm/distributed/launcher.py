@@ -127,7 +127,7 @@ def keep_mode(recorded: str) -> None:
 
     Must be called before the first product of this process: MKL reads the variable once.
     """
-    if os.environ.get(MKL_MODE) == strict_mode():
+    if recorded and os.environ.get(MKL_MODE) == strict_mode():
         os.environ[MKL_MODE] = recorded
 
 

@@ -1,5 +1,6 @@
 """One run, from a typed config to a summary."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from diffllm.build import Training, build
 from diffllm.checkpoint import Checkpointer
-from diffllm.choices import chosen_compile
+from diffllm.choices import WORTH_COMPILING, chosen_compile
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described
 from diffllm.config.saved import yaml_dict
@@ -21,7 +22,6 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.errors import AgreedByAll, UserError
 from diffllm.evaluation.while_training import TasksWhileTraining, wanted
-from diffllm.files import user_path
 from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.streams import unfailing
@@ -93,7 +93,8 @@ def train_and_report(session: Session) -> Outcome:
     cfg, state, data, watch = session.cfg, session.state, session.data, session.watch
     watch.reached("the building of the model")
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
-    keep_memory()
+    if session.device.type == "cpu":
+        keep_memory()
     compile = compiling(cfg, session.device, state)
     t = build(cfg, session.device, document_end, ignores_targets(data, cfg.data), compile)
     factors = weights = None
@@ -168,9 +169,8 @@ def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choic
     """Decide for all ranks whether the run compiles, and note it in `state`; they all call it."""
     tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
     flops = without_storage(cfg.model).flops_per_token() * tokens / dist.get_world_size()
-    if device.type == "cpu":  # later runs find the compiled code there, also after a reboot
-        compiled_code = user_path(cfg.data.cache_dir, "data.cache_dir") / "inductor"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code))
+    if device.type == "cpu" and (cfg.compile or state.compiled or flops >= WORTH_COMPILING):
+        keep_compiled_code()
     choice = chosen_compile(cfg.compile, device, flops, state.compiled)
     everywhere = torch.tensor(int(choice.value), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
@@ -178,6 +178,18 @@ def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choic
         choice = Choice(False, "torch.compile fails on another rank")
     state.compiled = choice.value
     return choice
+
+
+def keep_compiled_code() -> None:
+    """Let Inductor keep compiled code in the user's cache, which survives a restart of the machine.
+
+    Not in data.cache_dir, which other users may share: Inductor runs the code that it finds.
+    """
+    folder = Path("~/.cache/diffllm/inductor").expanduser()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def open_outputs(session: Session, facts: dict[str, Any]) -> list[Outputs]:

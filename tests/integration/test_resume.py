@@ -14,6 +14,7 @@ from forked_runs import Gate, finish, start, train
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus, wait_for
 from tiers import slow_but
 
+from diffllm import choices
 from diffllm.distributed.launcher import strict_mode
 
 STEPS, HALF = 24, 12
@@ -124,6 +125,22 @@ def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, 
     state = json.loads((again / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text())
     assert (state["loop"]["mkl_mode"], state["loop"]["compiled"]) == ("AVX2,STRICT", False)
     assert_same_weights(whole, again, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_long_run_compiles_and_its_resume_does_too(corpus, tmp_path, monkeypatch, ranks):
+    run = tmp_path / "run"
+    gate = Gate(run, 6)
+    monkeypatch.setattr(choices, "WORTH_COMPILING", 1.0)
+    first = start(corpus, run, *INTERVALS, ranks=ranks)
+    first.wait_for(gate.reached, "step 6")
+    first.signal(signal.SIGTERM)
+    gate.open()
+    assert "training FLOPs save more time than it takes)" in first.finish()
+    monkeypatch.setattr(choices, "WORTH_COMPILING", 1e30)
+    output = finish(corpus, run, *INTERVALS, ranks=ranks)
+    assert "compile         True (as the run began)" in output
 
 
 @pytest.mark.slow
