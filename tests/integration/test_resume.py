@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,6 @@ from forked_runs import Gate, finish, start, train
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus, wait_for
 from tiers import slow_but
 
-from diffllm import choices
 from diffllm.distributed.launcher import strict_mode
 
 STEPS, HALF = 24, 12
@@ -127,20 +127,27 @@ def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, 
     assert_same_weights(whole, again, STEPS)
 
 
+AS_A_LONG_RUN = """
+import sys
+from diffllm import choices
+from diffllm.tools.train import main
+choices.WORTH_COMPILING = 1.0
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_long_run_compiles_and_its_resume_does_too(corpus, tmp_path, monkeypatch, ranks):
+def test_long_run_compiles_and_its_resume_does_too(corpus, tmp_path):
     run = tmp_path / "run"
-    gate = Gate(run, 6)
-    monkeypatch.setattr(choices, "WORTH_COMPILING", 1.0)
-    first = start(corpus, run, *INTERVALS, ranks=ranks)
-    first.wait_for(gate.reached, "step 6")
-    first.signal(signal.SIGTERM)
-    gate.open()
-    assert "training FLOPs save more time than it takes)" in first.finish()
-    monkeypatch.setattr(choices, "WORTH_COMPILING", 1e30)
-    output = finish(corpus, run, *INTERVALS, ranks=ranks)
-    assert "compile         True (as the run began)" in output
+    words = [*overrides_of(corpus, run), *INTERVALS]
+    first = subprocess.Popen([sys.executable, "-c", AS_A_LONG_RUN, *words])
+    wait_for((run / "checkpoints" / HALF_WAY).exists, first, "checkpoint half way")
+    first.kill()
+    first.wait()
+    finish(corpus, run, *INTERVALS)  # as a short run
+    log = (run / "run.log").read_text()
+    assert log.count("training FLOPs save more time than it takes)") == 1
+    assert log.count("compile         True (as the run began)") == 1
 
 
 @pytest.mark.slow
