@@ -11,7 +11,7 @@ from diffllm.model.dtypes import dtype_name
 
 WORTH_COMPILING = 5e13
 """Training FLOPs of one rank above which compiling clearly saves time on a CPU."""
-KEPT = "as the run began"
+KEPT = "as in the checkpoint"
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
@@ -39,7 +39,7 @@ def chosen_compile(
     Args:
         compile: the config's value; None leaves it open.
         flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
-        kept: the choice of the start that this run resumes, which a CPU keeps.
+        kept: the choice in the checkpoint that the run resumes, which a CPU keeps.
     """
     if compile is not None:
         return Choice(compile, ASKED)

@@ -21,7 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from diffllm.distributed.launcher import strict_mode
 
-os.environ.setdefault("MKL_CBWR", strict_mode())  # as train.py, whose imports forked runs share
+# As train.py does, whose imports forked runs share.
+os.environ.setdefault("MKL_CBWR", strict_mode())
+os.environ.setdefault("DIFFLLM_MKL_CBWR", strict_mode())
 
 import hypothesis
 import parsed_yaml  # noqa: F401

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -21,14 +22,18 @@ from single_process import gloo_group
 from test_consolidate import SMALL, trained_run
 from tiers import slow_but
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+)
 
 import diffllm
 from diffllm import load_config
 from diffllm.build import build
 from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
-from diffllm.checkpoint.reader import check_index
+from diffllm.checkpoint.reader import RecordUnpickler, check_index
 from diffllm.errors import CheckpointError, UserError
 from diffllm.run.continuation import resume_checkpoint
 from diffllm.run.directory import RunDirectory
@@ -141,6 +146,27 @@ FORGERIES: dict[str, Callable[[Path, Path], None]] = {
     "an absolute path": path_out("{outside}/outside.distcp"),
     "a transformation": transformed,
 }
+
+
+class Got:
+    """Pickled as Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+
+    def __init__(self, kind: Any, name: str):
+        self.words = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.words
+
+
+def test_index_may_name_members_of_enums_and_nothing_else_by_getattr():
+    def read(kind: Any, name: str) -> Any:
+        return RecordUnpickler(io.BytesIO(pickle.dumps(Got(kind, name)))).load()
+
+    for member in _MEM_FORMAT_ENCODING:
+        assert read(_MEM_FORMAT_ENCODING, member.name) is member
+    for kind, name in ((torch.Size, "numel"), (_MEM_FORMAT_ENCODING, "__class__"), ("a", "upper")):
+        with pytest.raises(pickle.UnpicklingError, match=r"builtins\.getattr is not allowed"):
+            read(kind, name)
 
 
 def resumed(run: Path) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch.distributed as dist
 from processes import PATIENCE_S, wait_until
 
+from diffllm.distributed import launcher
 from diffllm.distributed.launcher import (
-    OLDER_MODE,
     environment,
     first_host,
     keep_mode,
     meeting_point,
+    set_variables,
     strict_mode,
 )
 from diffllm.distributed.stop import StoppedEarly, StopRequest
@@ -276,9 +277,23 @@ def test_mkl_computes_with_highest_instruction_set_that_it_reproduces(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("variable", "expected"), [(strict_mode(), OLDER_MODE), ("COMPATIBLE", "COMPATIBLE")]
+    ("by_user", "cpu", "recorded", "expected"),
+    [
+        (None, "AVX512,STRICT", "AVX2,STRICT", "AVX2,STRICT"),
+        (None, "AVX512,STRICT", "", "AVX512,STRICT"),
+        (None, "AVX2,STRICT", "AVX512,STRICT", "AVX2,STRICT"),
+        ("AVX512,STRICT", "AVX512,STRICT", "AVX2,STRICT", "AVX512,STRICT"),
+        ("COMPATIBLE", "AVX512,STRICT", "AVX2,STRICT", "COMPATIBLE"),
+    ],
 )
-def test_resume_keeps_mkl_mode_unless_user_sets_one(monkeypatch, variable, expected):
-    monkeypatch.setenv("MKL_CBWR", variable)
-    keep_mode(OLDER_MODE)
-    assert os.environ["MKL_CBWR"] == expected
+def test_resume_keeps_mkl_mode_unless_user_sets_one(monkeypatch, by_user, cpu, recorded, expected):
+    monkeypatch.setattr(launcher, "strict_mode", lambda: cpu)
+    monkeypatch.delenv("DIFFLLM_MKL_CBWR", raising=False)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    if by_user:
+        monkeypatch.setenv("MKL_CBWR", by_user)
+    launcher.mode_in_force.cache_clear()
+    set_variables()
+    assert keep_mode(recorded) == os.environ["MKL_CBWR"] == expected
+    assert keep_mode("SSE4_2") == expected, "MKL has read the variable by then"
+    launcher.mode_in_force.cache_clear()

@@ -1,6 +1,7 @@
 """The launcher's environment variables, which say who this process is: torchrun, srun, or none."""
 
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ FIRST_PORT, PORTS = 12000, 20000
 """The range of ports derived from job ids, below those that Linux gives to clients."""
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-MKL_MODE = "MKL_CBWR"
+MKL_MODE, OUR_MKL_MODE = "MKL_CBWR", "DIFFLLM_MKL_CBWR"
 OLDER_MODE = "AVX2,STRICT"
 """The mode of runs that did not record theirs."""
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
@@ -99,20 +100,27 @@ def end_with_torchrun() -> None:
 
 
 def set_variables() -> None:
-    """Set the variables that libraries read when they are loaded or first used, unless they are
-    set."""
+    """Set the variables that libraries read when they are loaded or first used, unless the user
+    has set them."""
     # MKL otherwise chooses between two code paths for small products, process by process, so that
     # a resumed run would differ from an undisturbed run in the last bits.
-    os.environ.setdefault(MKL_MODE, strict_mode())
+    choose_mode(strict_mode())
     # Our own messages name a rank that is gone; torch would add a C++ stack trace for every socket.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def choose_mode(mode: str) -> None:
+    """Set MKL_CBWR unless the user has set it; a second variable tells child processes whose value
+    they inherit."""
+    if os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE)):
+        os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
 
 
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the value of MKL_CBWR for the highest instruction set of this CPU that MKL reproduces.
 
-    AVX2 also stands for CPUs whose instruction sets are unknown: MKL ignores a mode that the CPU
-    does not support.
+    AVX2 also stands for CPUs whose instruction sets are unknown. MKL replaces a mode that it does
+    not know on a CPU by AUTO, which does not reproduce all products.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -122,22 +130,30 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "AVX512,STRICT" if known >= AVX512 else OLDER_MODE
 
 
-def keep_mode(recorded: str) -> None:
-    """Let MKL compute as the run did that is resumed, unless the user has set MKL_CBWR.
+@functools.cache
+def mode_in_force() -> str:
+    """Return MKL_CBWR as the first run of this process leaves it: MKL reads it only once."""
+    return os.environ.get(MKL_MODE, "")
 
-    Must be called before the first product of this process: MKL reads the variable once.
+
+def keep_mode(recorded: str) -> str:
+    """Let MKL compute as the run did that is resumed, and return the mode that is in force.
+
+    A value that the user has set stays, as does AVX2 on a CPU without AVX-512 and the mode of an
+    earlier run in this process.
     """
-    if recorded and os.environ.get(MKL_MODE) == strict_mode():
-        os.environ[MKL_MODE] = recorded
+    if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
+        choose_mode(recorded)
+    return mode_in_force()
 
 
 def keep_memory() -> None:
     """Let glibc keep the memory of a training step for the next step instead of returning it.
 
     A step frees nearly all of its memory. glibc would return it to the kernel, which clears every
-    page again at the next step. The peak of a process stays the same.
+    page again at the next step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 2**30)
+    # Older versions of glibc take 32 MiB at most.
+    if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

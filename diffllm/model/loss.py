@@ -14,20 +14,19 @@ from diffllm.model.dtypes import at_least_float32
 GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
 LARGE_WEIGHT = 2**22
 """Elements of an output weight whose float32 gradient, 16 MiB, leaves the caches of a CPU core."""
+LARGE_LOGITS = 2**25
+"""Logits of a chunk above `CPU_CHUNK` at most: 128 MiB in float32."""
 
 
-def loss_chunk(asked: int | None, device: torch.device, weight_size: int) -> Choice:
-    """Return the number of tokens that have logits at once: `asked`, or what suits the device.
-
-    Args:
-        weight_size: elements of the output weight, V * D.
-    """
+def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> Choice:
+    """Return the number of tokens that have logits at once: `asked`, or what suits the device."""
     if asked is not None:
         return Choice(asked, ASKED)
     if device.type == "cuda":
         return Choice(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
-    if weight_size >= LARGE_WEIGHT:
-        return Choice(LARGE_CPU_CHUNK, "each chunk reads and writes a large weight's gradient once")
+    if vocab_size * dim >= LARGE_WEIGHT:
+        chunk = min(LARGE_CPU_CHUNK, max(CPU_CHUNK, LARGE_LOGITS // vocab_size))
+        return Choice(chunk, "each chunk reads and writes a large weight's gradient once")
     return Choice(CPU_CHUNK, "logits of more tokens leave the cache")
 
 

@@ -192,10 +192,20 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Rotation(torch.autograd.Function):
     """`rotated`, whose gradient is the rotation by the negative angle."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotated(x, cos, sin)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return rotated(tangent, *ctx.saved_tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

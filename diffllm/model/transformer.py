@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         if targets is None:
             return F.linear(x, self.output_weight)
         hidden, weight = x.flatten(0, 1), self.output_weight
-        chunk = loss_chunk(self.cfg.loss_chunk, x.device, weight.numel()).value
+        chunk = loss_chunk(self.cfg.loss_chunk, x.device, *weight.shape).value
         if by_token:
             return token_losses(hidden, weight, targets.flatten(), chunk).view_as(targets)
         objective, loss = chunked_cross_entropy(
@@ -239,7 +239,7 @@ class Transformer(nn.Module):
         queries see their own document only."""
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
-            self.cfg.loss_chunk, device, self.cfg.vocab_size * self.cfg.dim
+            self.cfg.loss_chunk, device, self.cfg.vocab_size, self.cfg.dim
         )
         return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 

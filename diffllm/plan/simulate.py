@@ -75,8 +75,8 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
     attention = cfg.model.attention.settled(cfg.model, torch.device("cuda"))
     if attention.backend in (Backend.flash, Backend.flex):
         attention = replace(attention, backend=Backend.sdpa)
-    weight_size = cfg.model.vocab_size * cfg.model.dim
-    chunk = loss_chunk(cfg.model.loss_chunk, torch.device("cuda"), weight_size).value
+    model = cfg.model
+    chunk = loss_chunk(model.loss_chunk, torch.device("cuda"), model.vocab_size, model.dim).value
     return replace(
         cfg,
         model=replace(cfg.model, attention=attention, loss_chunk=chunk),

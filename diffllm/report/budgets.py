@@ -13,7 +13,7 @@ from diffllm.report.runs import Run, Series
 from diffllm.statistics.intervals import estimate
 
 LOSS = "eval/loss"
-MACHINE = ("device", "ranks", "torch")
+MACHINE = ("device", "ranks", "torch", "compiled")
 """Facts of run.json that have to agree where times are compared."""
 
 

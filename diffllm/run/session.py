@@ -133,7 +133,7 @@ class Session:
             return state.state_dict()
 
         self.state = LoopState.of(world.decide("begin", on_rank_0))
-        keep_mode(self.state.mkl_mode)
+        self.state.mkl_mode = keep_mode(self.state.mkl_mode)
         if world.rank > 0 and not in_sweep():
             self.log.open(log_file(self.path))
 

@@ -1,7 +1,9 @@
 """One run, from a typed config to a summary."""
 
 import contextlib
+import hashlib
 import os
+import platform
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,6 @@ from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.streams import unfailing
 from diffllm.metrics.tensorboard import EventFiles, check_installed
 from diffllm.metrics.wandb_run import WandbRun
-from diffllm.model import without_storage
 from diffllm.model.choice import Choice
 from diffllm.model.generate import generate
 from diffllm.printing import echo
@@ -43,6 +44,7 @@ from diffllm.run.summary import describe, headline, summarise, summary_text
 from diffllm.run.weights import start_from
 from diffllm.spikes import SkippedTooOften
 from diffllm.state import LoopState, restore
+from diffllm.torch_versions import CPU
 from diffllm.trainer import train
 
 SETTLE_S = 60
@@ -166,9 +168,13 @@ def train_and_report(session: Session) -> Outcome:
 
 
 def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choice:
-    """Decide for all ranks whether the run compiles, and note it in `state`; they all call it."""
-    tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
-    flops = without_storage(cfg.model).flops_per_token() * tokens / dist.get_world_size()
+    """Decide for all ranks whether the run compiles, and note it in `state`; they all call it.
+
+    All variants of one shape get the same choice, also where their FLOPs differ.
+    """
+    model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
+    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about
+    flops = 6 * tokens * weights / dist.get_world_size()
     if device.type == "cpu" and (cfg.compile or state.compiled or flops >= WORTH_COMPILING):
         keep_compiled_code()
     choice = chosen_compile(cfg.compile, device, flops, state.compiled)
@@ -176,20 +182,23 @@ def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choic
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if choice.value and not everywhere:
         choice = Choice(False, "torch.compile fails on another rank")
-    state.compiled = choice.value
+    if cfg.compile is not None or state.compiled is None:
+        state.compiled = choice.value
     return choice
 
 
 def keep_compiled_code() -> None:
     """Let Inductor keep compiled code in the user's cache, which survives a restart of the machine.
 
-    Not in data.cache_dir, which other users may share: Inductor runs the code that it finds.
+    Not in data.cache_dir, which other users may share: Inductor runs the code that it finds. Nodes
+    that share a home directory may have different CPUs, each of which gets a folder of its own.
     """
-    folder = Path("~/.cache/diffllm/inductor").expanduser()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # no home directory, or one of others
+        cpu = hashlib.sha256(f"{platform.machine()} {sorted(CPU.items())}".encode()).hexdigest()
+        folder = Path("~/.cache/diffllm").expanduser() / f"inductor-{cpu[:8]}"
         folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def open_outputs(session: Session, facts: dict[str, Any]) -> list[Outputs]:

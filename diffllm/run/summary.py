@@ -156,6 +156,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "torch": torch.__version__,
         "plugin_code": plugin_versions(cfg.plugins),
         "variant_line": variant_line(cfg.run.choices["attention"], cfg.model.attention),
+        "compiled": t.choices["compile"].value,
         "choices": for_json(t.choices),
     }
 

@@ -15,7 +15,6 @@ from diffllm.model.loss import (
     CPU_CHUNK,
     GPU_CHUNK,
     LARGE_CPU_CHUNK,
-    LARGE_WEIGHT,
     add_weight_gradient,
     chunk_loss,
     chunked_cross_entropy,
@@ -228,10 +227,12 @@ def test_on_a_gpu_the_loss_and_its_gradients_are_those_of_float64(chunk, compile
 
 def test_the_chunk_is_what_is_asked_for_or_suits_the_device():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert loss_chunk(7, gpu, 1) == (7, "asked for")
-    assert loss_chunk(None, gpu, 1).value == GPU_CHUNK == 4096
-    assert loss_chunk(None, cpu, LARGE_WEIGHT - 1).value == CPU_CHUNK
-    assert loss_chunk(None, cpu, LARGE_WEIGHT).value == LARGE_CPU_CHUNK == 2048
+    assert loss_chunk(7, gpu, 8, 8) == (7, "asked for")
+    assert loss_chunk(None, gpu, 8, 8).value == GPU_CHUNK == 4096
+    assert loss_chunk(None, cpu, 2**14, 2**8 - 1).value == CPU_CHUNK
+    assert loss_chunk(None, cpu, 2**14, 2**8).value == LARGE_CPU_CHUNK == 2048
+    assert loss_chunk(None, cpu, 2**15, 2**8).value == 1024
+    assert loss_chunk(None, cpu, 150_000, 2**8).value == CPU_CHUNK
     assert as_on_gpu(load_config(["model=micro"])).model.loss_chunk == GPU_CHUNK
     assert as_on_gpu(load_config(["model=micro", "model.loss_chunk=7"])).model.loss_chunk == 7
     with pytest.raises(ConfigError, match=r"model\.loss_chunk=0 must be at least 1"):
