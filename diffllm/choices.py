@@ -47,15 +47,13 @@ def chosen_compile(
         return Choice(True, "a GPU runs long enough")
     if kept is None and flops < WORTH_COMPILING:
         return Choice(
-            False, f"{flops:.0e} training FLOPs; it saves time from {WORTH_COMPILING:.0e}"
+            False, f"short run: {flops:.0e} training FLOPs, compiling needs {WORTH_COMPILING:.0e}"
         )
     if kept is False:
         return Choice(False, KEPT)
     if fault := compiler_fault():
         return Choice(False, fault)
-    return Choice(
-        True, KEPT if kept else f"{flops:.0e} training FLOPs save more time than it takes"
-    )
+    return Choice(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs")
 
 
 def compiler_fault() -> str:

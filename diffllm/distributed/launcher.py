@@ -110,8 +110,8 @@ def set_variables() -> None:
 
 
 def choose_mode(mode: str) -> None:
-    """Set MKL_CBWR unless the user has set it; a second variable tells child processes whose value
-    they inherit."""
+    """Set MKL_CBWR unless the user has set it. A second variable marks the value as ours, also in
+    child processes."""
     if os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE)):
         os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
 
@@ -119,8 +119,8 @@ def choose_mode(mode: str) -> None:
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the value of MKL_CBWR for the highest instruction set of this CPU that MKL reproduces.
 
-    AVX2 also stands for CPUs whose instruction sets are unknown. MKL replaces a mode that it does
-    not know on a CPU by AUTO, which does not reproduce all products.
+    The value is AVX2 if the instruction sets are unknown. MKL replaces a mode that the CPU does not
+    support with AUTO, which does not reproduce all products.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -137,10 +137,10 @@ def mode_in_force() -> str:
 
 
 def keep_mode(recorded: str) -> str:
-    """Let MKL compute as the run did that is resumed, and return the mode that is in force.
+    """Set the MKL mode of the resumed run, and return the mode that is in force.
 
-    A value that the user has set stays, as does AVX2 on a CPU without AVX-512 and the mode of an
-    earlier run in this process.
+    The mode does not change if the user has set it, if the CPU lacks AVX-512 and the run had it, or
+    if an earlier run in this process has already computed.
     """
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)

@@ -62,7 +62,8 @@ SWEEPABLE = (
 """Keys of `model` that are no part of its shape."""
 
 SPEED = (
-    "device", "ranks", "torch", "micro_batch_size", "compiled", "activation_checkpointing",
+    "device", "ranks", "torch", "micro_batch_size", "compile", "compiled",
+    "activation_checkpointing",
     "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
     "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
 )  # fmt: skip

@@ -193,7 +193,9 @@ def keep_compiled_code() -> None:
     Not in data.cache_dir, which other users may share: Inductor runs the code that it finds. Nodes
     that share a home directory may have different CPUs, each of which gets a folder of its own.
     """
-    with contextlib.suppress(OSError, RuntimeError):  # no home directory, or one of others
+    with contextlib.suppress(
+        OSError, RuntimeError
+    ):  # the home directory is missing or not writable
         cpu = hashlib.sha256(f"{platform.machine()} {sorted(CPU.items())}".encode()).hexdigest()
         folder = Path("~/.cache/diffllm").expanduser() / f"inductor-{cpu[:8]}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -662,13 +662,15 @@ def test_half_a_percent_of_parameters_is_not_said(tmp_path):
 )
 def test_another_machine_is_comparable_in_all_but_speed(tmp_path, facts, named):
     write_run(tmp_path / "a", "attention=standard", facts={"compiled": False})
-    write_run(tmp_path / "b", "attention=standard_sink", facts={**facts, "compiled": True})
+    write_run(
+        tmp_path / "b", "attention=standard_sink", "compile=true", facts=facts | {"compiled": True}
+    )
     found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
     assert found.differences == {}
     assert found.rows[1].gap is not None
     (note,) = found.notes
     assert note.startswith("Tokens a second and MFU are not comparable")
-    assert f"{named}, compiled (false, true)." in note
+    assert f"{named}, compile (null, true), compiled (false, true)." in note
 
 
 def test_damaged_lines_are_said_but_a_last_one_cut_short_is_not(tmp_path):

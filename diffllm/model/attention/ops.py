@@ -23,7 +23,7 @@ NARROW = 32
 """The head width up to which the fused CPU kernel trains faster in float32 than in bf16 (forward
 and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 SLOW_BF16 = "Intel" in str(CPU.get("cpu_name")) and not CPU.get("amx_bf16")
-"""Whether this CPU computes in bf16 at half the speed of float32, as Intel's do without AMX. The
+"""Whether this CPU computes in bf16 at half the speed of float32, as Intel CPUs without AMX do. The
 fused CPU kernel then trains faster in float32 at every width (64 to 256: 1.4 to 1.8 times)."""
 
 HALF = (torch.bfloat16, torch.float16)
