@@ -18,11 +18,12 @@ import diffllm
 from diffllm.errors import ConfigError, PluginError
 
 SESSION = """
-import sys
+import json, os, sys
 import diffllm
 
 summary = diffllm.train(diffllm.load_config(sys.argv[1:]))
-print("answer", sorted(summary.items()))
+with open(f"answer{os.environ['RANK']}.json", "x") as file:
+    json.dump(summary, file)
 """
 
 
@@ -165,6 +166,11 @@ def test_every_rank_of_torchrun_gets_the_answer(tmp_path, tiny, environment):
     for _ in range(2):  # trained, then finished
         done = command(words, tmp_path, environment)
         assert done.code == 0, done
-        answers = [line for line in done.out.splitlines() if line.startswith("answer")]
-        assert len(answers) == 2
-        assert answers[0] == answers[1]
+        answers = sorted(tmp_path.glob("answer*.json"))
+        assert [answer.name for answer in answers] == ["answer0.json", "answer1.json"]
+        summaries = [json.loads(answer.read_text()) for answer in answers]
+        assert (
+            summaries[0] == summaries[1] == json.loads((tmp_path / "run/summary.json").read_text())
+        )
+        for answer in answers:
+            answer.unlink()
