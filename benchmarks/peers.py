@@ -1,7 +1,7 @@
 """Training speed of diffllm against other frameworks on the CPU.
 
     python benchmarks/peers.py --install                                   # once
-    python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     # about 40 minutes
+    python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     # about 1 hour
     python benchmarks/peers.py --contestants diffllm LitGPT --segments A:bf16:eager --rounds 1
 
 A round measures all contestants of a segment in turn, each in a process of its own; the order
@@ -352,9 +352,9 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
 
     from diffllm.run.provenance import git_state
 
-    known: Row = {"cores": os.cpu_count(), "arguments": sys.argv[1:], "git": git_state(ROOT)}
+    known: Row = {"cores": os.cpu_count(), "seconds": args.seconds, "git": git_state(ROOT)}
+    known |= {"attention": args.attention, "nanochat": args.nanochat and git_state(args.nanochat)}
     known["instruction_set"] = torch.backends.cpu.get_cpu_capability()
-    known["nanochat"] = args.nanochat and git_state(args.nanochat)
     names, rows = list(folders), []
     for number in range(args.rounds):
         for i, segment in enumerate(args.segments):
