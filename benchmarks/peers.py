@@ -4,9 +4,9 @@
     python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     # about 1 hour
     python benchmarks/peers.py --contestants diffllm LitGPT --segments A:bf16:eager --rounds 1
 
-A round measures all contestants of a segment in turn, each in a process of its own; the order
-rotates. `--install` installs frameworks in `.peers/NAME` without their dependencies. They use torch
-and other packages of this project. docs/speed.md lists the differences between the contestants.
+A round measures every contestant in every segment, each in a process of its own. The order of
+contestants rotates. `--install` installs frameworks in `.peers/NAME` without their dependencies:
+they use the packages of this project. docs/speed.md lists the differences between contestants.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from unittest.mock import MagicMock
 from diffllm.distributed import launcher
 
 if sys.argv[1:2] == ["--worker"] and sys.argv[2].startswith("diffllm"):
-    launcher.set_variables()  # MKL reads the variables when torch is loaded
+    launcher.set_variables()  # before the first product, when MKL reads MKL_CBWR
     launcher.keep_memory()  # as a run does
 
 import torch
@@ -378,7 +378,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--segments", nargs="+", choices=SEGMENTS, default=SEGMENTS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8, help="least time of a measurement")
+    parser.add_argument("--seconds", type=float, default=8, help="minimum time of a measurement")
     parser.add_argument("--attention", default="standard", help="variant of diffllm")
     parser.add_argument("--nanochat", type=Path, metavar="DIR", help="a checkout of nanochat")
     parser.add_argument("--out", type=Path, help="a JSON file for results and all rounds")

@@ -76,7 +76,7 @@ def build(
     Args:
         document_end: the token behind which documents begin; masks them.
         ignores_targets: whether some targets may be negative, which losses leave out.
-        compile: the choice of the run; by default that of a short run.
+        compile: whether to compile; chosen as for a short run by default.
     """
     model, meshes, choices = sharded_model(cfg, device, compile=compile)
     t = allocated(cfg, device, model, meshes, choices, document_end)
@@ -96,7 +96,7 @@ def sharded_model(
 
     Args:
         splits: how many rows experts get from other ranks.
-        compile: the choice of the run; by default that of a short run.
+        compile: whether to compile; chosen as for a short run by default.
 
     Returns:
         The model, its meshes, and the choices of precision and compilation.

@@ -46,14 +46,13 @@ def chosen_compile(
     if device.type == "cuda":
         return Choice(True, "a GPU runs long enough")
     if kept is None and flops < WORTH_COMPILING:
-        return Choice(
-            False, f"short run: {flops:.0e} training FLOPs, compiling needs {WORTH_COMPILING:.0e}"
-        )
+        needed = f"{WORTH_COMPILING:.0e} training FLOPs per rank"
+        return Choice(False, f"short run: {flops:.0e}, compiling needs {needed}")
     if kept is False:
         return Choice(False, KEPT)
     if fault := compiler_fault():
         return Choice(False, fault)
-    return Choice(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs")
+    return Choice(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs per rank")
 
 
 def compiler_fault() -> str:

@@ -37,7 +37,7 @@ class LoopState:
     compiled: bool | None = None
     """Whether blocks and loss are compiled; None until that is decided."""
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
-    """The value of MKL_CBWR that the run began with."""
+    """The value of MKL_CBWR with which the run computes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "spikes": self.spikes.state_dict()}

@@ -29,7 +29,7 @@ IS_ROCM = bool(torch.version.hip)
 
 
 CPU: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-"""The name and the instruction sets of this CPU; empty where this torch cannot say."""
+"""The name and the instruction sets of this CPU; empty if torch does not report them."""
 
 
 class Stager(DefaultStager):

@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from diffllm.distributed.launcher import strict_mode
 
-# As train.py does, whose imports forked runs share.
+# Tests fork runs from this process, so MKL_CBWR is set here, as in train.py.
 os.environ.setdefault("MKL_CBWR", strict_mode())
 os.environ.setdefault("DIFFLLM_MKL_CBWR", strict_mode())
 

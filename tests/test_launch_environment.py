@@ -296,4 +296,5 @@ def test_resume_keeps_mkl_mode_unless_user_sets_one(monkeypatch, by_user, cpu, r
     set_variables()
     assert keep_mode(recorded) == os.environ["MKL_CBWR"] == expected
     assert keep_mode("SSE4_2") == expected, "MKL has read the variable by then"
+    assert os.environ["MKL_CBWR"] == expected
     launcher.mode_in_force.cache_clear()

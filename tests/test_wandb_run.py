@@ -347,7 +347,7 @@ print("finished")
 )
 def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
     """A stopped service takes values until the socket is full, then blocks a sender for ever."""
-    # A test before it in this process may have a service, which a child would use.
+    # An earlier test in this process may have set WANDB_SERVICE; the child would use its service.
     env = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
     done = subprocess.run(
         [sys.executable, "-c", SERVICE, str(tmp_path), name],

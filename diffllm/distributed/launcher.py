@@ -19,7 +19,7 @@ MKL_MODE, OUR_MKL_MODE = "MKL_CBWR", "DIFFLLM_MKL_CBWR"
 OLDER_MODE = "AVX2,STRICT"
 """The mode of runs that did not record theirs."""
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
-"""The parts of AVX-512 that MKL's code for it needs, as Linux names them."""
+"""CPU flags in /proc/cpuinfo that MKL's AVX-512 code needs."""
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -110,17 +110,19 @@ def set_variables() -> None:
 
 
 def choose_mode(mode: str) -> None:
-    """Set MKL_CBWR unless the user has set it. A second variable marks the value as ours, also in
-    child processes."""
+    """Set MKL_CBWR unless the user has set it or MKL has read it. A second variable marks the value
+    as ours, also in child processes."""
+    if mode_in_force.cache_info().currsize:
+        return
     if os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE)):
         os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
 
 
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the value of MKL_CBWR for the highest instruction set of this CPU that MKL reproduces.
+    """Return MKL_CBWR for the highest instruction set for which MKL gives equal bits on this CPU.
 
-    The value is AVX2 if the instruction sets are unknown. MKL replaces a mode that the CPU does not
-    support with AUTO, which does not reproduce all products.
+    The instruction set is AVX2 if the flags of the CPU are unknown. MKL replaces a mode that the
+    CPU does not support with AUTO, which does not reproduce all products.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -132,15 +134,15 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return MKL_CBWR as the first run of this process leaves it: MKL reads it only once."""
+    """Return MKL_CBWR at the first call. Later changes have no effect: MKL reads it only once."""
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
     """Set the MKL mode of the resumed run, and return the mode that is in force.
 
-    The mode does not change if the user has set it, if the CPU lacks AVX-512 and the run had it, or
-    if an earlier run in this process has already computed.
+    The mode does not change if the user has set it, if `recorded` needs AVX-512 and the CPU lacks
+    it, or if an earlier run in this process has already computed.
     """
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)

@@ -13,9 +13,10 @@ from diffllm.model.dtypes import at_least_float32
 
 GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
 LARGE_WEIGHT = 2**22
-"""Elements of an output weight whose float32 gradient, 16 MiB, leaves the caches of a CPU core."""
+"""Number of elements from which the float32 gradient of an output weight (16 MiB) exceeds the
+caches of a CPU core."""
 LARGE_LOGITS = 2**25
-"""Logits of a chunk above `CPU_CHUNK` at most: 128 MiB in float32."""
+"""Maximum number of logits in a chunk of more than `CPU_CHUNK` tokens (128 MiB in float32)."""
 
 
 def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> Choice:

@@ -168,7 +168,7 @@ def train_and_report(session: Session) -> Outcome:
 
 
 def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choice:
-    """Decide for all ranks whether the run compiles, and note it in `state`; they all call it.
+    """Decide whether the run compiles, and record it in `state`. Every rank must call it.
 
     All variants of one shape get the same choice, also where their FLOPs differ.
     """
@@ -190,8 +190,8 @@ def compiling(cfg: TrainConfig, device: torch.device, state: LoopState) -> Choic
 def keep_compiled_code() -> None:
     """Let Inductor keep compiled code in the user's cache, which survives a restart of the machine.
 
-    Not in data.cache_dir, which other users may share: Inductor runs the code that it finds. Nodes
-    that share a home directory may have different CPUs, each of which gets a folder of its own.
+    Other users may share data.cache_dir, and Inductor runs the code that it finds. Nodes that share
+    a home directory may have different CPUs, so the code of each CPU type has its own folder.
     """
     with contextlib.suppress(
         OSError, RuntimeError

@@ -20,11 +20,11 @@ from diffllm.model.dtypes import at_least_float32
 from diffllm.torch_versions import CPU, VARLEN_GQA
 
 NARROW = 32
-"""The head width up to which the fused CPU kernel trains faster in float32 than in bf16 (forward
-and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
+"""The head width up to which the fused kernel is faster in float32 than in bf16 on CPUs with fast
+bf16 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
 SLOW_BF16 = "Intel" in str(CPU.get("cpu_name")) and not CPU.get("amx_bf16")
-"""Whether this CPU computes in bf16 at half the speed of float32, as Intel CPUs without AMX do. The
-fused CPU kernel then trains faster in float32 at every width (64 to 256: 1.4 to 1.8 times)."""
+"""Whether bf16 products take twice as long as float32 products, as on Intel CPUs without AMX. The
+fused kernel is then faster in float32 at all tested head widths (64 to 256: 1.4 to 2 times)."""
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
