@@ -19,18 +19,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process would compile
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from diffllm.distributed.launcher import strict_mode
-
-# Tests fork runs from this process, so MKL_CBWR is set here, as in train.py.
-os.environ.setdefault("MKL_CBWR", strict_mode())
-os.environ.setdefault("DIFFLLM_MKL_CBWR", strict_mode())
-
 import hypothesis
 import parsed_yaml  # noqa: F401
 import pytest
 import torch
 from hypothesis.internal.conjecture import providers
 
+from diffllm.distributed.launcher import set_variables
+
+set_variables()  # tests fork runs from this process, so MKL must compute here as in train.py
 sys.dont_write_bytecode = False
 
 SEED = int(os.environ.get("FUZZ_SEED", "20261124"))

@@ -193,9 +193,8 @@ def keep_compiled_code() -> None:
     Other users may share data.cache_dir, and Inductor runs the code that it finds. Nodes that share
     a home directory may have different CPUs, so the code of each CPU type has its own folder.
     """
-    with contextlib.suppress(
-        OSError, RuntimeError
-    ):  # the home directory is missing or not writable
+    # The home directory may be missing or not writable.
+    with contextlib.suppress(OSError, RuntimeError):
         cpu = hashlib.sha256(f"{platform.machine()} {sorted(CPU.items())}".encode()).hexdigest()
         folder = Path("~/.cache/diffllm").expanduser() / f"inductor-{cpu[:8]}"
         folder.mkdir(parents=True, exist_ok=True)
