@@ -4,9 +4,7 @@
     python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     # about 1 hour
     python benchmarks/peers.py --contestants diffllm LitGPT --segments A:bf16:eager --rounds 1
 
-A round measures every contestant in every segment, each in a process of its own. The order of
-contestants rotates. `--install` installs frameworks in `.peers/NAME` without their dependencies:
-they use the packages of this project. docs/speed.md lists the differences between contestants.
+A round measures every contestant in every segment, each in a process of its own (docs/speed.md).
 """
 
 import argparse
@@ -289,9 +287,9 @@ def work(name: str, job: Job) -> None:
 
 def install(names: list[str]) -> None:
     """Install frameworks. Their versions are fixed, and a resolver would install a second torch."""
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--upgrade", "--target"]
     for name in names:
-        command = ["pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(PEERS / name)]
-        subprocess.run([sys.executable, "-m", *command, *PACKAGES[name].split()], check=True)
+        subprocess.run([*command, str(PEERS / name), *PACKAGES[name].split()], check=True)
 
 
 def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> Row:
@@ -383,6 +381,8 @@ def main() -> None:
     parser.add_argument("--nanochat", type=Path, metavar="DIR", help="a checkout of nanochat")
     parser.add_argument("--out", type=Path, help="a JSON file for results and all rounds")
     args = parser.parse_args()
+    if args.nanochat and not (args.nanochat / "nanochat/gpt.py").is_file():
+        parser.error(f"--nanochat={args.nanochat} has no file nanochat/gpt.py")
     if args.install is not None:
         return install(args.install or list(PACKAGES))
     folders = {}
