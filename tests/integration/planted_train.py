@@ -60,6 +60,7 @@ def main(fault: Fault, words: list[str]) -> int:
 
     def train_step(t: Any, batches: Iterator[Any], step: int, *args: Any) -> Any:
         if step + 1 == fault.step and rank == fault.rank:
+            strike()
             STRIKES[fault.kind](t)
         wait_at_gate(Path(directory) / f"gate-{step + 1}")
         seen: list[str] = []
@@ -73,6 +74,7 @@ def main(fault: Fault, words: list[str]) -> int:
         return out
 
     def other_seed(cfg: Any) -> None:
+        strike()
         cfg.seed += 1
         real_run(cfg)
 
@@ -80,18 +82,21 @@ def main(fault: Fault, words: list[str]) -> int:
         gate = Path(directory) / "gate-heldout"
         return real_nats(model, (wait_at_gate(gate) or batch for batch in batches), *args)
 
-    trainer.train_step = train_step
-    heldout.document_nats = document_nats
+    replace(trainer, "train_step", train_step)
+    replace(heldout, "document_nats", document_nats)
     if rank == fault.rank:
         if fault.kind == "seed":
-            run.run = other_seed
+            replace(run, "run", other_seed)
         elif fault.kind == "code":
-            session.code_version = lambda: {"diffllm": "another", "torch": torch.__version__}
+            other = {"diffllm": "another", "torch": torch.__version__}
+            replace(session, "code_version", lambda: strike(other))
         elif fault.kind == "corpus":
-            real_facts = session.corpus_facts
-            session.corpus_facts = lambda data: {**real_facts(data), "tokens": "others"}
+            facts = session.corpus_facts
+            replace(
+                session, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"})
+            )
         elif fault.kind == "slow claim":
-            continuation.resume_checkpoint = lambda *_: time.sleep(3600)
+            replace(continuation, "resume_checkpoint", lambda *_: strike(time.sleep(3600)))
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "endless second save":
@@ -99,11 +104,32 @@ def main(fault: Fault, words: list[str]) -> int:
         elif fault.kind == "slow end":
             slow(session.Display, "stop", 8)
         elif fault.kind == "broken build":
-            run.build = raise_error
+            replace(run, "build", raise_error)
         elif fault.kind == "start":
-            run.build = lambda *args: time.sleep(3600)
+            replace(run, "build", lambda *_: strike(time.sleep(3600)))
     sys.argv[1:] = words
-    return entry.main()
+    try:
+        return entry.main()
+    finally:
+        if fault.kind != "none" and rank == fault.rank and not STRUCK:
+            os.write(2, b"planted_train.py: the fault did not strike\n")
+            os._exit(99)
+
+
+STRUCK: list[bool] = []
+"""Holds an item once the planted fault has struck in this process."""
+
+
+def strike(result: Any = None) -> Any:
+    """Note that the fault has struck, and return `result`."""
+    STRUCK.append(True)
+    return result
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute that exists: code that has moved must not make a fault vanish."""
+    assert hasattr(owner, name), f"{owner} has no {name}"
+    setattr(owner, name, value)
 
 
 def noted(batches: Iterator[Any], seen: list[str]) -> Iterator[Any]:
@@ -126,10 +152,11 @@ def slow(owner: Any, name: str, seconds: float) -> None:
     real = getattr(owner, name)
 
     def late(*args: Any, **kwargs: Any) -> Any:
+        strike()
         time.sleep(seconds)
         return real(*args, **kwargs)
 
-    setattr(owner, name, late)
+    replace(owner, name, late)
 
 
 def endless_second_call(owner: Any, name: str) -> None:
@@ -138,13 +165,15 @@ def endless_second_call(owner: Any, name: str) -> None:
 
     def once(*args: Any, **kwargs: Any) -> Any:
         if next(calls):
+            strike()
             time.sleep(3600)
         return real(*args, **kwargs)
 
-    setattr(owner, name, once)
+    replace(owner, name, once)
 
 
 def raise_error(*_: Any) -> None:
+    strike()
     raise ValueError("a planted error")
 
 

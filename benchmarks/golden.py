@@ -1,0 +1,200 @@
+"""Golden runs: check that two commits train bit for bit alike.
+
+    git worktree add ../before HEAD~1
+    python benchmarks/golden.py ../before golden/before     # runs every case with that code
+    python benchmarks/golden.py . golden/after
+    python benchmarks/golden.py --compare golden/before golden/after
+
+Each checkpoint's parameters, optimizer moments, random states and loop state are compared, the
+summary, each metric outside `perf/`, and each rank's collectives and number of compiled graphs.
+"""
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+BASE = (
+    "model=tiny", "model.vocab_size=512", "seq_len=64", "data.cache_dir=cache",
+    "data.num_workers=0", "data.heldout_fraction=0.1", "global_batch_size=8", "micro_batch_size=2",
+    "steps=6", "optim.warmup_steps=2", "log_interval=2", "diagnostics.interval=2",
+    "diagnostics.probe_interval=3", "eval.interval=3", "eval.sequences=4", "eval.tokens=200",
+    "checkpoint.interval=3", "checkpoint.keep_last=0", "distributed.check_interval=2",
+    "wandb.mode=disabled", "run.report=false", "plugins=[golden_plugin]", "--config-dir", "plugin",
+)  # fmt: skip
+FILES = ("data=files", "data.paths=[a.jsonl]", "data.vocab_size=300")
+MIXTURE = (
+    "data=mixture", "data.vocab_size=300", "data.between=linear",
+    "data.sources={a: {source: files, paths: [a.jsonl]}, b: {source: files, paths: [b.jsonl]}}",
+    "data.curriculum=[{at: 0.1, weights: {a: 3, b: 1}}, {at: 0.9, weights: {b: 1}}]",
+)  # fmt: skip
+SUITES = ("eval.suites=[mqar]", "eval.levels={mqar: {pairs: 2}}", "eval.suites_interval=3")
+FAULTY = ("attention=faulty", "precision=fp32")
+NAN = (*FAULTY, "model.attention.nan_at=9")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fp32": (1, ("attention=diff_v2", "precision=fp32")),
+    "bf16": (1, ("attention=diff_v1", "precision=bf16")),
+    "two_ranks": (2, ("attention=diff_v2", "precision=bf16")),
+    "replicas": (2, ("attention=gated", "precision=fp32", "parallel.replicate=2")),
+    "experts": (2, ("model=moe_tiny", "parallel.expert=2", "precision=fp32")),
+    "ignored": (2, ("data=synthetic", "data.task=mqar", "data.level={pairs: 4}", "precision=fp32",
+                    "data.examples=400", "data.vocab_size=400")),
+    "packed": (1, ("data.packing=best_fit", "data.mask_documents=true", "precision=fp32")),
+    "compiled": (1, ("compile=true", "activation_checkpointing=true", *SUITES)),
+    "nan": (2, NAN),
+    "diverged": (2, (*NAN, "train.max_consecutive_skips=1")),
+    "stopped": (2, (*FAULTY, "model.attention.stop_at=9")),
+    "weights": (1, ("resume=weights:bf16", "precision=bf16", "attention=diff_v1")),
+    "init_match": (1, ("attention=diff_v2", "model.init_match=write", "precision=fp32")),
+    "mixture": (2, (*MIXTURE, *SUITES)),
+}  # fmt: skip
+"""By name: the number of ranks and the overrides."""
+
+PLUGIN = '''
+"""Attention that computes NaN or receives SIGTERM at a chosen forward pass; a trace per rank."""
+import atexit, json, os, signal
+from dataclasses import dataclass
+import torch
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch._dynamo.utils import counters
+from diffllm.model.attention.standard import StandardAttention, StandardConfig
+from diffllm.registry import schema
+
+def dump():
+    trace = {"graphs": counters["stats"]["unique_graphs"], **json.loads(_dump_fr_trace_json())}
+    with open(f"{os.environ['TRACE']}-{os.environ.get('RANK', '0')}.json", "w") as file:
+        json.dump(trace, file)
+
+atexit.register(dump)
+
+@schema(group="attention", name="faulty", package="model.attention")
+@dataclass
+class FaultyConfig(StandardConfig):
+    nan_at: int = 0
+    stop_at: int = 0
+
+    def build(self, model, layer_idx):
+        return FaultyAttention(model, self)
+
+class FaultyAttention(StandardAttention):
+    def __init__(self, model, cfg):
+        super().__init__(model, cfg)
+        self.faults, self.passes = cfg, 0
+
+    def context(self, *args, **words):
+        context = super().context(*args, **words)
+        self.passes += torch.is_grad_enabled()
+        if torch.is_grad_enabled() and self.passes == self.faults.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        faulty = torch.is_grad_enabled() and self.passes == self.faults.nan_at
+        return context * float("nan") if faulty else context
+'''
+YAML = "# @package model.attention\n# Fails.\ndefaults: [faulty_schema, _self_]\n"
+
+
+def write_corpus(path: Path, word: str) -> None:
+    """Write 300 documents of arithmetic as JSON lines."""
+    with open(path, "w") as file:
+        for i in range(300):
+            words = " ".join(f"{i % 7} {word} {k} is {i % 7 * k}, so" for k in range(i % 13 + 4))
+            file.write(json.dumps({"text": f"Document {i}: {words} the end.\n"}) + "\n")
+
+
+def run_cases(code: Path, place: Path, cases: list[str]) -> None:
+    """Run cases with the code of a checkout, in a new directory."""
+    (place / "plugin/attention").mkdir(parents=True)
+    (place / "plugin/golden_plugin.py").write_text(PLUGIN)
+    (place / "plugin/attention/faulty.yaml").write_text(YAML)
+    write_corpus(place / "a.jsonl", "times")
+    write_corpus(place / "b.jsonl", "plus")
+    env = os.environ | {"PYTHONPATH": f"{code.resolve()}:plugin", "OMP_NUM_THREADS": "1"}
+    env |= {"TORCH_FR_BUFFER_SIZE": "20000"}  # entries of torch's record of collectives
+    for name in cases:
+        ranks, words = CASES[name]
+        launcher = [sys.executable]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        data = () if any(word.startswith("data=") for word in words) else FILES
+        command = [*launcher, code.resolve() / "train.py", *BASE, *data, f"run.dir={name}", *words]
+        for start in range(1 + (name == "stopped")):
+            env["TRACE"] = f"trace-{name}-{start}"
+            with open(place / f"{name}-{start}.out", "w") as out:
+                done = subprocess.run(command, cwd=place, env=env, stdout=out, stderr=out)
+            print(f"{name}, start {start}: exit code {done.returncode}", flush=True)
+
+
+def tensors(checkpoint: Path) -> dict[str, Any]:
+    """Read all tensors of a checkpoint without the code of diffllm."""
+    found: dict[str, Any] = {}
+    reader, planner = FileSystemReader(checkpoint), _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, reader, planner=planner, no_dist=True)
+    return found
+
+
+def facts(place: Path, name: str) -> dict[str, Any]:
+    """Collect by name what a run computed: tensors, loop states, metrics, collectives, graphs."""
+    found: dict[str, Any] = {}
+    for checkpoint in sorted((place / name).glob("checkpoints/step-*")):
+        found |= {f"{checkpoint.name} {key}": t for key, t in tensors(checkpoint).items()}
+        loop = json.loads((checkpoint / "state.json").read_text())["loop"]
+        found |= {f"{checkpoint.name} loop {key}": value for key, value in loop.items()}
+    for line in (place / name / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        found |= {f"metrics {values['step']} {key}": value for key, value in values.items()}
+    if (summary := place / name / "summary.json").exists():
+        found |= {f"summary {key}": v for key, v in json.loads(summary.read_text()).items()}
+    for file in sorted(place.glob(f"trace-{name}-*.json")):
+        trace = json.loads(file.read_text())
+        found[f"{file.stem} graphs"] = trace["graphs"]
+        for entry in trace["entries"]:  # each group has a thread and an order of its own
+            group = found.setdefault(f"{file.stem} group {entry['process_group']}", [])
+            group.append((entry["profiling_name"], entry["input_sizes"]))
+    timed = ("perf/", "seconds", "tokens_per_s", "wandb_id")
+    return {key: v for key, v in found.items() if not key.split(" ")[-1].startswith(timed)}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values have equal bits."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
+    if isinstance(a, io.BytesIO):
+        return a.getvalue() == b.getvalue()
+    return repr(a) == repr(b)  # NaN equals NaN
+
+
+def compare(before: Path, after: Path, cases: list[str]) -> bool:
+    """Print the differences of each case; return whether every case is equal."""
+    equal = True
+    for name in cases:
+        a, b = facts(before, name), facts(after, name)
+        differ = [k for k in {**a, **b} if k not in a or k not in b or not same(a[k], b[k])]
+        print(f"{name}: {len(a)} values, {len(differ)} differ {differ[:5]}")
+        equal &= bool(a) and not differ
+    return equal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compare", action="store_true", help="compare two directories")
+    parser.add_argument("first", type=Path, help="a checkout, or golden runs to compare")
+    parser.add_argument("second", type=Path, help="where golden runs go, or are")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    args = parser.parse_args()
+    if not args.compare:
+        run_cases(args.first, args.second, args.cases)
+    elif not compare(args.first, args.second, args.cases):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
