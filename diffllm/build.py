@@ -16,32 +16,35 @@ from diffllm.distributed.weights import OneRank, Sharded, Weights
 from diffllm.model import Transformer, without_storage
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
-from diffllm.optim import build_optimizer, optimizer_tensors
-from diffllm.spikes import Guard
+from diffllm.optim import Guard, build_optimizer, optimizer_tensors
+from diffllm.spikes.published import WINDOW128_SIGMAS, window128
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training:
-    """The model, optimizer and meshes that a training step works with."""
+    """The model, the optimizer and the constants that a training step works with."""
 
     cfg: TrainConfig
     device: torch.device
     meshes: Meshes
     model: Any  # a Transformer, on several ranks an FSDPModule too
     weights: Weights
+    params: dict[str, Tensor]
+    """The float32 parameters by name: sharded, replicated or whole."""
     optimizer: torch.optim.AdamW
-    document_end: int | None
-    """The token that ends a document, where documents are masked."""
     guard: Guard
     choices: dict[str, Choice]
     """Settings that were left to the device or to the size of the model, by name."""
+    micro_batches: int
+    """Micro-batches of this rank per step."""
+    tokens: int
+    """Tokens of the global batch, ignored targets included."""
+    compiled: bool
+    """Whether blocks and loss are compiled."""
+    document_end: int | None = None
+    """The token that ends a document; None if documents are not masked."""
     ignores_targets: bool = False
-    """Whether some targets may be ignored, so that a step has to count those that are not."""
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """The float32 parameters by name: sharded, replicated or whole."""
-        return self.weights.params
+    """Whether some targets may be negative, so that a step must count the others."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -74,13 +77,12 @@ def build(
     """The sharded model and its optimizer, initialised; needs a process group.
 
     Args:
-        document_end: the token behind which documents begin; masks them.
-        ignores_targets: whether some targets may be negative, which losses leave out.
+        document_end: the token after which documents begin; masks them.
+        ignores_targets: whether some targets may be negative, which losses ignore.
         compile: whether to compile; chosen as for a short run by default.
     """
     model, meshes, choices = sharded_model(cfg, device, compile=compile)
-    t = allocated(cfg, device, model, meshes, choices, document_end)
-    t.ignores_targets = ignores_targets
+    t = allocated(cfg, device, model, meshes, choices, document_end, ignores_targets)
     t.model.reset_parameters(t.weights.block)
     t.weights.changed()
     return t
@@ -117,14 +119,30 @@ def allocated(
     meshes: Meshes,
     choices: dict[str, Choice],
     document_end: int | None = None,
+    ignores_targets: bool = False,
 ) -> Training:
-    """A model on `device`, its parameters still without values, and its optimizer."""
+    """Return a model on `device`, whose parameters have no values yet, and its optimizer."""
     model.to_empty(device=device)
     dtype: torch.dtype = choices["precision"].value
     one = meshes.one_rank
     weights: Weights = OneRank(model, dtype) if one else Sharded(model, cfg.parallel.reduce)
     optimizer = build_optimizer(weights.params, cfg.optim)
-    guard = Guard(cfg.train.skip_step, device)
+    guard = Guard(cfg.train.skip_step, window128().window, WINDOW128_SIGMAS, device)
     of_model = model.choices(device, dtype, documents=document_end is not None)
     choices = {**choices, **weights.choices, **of_model}
-    return Training(cfg, device, meshes, model, weights, optimizer, document_end, guard, choices)
+    return Training(
+        cfg=cfg,
+        device=device,
+        meshes=meshes,
+        model=model,
+        weights=weights,
+        params=weights.params,
+        optimizer=optimizer,
+        guard=guard,
+        choices=choices,
+        micro_batches=cfg.micro_batches(dist.get_world_size())[1],
+        tokens=cfg.global_batch_size * cfg.seq_len,
+        compiled=choices["compile"].value,
+        document_end=document_end,
+        ignores_targets=ignores_targets,
+    )

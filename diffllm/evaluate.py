@@ -1,42 +1,13 @@
-"""The held-out loss: when it is measured, and on how much.
-
-During training it is that of a sample, after the last step that of every document of the split.
-"""
+"""The held-out loss of a model: of sequences, and of whole documents."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded
 from diffllm.model.documents import Documents
-
-
-@dataclass
-class EvalConfig:
-    """When held-out loss is measured and on how much."""
-
-    interval: int = bounded(100, least=1)
-    """Steps between evaluations; the last step always has one."""
-    sequences: int = bounded(64, least=1)
-    """Held-out sequences of an evaluation, spread evenly over the split; always the same ones."""
-    tokens: float | None = bounded(None, above=0)
-    """Tokens of the held-out documents that the run's last loss is of; null: the whole split.
-    Documents are whole and spread evenly over the split, the same ones every time."""
-    suites: list[str] = field(default_factory=list)
-    """Tasks that the model is asked while it is trained, as [mqar,needle]. A suite, as claims, is
-    its tasks, and a file of examples ends in .jsonl or .ndjson; see docs/evaluation.md."""
-    suites_interval: int = bounded(500, least=1)
-    """Steps between those; the last step always has one."""
-    suites_limit: int = bounded(64, least=1)
-    """Most examples of a task at a time, of all its levels together, always the same ones."""
-    levels: dict[str, Any] = field(default_factory=dict)
-    """Difficulty of tasks in eval.suites, as {mqar: {pairs: 16}}. Tasks that it does not name have
-    all levels that fit seq_len."""
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""AdamW and learning-rate schedules."""
+"""AdamW, learning-rate schedules, and the updates that are skipped."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,6 +50,28 @@ class OptimConfig:
         """Raise ConfigError for a warmup that is longer than the run."""
         if self.warmup_steps > steps:
             raise ConfigError(f"optim.warmup_steps={self.warmup_steps} exceeds steps={steps}")
+
+
+class SkipStep(Enum):
+    """The updates that are skipped.
+
+    off: none. nonfinite: those of a loss or gradient norm that is not finite. spike: also those of
+    a loss or gradient norm that is a spike by the window128 definition.
+    """
+
+    off = "off"
+    nonfinite = "nonfinite"
+    spike = "spike"
+
+
+@dataclass
+class ProtectionConfig:
+    """The protection of parameters from bad updates."""
+
+    skip_step: SkipStep = SkipStep.nonfinite
+    """Updates that are left out: none, those with nan or infinity, or spikes as well."""
+    max_consecutive_skips: int = bounded(20, least=1)
+    """Skipped updates in a row after which a run has diverged: it saves and ends."""
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
@@ -131,3 +153,37 @@ def optimizer_tensors(
         for name, param in params.items()
         for key, value in optimizer.state[param].items()
     }
+
+
+class Guard:
+    """Judge of each step's loss and gradient norm, on the device, without host synchronisation.
+
+    Args:
+        window: finite values of earlier steps that a value is compared with, in float64.
+        sigmas: population standard deviations above their mean that make a spike.
+    """
+
+    def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
+        self.mode, self.sigmas = mode, sigmas
+        self.windows = torch.full((2, window), torch.nan, dtype=torch.float64, device=device)
+
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return 1.0 to skip the update, else 0.0 (float32); takes scalars equal on all ranks."""
+        if self.mode is SkipStep.off:
+            return torch.zeros((), device=loss.device)
+        values = torch.stack((loss, grad_norm)).double()
+        finite = values.isfinite()
+        bad = ~finite
+        if self.mode is SkipStep.spike:
+            # NaN until a window is full: nothing is above it
+            mean, std = self.windows.mean(1), self.windows.std(1, correction=0)
+            bad = bad | (values - mean > self.sigmas * std)
+            moved = torch.cat((self.windows[:, 1:], values[:, None]), dim=1)
+            self.windows = torch.where(finite[:, None], moved, self.windows)
+        return bad.any().float()
+
+    def load(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
+        """Fill the windows with the last finite values of earlier steps, oldest first."""
+        size = self.windows.shape[1]
+        padded = [[math.nan] * (size - len(row)) + list(row) for row in (losses, grad_norms)]
+        self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

@@ -114,7 +114,7 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})
     t.weights.changed()
-    t.guard.load(state.spikes)
+    t.guard.load(*state.spikes.windows())
     try:
         for name, value in rng.items():
             if name.startswith("rng.cuda"):

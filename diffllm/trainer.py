@@ -35,10 +35,16 @@ from diffllm.optim import (
     step_unless,
 )
 from diffllm.recorder import Recorder, StepOutput
-from diffllm.spikes import SkippedTooOften
 from diffllm.state import LoopState, save
 
 NOTHING = Due()
+
+
+class SkippedTooOften(Exception):
+    """So many updates in a row were skipped that the run has diverged; it is saved, and the
+    argument says how many. Every rank raises it at the same step."""
+
+
 OVER_TARGETS = ("nll", "train/z_loss")
 """Losses that are means over targets; the others are over tokens."""
 

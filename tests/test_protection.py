@@ -15,7 +15,8 @@ from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
 from diffllm.errors import ConfigError
-from diffllm.spikes import Guard, ProtectionConfig, SkipStep, SpikeMonitor
+from diffllm.optim import Guard, ProtectionConfig, SkipStep
+from diffllm.spikes import SpikeMonitor
 from diffllm.trainer import train_step
 
 NAN, INF = math.nan, math.inf
@@ -33,6 +34,10 @@ def recorded(seed=0, steps=600):
     loss[[5, 350]], norm[[127, 351]] = (NAN, INF), (NAN, -INF)
     series = zip(loss.astype(np.float32), norm.astype(np.float32), strict=True)
     return [(float(a), float(b)) for a, b in series]
+
+
+def guard(mode):
+    return Guard(mode, 128, 6.0, CPU)
 
 
 def judged(guard, series):
@@ -53,30 +58,30 @@ def spiked(monitor, series):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_device_skips_what_the_host_counts(seed):
     series = recorded(seed)
-    flags = judged(Guard(SkipStep.spike, CPU), series)
+    flags = judged(guard(SkipStep.spike), series)
     assert flags == spiked(SpikeMonitor(), series)
     bad = {i for i, flag in enumerate(flags) if flag}
     assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
 
 
 def test_without_spikes_only_values_that_are_not_finite_are_skipped():
-    flags = judged(Guard(SkipStep.nonfinite, CPU), recorded())
+    flags = judged(guard(SkipStep.nonfinite), recorded())
     assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
 
 
 def test_off_skips_nothing():
-    assert set(judged(Guard(SkipStep.off, CPU), recorded())) == {0.0}
+    assert set(judged(guard(SkipStep.off), recorded())) == {0.0}
 
 
 @pytest.mark.parametrize("cut", [0, 60, 128, 130, 400, 401])
 def test_a_guard_goes_on_with_the_windows_of_the_monitor(cut):
     series, monitor = recorded(), SpikeMonitor()
-    whole = judged(Guard(SkipStep.spike, CPU), series)
+    whole = judged(guard(SkipStep.spike), series)
     spiked(monitor, series[:cut])
-    guard = Guard(SkipStep.spike, CPU)
-    judged(guard, recorded(9))  # what it held before must not matter
-    guard.load(monitor)
-    assert judged(guard, series[cut:]) == whole[cut:]
+    resumed = guard(SkipStep.spike)
+    judged(resumed, recorded(9))  # earlier content of the windows must not matter
+    resumed.load(*monitor.windows())
+    assert judged(resumed, series[cut:]) == whole[cut:]
 
 
 def test_a_limit_below_one_is_refused():
@@ -138,11 +143,12 @@ def train_with(fault, mode, variant, *extra, left_out=None):
     cfg = config(variant, *extra)
     cfg = replace(cfg, train=replace(cfg.train, skip_step=SkipStep[mode]))
     t = build(cfg, CPU)
-    t.model = injected = Injected(t.model, rank=torch.distributed.get_world_size() - 1)
+    injected = Injected(t.model, rank=torch.distributed.get_world_size() - 1)
+    t = replace(t, model=injected)
     quiet = SpikeMonitor()
     for i in range(128):
         quiet.update(4 + i % 2, 0.5 + 4 * (i % 2))
-    t.guard.load(quiet)
+    t.guard.load(*quiet.windows())
     flags, states = [], []
     for step in range(STEPS):
         if step == left_out:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
@@ -14,13 +15,11 @@ from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
-from diffllm.evaluate import EvalConfig
 from diffllm.metrics.profiling import ProfileConfig
 from diffllm.metrics.tensorboard import MetricsConfig
 from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
-from diffllm.optim import OptimConfig
-from diffllm.spikes import ProtectionConfig
+from diffllm.optim import OptimConfig, ProtectionConfig
 
 MOST_STEPS = 10**12
 
@@ -59,6 +58,29 @@ class RunConfig:
     `data`; filled in when the config is loaded, and what a run directory is read by."""
     matched: Matched | None = None
     """The widths that model.match_params_to or match_flops_to solved; filled in at loading."""
+
+
+@dataclass
+class EvalConfig:
+    """When the held-out loss and tasks are measured, and on how much."""
+
+    interval: int = bounded(100, least=1)
+    """Steps between evaluations; the last step always has one."""
+    sequences: int = bounded(64, least=1)
+    """Held-out sequences of an evaluation, spread evenly over the split; always the same ones."""
+    tokens: float | None = bounded(None, above=0)
+    """Tokens of the held-out documents that the run's last loss is of; null: the whole split.
+    Documents are whole and spread evenly over the split, the same ones every time."""
+    suites: list[str] = field(default_factory=list)
+    """Tasks that the model is asked while it is trained, as [mqar,needle]. A suite, as claims, is
+    its tasks, and a file of examples ends in .jsonl or .ndjson; see docs/evaluation.md."""
+    suites_interval: int = bounded(500, least=1)
+    """Steps between those; the last step always has one."""
+    suites_limit: int = bounded(64, least=1)
+    """Most examples of a task at a time, of all its levels together, always the same ones."""
+    levels: dict[str, Any] = field(default_factory=dict)
+    """Difficulty of tasks in eval.suites, as {mqar: {pairs: 16}}. Tasks that it does not name have
+    all levels that fit seq_len."""
 
 
 @dataclass

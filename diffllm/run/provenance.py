@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import diffllm
 from diffllm.config.overrides import SECRET
 from diffllm.distributed.consistency import code_version
 
@@ -34,8 +33,8 @@ def provenance() -> dict[str, Any]:
     """Collect the command, the code's version and commit, and the environment, as JSON values."""
     return {
         "command": command(sys.orig_argv),
-        "diffllm": {"version": diffllm.__version__, "hash": code_version()["diffllm"]},
-        "git": git_state(Path(diffllm.__file__).parent) or git_state(Path.cwd()),
+        "diffllm": {"version": installed("diffllm"), "hash": code_version()["diffllm"]},
+        "git": git_state(Path(__file__).parents[1]) or git_state(Path.cwd()),
         "environment": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
@@ -71,13 +70,15 @@ def command(argv: list[str]) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute, of those that are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name in PACKAGES if (version := installed(name))}
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed package; None if it is missing."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -42,10 +42,9 @@ from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
 from diffllm.run.summary import describe, headline, summarise, summary_text
 from diffllm.run.weights import start_from
-from diffllm.spikes import SkippedTooOften
 from diffllm.state import LoopState, restore
 from diffllm.torch_versions import CPU
-from diffllm.trainer import train
+from diffllm.trainer import SkippedTooOften, train
 
 SETTLE_S = 60
 """Seconds that a run which ends with an error waits for the checkpoint that is being written."""

@@ -57,6 +57,10 @@ class SpikeMonitor:
         }
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
+    def windows(self) -> tuple[list[float], list[float]]:
+        """Return the losses and gradient norms that window128 judges the next step by."""
+        return list(self.counters["spikes/loss"].values), list(self.counters["spikes/grad"].values)
+
     def recent_loss(self, count: int) -> float:
         """Return the mean of the last `count` finite losses."""
         losses = list(self.counters["spikes/loss"].values)[-count:]
