@@ -1,13 +1,21 @@
 """The held-out loss of a model: of sequences, and of whole documents."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.errors import DataError
 from diffllm.model.documents import Documents
+
+T = TypeVar("T")
+
+
+def unmasked(inputs: Tensor) -> None:
+    """Return no document boundaries."""
 
 
 @torch.no_grad()
@@ -17,23 +25,27 @@ def heldout_loss(
     shape: tuple[int, int],
     rounds: int,
     device: torch.device,
-    documents: Callable[[Tensor], Documents | None] = lambda inputs: None,
-) -> float:
-    """Compute the mean cross-entropy, in nats a token, over the batches of all ranks.
+    documents: Callable[[Tensor], Documents | None] = unmasked,
+) -> tuple[float, DataError | None]:
+    """Compute the mean cross-entropy, in nats per token, over the batches of all ranks.
+
+    Every rank must call this. If a batch cannot be read, this rank continues with empty batches and
+    returns the error next to the loss, so that all ranks run equally many forward passes.
 
     Args:
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
-        shape: (B, T) that every forward pass has; short batches are padded with ignored targets,
-            because sharded ranks must run equally many passes of one shape.
+        shape: (B, T) of every forward pass; short batches are padded with ignored targets, because
+            sharded ranks must run passes of one shape.
         rounds: forward passes of every rank; at least the number of `batches`.
         documents: returns the document boundaries of a CPU batch (B, T), moved to `device`; None
             if unmasked.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    own = iter(batches)
+    own, failure = iter(batches), None
     for _ in range(rounds):
-        inputs, targets = next(own, (torch.zeros(0, shape[1], dtype=torch.int64),) * 2)
+        (inputs, targets), error = read(own, (torch.zeros(0, shape[1], dtype=torch.int64),) * 2)
+        failure = failure or error
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
@@ -42,33 +54,45 @@ def heldout_loss(
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)
     model.train()
-    return (sums[0] / sums[1]).item()
+    return (sums[0] / sums[1]).item(), failure
 
 
-@torch.no_grad()
-def document_nats(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
-    count: int,
-    device: torch.device,
-    documents: Callable[[Tensor], Documents | None] = lambda inputs: None,
-) -> Tensor:
-    """Sum the loss of each document over the batches of all ranks: (count,) float64, in nats.
+def read(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
+    """Return the next batch; `empty` after the last one, and with the error if reading fails."""
+    try:
+        return next(batches, empty), None
+    except DataError as error:
+        return empty, error
 
-    A document may lie in any number of sequences, of any ranks.
+
+class DocumentSums:
+    """Sums of the losses of `count` documents, which may lie in sequences of several ranks.
 
     Args:
-        batches: this rank's (inputs, targets, document of each target), (B, T) int64 each, on the
-            CPU; as many on every rank. Negative targets are ignored.
         documents: as for `heldout_loss`.
     """
-    model.eval()
-    sums = torch.zeros(count, dtype=torch.float64, device=device)
-    for inputs, targets, owners in batches:
-        losses = model(
-            inputs.to(device), targets.to(device), documents=documents(inputs), by_token=True
-        )
-        sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
-    dist.all_reduce(sums)
-    model.train()
-    return sums
+
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int,
+        device: torch.device,
+        documents: Callable[[Tensor], Documents | None] = unmasked,
+    ):
+        self.model, self.documents = model, documents
+        self.sums = torch.zeros(count, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Add this rank's (inputs, targets, document of each target), (B, T) int64 each, on the
+        CPU. Ranks must add equally many batches. Negative targets are ignored."""
+        inputs, targets, owners = batch
+        device = self.sums.device
+        masked = self.documents(inputs)
+        losses = self.model(inputs.to(device), targets.to(device), documents=masked, by_token=True)
+        self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
+
+    def total(self) -> Tensor:
+        """Return the sums over all ranks, (count,) float64 in nats. Every rank must call this."""
+        dist.all_reduce(self.sums)
+        return self.sums

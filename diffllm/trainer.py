@@ -212,7 +212,7 @@ def train(
     batches = iter(loader)
     recorder.start(state.step)
     agreement = Agreement(stop, cfg.distributed.timeout)
-    stop.training = True
+    stop.defer()
     stopping: signal.Signals | None = None
     unmeasured: DataFailed | None = None
     failed, stuck = False, 0
@@ -220,7 +220,7 @@ def train(
     def exchange() -> Agreed:
         """Read ahead as far as it takes all ranks to hear of what cannot be read."""
         error = read_ahead(1 + agreement.delay)
-        return agreement.step(save=checkpointer.due(), failed=error is not None)
+        return agreement.all_reduce_flags(save=checkpointer.due(), failed=error is not None)
 
     def read_ahead(steps: int) -> DataError | None:
         """Read what so many steps take, unless the run ends before."""
@@ -251,7 +251,7 @@ def train(
             with recorder.paused():
                 for name, value in tasks.measure(t.model).items():
                     recorder.note(name, value)
-                t.weights.rest()
+                t.weights.reshard()
         if logged(cfg, step):
             read = loader.consumed()
             for name, value in read.items():
@@ -312,7 +312,7 @@ def evaluations(t: Training, data: Prepared) -> dict[str, float]:
     found = {}
     for name, part, sequences in heldout_samples(t.cfg, data):
         end = f"/{name}" if name else ""
-        found[f"eval/loss{end}"] = loss = evaluate(t, part, sequences)
+        found[f"eval/loss{end}"] = loss = sample_loss(t, part, sequences)
         if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
             found[f"eval/bits_per_byte{end}"] = bits
     return found
@@ -326,33 +326,30 @@ def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepare
     return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
 
 
-def evaluate(t: Training, data: Prepared, sequences: int | None = None) -> float:
-    """Loss of a held-out sample in nats a token; every rank calls it, and raises DataFailed where
-    one of them cannot read its part.
+def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
+    """Compute the loss of a held-out sample, in nats per token. Every rank must call this.
+
+    Raises DataFailed on every rank if one cannot read its part.
 
     Args:
-        sequences: spread evenly over the split; as many as eval.sequences unless given.
+        sequences: at most this many, spread evenly over the split.
     """
-    cfg, rank, world_size = t.cfg, dist.get_rank(), dist.get_world_size()
+    cfg = t.cfg
     tokens = data.manifest.splits["heldout"].tokens
-    sequences = min(sequences or cfg.eval.sequences, (tokens - 1) // cfg.seq_len)
-    batch = cfg.micro_batches(world_size)[0]
-    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
-    failed: list[DataError] = []
-
-    def batches() -> Iterator[Batch]:
-        """Yield the batches that can be read; short of some, this rank goes on with the others."""
-        try:
-            stream = data.split("heldout")
-            yield from heldout_batches(
-                stream, cfg.seq_len, batch, sequences, rank, world_size, eos_id
-            )
-        except DataError as error:
-            failed.append(error)
-
-    rounds = -(-sequences // (batch * world_size))
-    shape = batch, cfg.seq_len
-    loss = heldout_loss(t.model, batches(), shape, rounds, t.device, t.documents)
-    t.weights.rest()
-    raise_together(failed[0] if failed else None)
+    sequences = min(sequences, (tokens - 1) // cfg.seq_len)
+    micro = cfg.micro_batches(dist.get_world_size())[0]
+    rounds, shape = -(-sequences // (micro * dist.get_world_size())), (micro, cfg.seq_len)
+    batches = sample_batches(cfg, data, sequences)
+    loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents)
+    t.weights.reshard()
+    raise_together(failure)
     return loss
+
+
+def sample_batches(cfg: TrainConfig, data: Prepared, sequences: int) -> Iterator[Batch]:
+    """Yield this rank's micro-batches of a held-out sample; raises DataError while iterating."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    micro = cfg.micro_batches(world_size)[0]
+    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
+    stream = data.split("heldout")
+    yield from heldout_batches(stream, cfg.seq_len, micro, sequences, rank, world_size, eos_id)

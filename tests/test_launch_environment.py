@@ -172,12 +172,12 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
 
     def late() -> None:
         assert waits.wait(PATIENCE_S), "rank 0 does not wait"
-        World(1, 2, 1, store).decide("what", choose)
+        World(1, 2, 1, store).broadcast_from_rank0("what", choose)
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(late)
         with pytest.raises(ConfigError, match="no such corpus"):
-            World(0, 2, 0, store).decide("what", choose)
+            World(0, 2, 0, store).broadcast_from_rank0("what", choose)
         assert store.check(["what/read/1"])
         with pytest.raises(AgreedError, match="no such corpus"):
             other.result()

@@ -46,7 +46,7 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
             raise Disagreement(f"the ranks do not agree on their {what}: {listed(different)}")
 
     if world.size > 1:
-        world.decide(f"{key}/judged", judge)
+        world.broadcast_from_rank0(f"{key}/judged", judge)
 
 
 def disagreement(name: str, values: list[str | None]) -> str | None:

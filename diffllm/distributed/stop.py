@@ -23,14 +23,15 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT.
 
-    Until `training` is set there is nothing to save, and the first signal raises StoppedEarly: the
-    second comes while this rank tells the others. From then on signals are noted. A second SIGINT
-    always interrupts at once. Made in another thread than the main one, it handles none.
+    Before `defer` is called there is nothing to save, and the first signal raises StoppedEarly; a
+    second one comes while this rank tells the others, and is only noted. After `defer` signals are
+    only noted. A second SIGINT always interrupts at once. A request that is made outside the main
+    thread handles no signal.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self.training = False
+        self.deferred = False
         self.come = False
         self.previous: dict[int, Any] = {}
         # A handler waits for the main thread to be back from a collective, these bytes do not.
@@ -47,8 +48,12 @@ class StopRequest:
         again, self.received = self.received, number
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not again and not self.training:
+        if not again and not self.deferred:
             raise StoppedEarly(signal.Signals(number))
+
+    def defer(self) -> None:
+        """From now on note signals, for `Agreement`, instead of raising StoppedEarly."""
+        self.deferred = True
 
     def has_come(self) -> bool:
         """Whether a signal has come, handled or not; from any thread."""
@@ -95,9 +100,9 @@ class Agreement:
         """Steps after which ranks know what one of them has said."""
         return int(self.group is not None)
 
-    def step(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Exchange whether a checkpoint is due by a rank's clock, and whether it cannot read what
-        comes next; call once a step on every rank."""
+    def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
+        """Exchange signals, whether a checkpoint is due by rank 0's clock, and whether a rank
+        failed to read its next batch. Every rank must call this once per step."""
         number = self.request.received
         if self.group is not None:
             mine = torch.tensor([number, save, failed], dtype=torch.int32)

@@ -40,7 +40,7 @@ class Weights:
     def changed(self) -> None:
         """Let the model compute with the values that `params` have now."""
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Free what a forward pass without a backward pass left behind."""
 
 
@@ -122,7 +122,7 @@ class Sharded(Weights):
         self.model.set_requires_gradient_sync(last or self.reduce is Reduce.every)
         self.model.set_requires_all_reduce(last)  # HSDP: once a step
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         self.model.reshard()
 
 

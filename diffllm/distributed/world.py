@@ -23,6 +23,7 @@ from diffllm.distributed.stop import StoppedEarly
 from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 SLICE_S = 0.5
 READ_S = 30
@@ -53,11 +54,19 @@ class World:
     timeout: int = 600
     """Seconds that other ranks wait for rank 0."""
 
-    def decide(self, key: str, choose: Callable[[], T]) -> T:
-        """Return on every rank rank 0's result of `choose` (JSON), or raise its UserError."""
+    def broadcast_from_rank0(self, key: str, choose: Callable[[], T]) -> T:
+        """Call `choose` on rank 0; return its result (JSON) on every rank, or raise its UserError.
+
+        Every rank must call this, with a `key` that no other call uses.
+        """
+        return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
+
+    def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
+        """Broadcast as `broadcast_from_rank0` the first result of `choose`; the second, such as an
+        open file, stays on rank 0, and other ranks get None."""
         if self.rank == 0:
             try:
-                result = choose()
+                result, kept = choose()
             except UserError as error:
                 self.store.set(key, json.dumps({"error": str(error)}))
                 # The store ends with this process, unless torchrun has it.
@@ -66,7 +75,7 @@ class World:
                     self.store.wait(read, timedelta(seconds=READ_S))
                 raise
             self.store.set(key, json.dumps({"result": result}))
-            return result
+            return result, kept
         try:
             self.wait([key])
         except DistStoreError as error:
@@ -75,7 +84,7 @@ class World:
             ) from error
         decision = json.loads(self.store.get(key))
         if "result" in decision:
-            return decision["result"]
+            return decision["result"], None
         self.store.set(f"{key}/read/{self.rank}", "")
         raise AgreedError(decision["error"])
 

@@ -36,7 +36,7 @@ def match_initial_values(t: Training, data: Prepared, world: World) -> list[floa
             cfg.model, variant_config(BASELINE), tokens.to(t.device), t.documents(tokens)
         )
 
-    factors: list[float] = world.decide("init_match", measured)
+    factors: list[float] = world.broadcast_from_rank0("init_match", measured)
     with torch.no_grad():
         for i, factor in enumerate(factors):
             local(t.params[f"layers.{i}.attention.wo.weight"]).mul_(factor)

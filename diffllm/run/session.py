@@ -100,7 +100,7 @@ class Session:
         plugins = plugin_versions(cfg.plugins).items()
         check_same(world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
         check_same(world, "config", shared_config(cfg))
-        claimed = world.decide("run", on_rank_0)
+        claimed = world.broadcast_from_rank0("run", on_rank_0)
         self.path, self.saved_ranks = Path(claimed["path"]), claimed["ranks"]
         self.checkpoint = Path(claimed["checkpoint"]) if claimed["checkpoint"] else None
         self.weights = Path(claimed["weights"]) if claimed["weights"] else None
@@ -132,7 +132,7 @@ class Session:
             self.log.open(log_file(self.path))
             return state.state_dict()
 
-        self.state = LoopState.of(world.decide("begin", on_rank_0))
+        self.state = LoopState.of(world.broadcast_from_rank0("begin", on_rank_0))
         self.state.mkl_mode = keep_mode(self.state.mkl_mode)
         if world.rank > 0 and not in_sweep():
             self.log.open(log_file(self.path))

@@ -36,7 +36,7 @@ from diffllm.recorder import Outputs, Recorder
 from diffllm.report import write_report
 from diffllm.run.checks import check_named, learning_rate_jump
 from diffllm.run.directory import choose_path, request_requeue
-from diffllm.run.heldout import StoppedLate, measure_documents
+from diffllm.run.heldout import measure_documents
 from diffllm.run.initial import match_initial_values
 from diffllm.run.provenance import provenance
 from diffllm.run.session import Session
@@ -115,9 +115,9 @@ def train_and_report(session: Session) -> Outcome:
     if weights:
         facts["weights"] = weights
     session.display.print(headline(cfg, facts, data, session.path, state.step))
-    opened: list[Outputs] = []
-    session.world.decide("outputs", lambda: opened.extend(open_outputs(session, facts)))
-    outputs = opened[0] if opened else None
+    _, outputs = session.world.broadcast_and_keep(
+        "outputs", lambda: (None, open_outputs(session, facts))
+    )
     recorder = Recorder(t, state.spikes, session.display, outputs)
     checkpointer = Checkpointer(session.path / "checkpoints", cfg.checkpoint, state.step)
     stopped = losses = diverged = None
@@ -128,9 +128,8 @@ def train_and_report(session: Session) -> Outcome:
         stopped = train(
             t, state, data, recorder, checkpointer, profiler, session.stop, watch, tasks
         )
-        losses = None if stopped else measure_documents(session, t)
-    except StoppedLate as late:
-        (stopped,) = late.args
+        if not stopped:
+            losses, stopped = measure_documents(session, t)
     except SkippedTooOften as skipped:
         (diverged,) = skipped.args
         session.display.print(
@@ -151,7 +150,7 @@ def train_and_report(session: Session) -> Outcome:
         say_stopped(session, stopped, outputs)
         return Outcome(stopped=stopped)
     text = sample(t, data)
-    summary = session.world.decide(
+    summary = session.world.broadcast_from_rank0(
         "summary", lambda: summarise(cfg, state, data, recorder, losses, diverged)
     )
     finished = {**summary, "sample": text}
@@ -201,7 +200,7 @@ def keep_compiled_code() -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-def open_outputs(session: Session, facts: dict[str, Any]) -> list[Outputs]:
+def open_outputs(session: Session, facts: dict[str, Any]) -> Outputs:
     """Describe the run on disk and in wandb, and open what its metrics go to; on rank 0 alone.
 
     Raises CheckpointError where a file cannot be written.
@@ -223,7 +222,7 @@ def open_outputs(session: Session, facts: dict[str, Any]) -> list[Outputs]:
     events = None
     if cfg.metrics.tensorboard:
         events = EventFiles(session.path / "tensorboard", state.step)
-    return [Outputs(file, wandb, events)]
+    return Outputs(file, wandb, events)
 
 
 def say_stopped(session: Session, number: signal.Signals, outputs: Outputs | None) -> None:

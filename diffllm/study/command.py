@@ -1,6 +1,7 @@
 """The course of a study: learning rates first, where it chooses them, then the runs that decide."""
 
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,28 +95,30 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         ConfigError: a study that could not run; nothing has been started or changed.
     """
     world = meet()
-    begun: list[Course] = []
 
-    def begin() -> None:
+    def begin() -> Course:
         cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
         check_runs(study, out, cluster.world_size if cluster else world.size)
         directory = SweepDirectory(out)
         directory.hold()
-        begun.append(Course(study, out, directory, cluster, added))
+        return Course(study, out, directory, cluster, added)
 
-    world.decide("study", begin)
+    _, course = world.broadcast_and_keep("study", lambda: (None, begin()))
 
     def stage() -> list[dict[str, Any]]:
-        return begun[0].stage()
+        assert course
+        return course.stage()
 
-    while jobs := [Job(**job) for job in world.decide("stage", stage)]:
-        if begun:
-            begun[0].run(jobs, world)
+    for number in count():
+        jobs = [Job(**job) for job in world.broadcast_from_rank0(f"stage/{number}", stage)]
+        if not jobs:
+            break
+        if course:
+            course.run(jobs, world)
         else:
             run_jobs(jobs, world, SweepDirectory(out), None)
-    if not begun:
+    if course is None:
         return 0
-    course = begun[0]
     if course.failed or course.stopped:
         echo(f"{len(course.failed)} runs did not end; the same command goes on with them")
         return 128 + course.stopped if course.stopped else 1

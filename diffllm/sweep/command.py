@@ -17,6 +17,10 @@ from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.sweep.report import announce, report, write_comparison
 
+Run = dict[str, Any]
+"""The values of a Job."""
+Place = tuple[SweepDirectory, ClusterLauncher | None]
+
 
 def sweep(words: list[str], config_dirs: list[Path]) -> int:
     """Run every combination that has not ended yet, and say how each ended.
@@ -36,35 +40,13 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
         ConfigError: a sweep that could not run; nothing has been started or changed.
     """
     world = meet()
-    chosen: list[tuple[SweepDirectory, ClusterLauncher | None]] = []
-
-    def begin(own: list[Override], launcher: list[str]) -> list[dict[str, Any]]:
-        """Plan a sweep that has a name: every run with its overrides."""
-        (name,) = (o for o in own if o.get_key_element() == "run.sweep")
-        cluster = ClusterLauncher.of(launcher, world.size, str(name.input_line))
-        directory, runs = plan_sweep(own, cluster.world_size if cluster else world.size)
-        chosen.append((directory, cluster))
-        flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
-        return [{**run, "words": [*flags, *run["words"]]} for run in runs]
-
-    def choose() -> list[dict[str, Any]]:
-        """Do so on rank 0; a sweep without a name takes a fresh one, whoever else starts now."""
-        own, launcher = parse([*experiment_words(words), *words])
-        if any(o.get_key_element() == "run.sweep" for o in own):
-            return begin(own, launcher)
-        path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
-        while True:
-            try:
-                return begin([*own, *parse([f"run.sweep={fresh(path).name}"])[0]], launcher)
-            except InUseError:
-                continue
-
-    jobs = [Job(**run) for run in world.decide("sweep", choose)]
+    runs, planned = world.broadcast_and_keep("sweep", lambda: plan(words, config_dirs, world.size))
+    jobs = [Job(**run) for run in runs]
     to_run = [job for job in jobs if not job.finished]
-    if not chosen:
+    if planned is None:
         run_here(to_run, world)
         return 0
-    ((directory, cluster),) = chosen
+    directory, cluster = planned
     announce(jobs, directory)
     try:
         stopped, endings = run_jobs(to_run, world, directory, cluster)
@@ -76,6 +58,35 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
         return 128 + stopped
     write_comparison(directory.path)
     return 1 if unfinished else 0
+
+
+def plan(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
+    """Plan every run of a sweep; a sweep without a name takes an unused one.
+
+    Another sweep that starts at the same time may take that name first; then try the next one.
+    """
+    own, launcher = parse([*experiment_words(words), *words])
+    if any(o.get_key_element() == "run.sweep" for o in own):
+        return plan_named(own, launcher, config_dirs, ranks)
+    path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    while True:
+        named = [*own, *parse([f"run.sweep={fresh(path).name}"])[0]]
+        try:
+            return plan_named(named, launcher, config_dirs, ranks)
+        except InUseError:
+            continue
+
+
+def plan_named(
+    own: list[Override], launcher: list[str], config_dirs: list[Path], ranks: int
+) -> tuple[list[Run], Place]:
+    """Plan every run of a sweep with a name; return the runs with their overrides, the sweep's
+    directory and its cluster, if any."""
+    (name,) = (o for o in own if o.get_key_element() == "run.sweep")
+    cluster = ClusterLauncher.of(launcher, ranks, str(name.input_line))
+    directory, runs = plan_sweep(own, cluster.world_size if cluster else ranks)
+    flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
+    return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
 
 def meet() -> World:

@@ -13,7 +13,7 @@ from diffllm import build_model
 from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.data import heldout_documents
-from diffllm.evaluate import document_nats
+from diffllm.evaluate import DocumentSums
 
 LENGTHS = (70, 1, 3, 24, 5, 2, 49, 1, 1, 8, 17)
 """Two documents are longer than a sequence, one is as long, and many lie in one."""
@@ -45,10 +45,12 @@ def measured(overrides, stream=Stream):
         t = build(cfg, torch.device("cpu"), end)
         chosen = heldout_documents(stream(heldout_text()), END)
         batches = chosen.batches(cfg.seq_len, cfg.micro_batches(size)[0], rank, size)
-        nats = document_nats(t.model, batches, len(chosen), t.device, t.documents)
+        sums = DocumentSums(t.model, len(chosen), t.device, t.documents)
+        for batch in batches:
+            sums.add(batch)
+        nats = sums.total()
         assert nats.dtype == torch.float64
-        assert t.model.training
-        t.weights.rest()
+        t.weights.reshard()
         found.append(nats.tolist())
     return found
 

@@ -38,7 +38,7 @@ def answered(overrides):
     t = build(cfg, torch.device("cpu"))
     t.model.eval()
     found = score_batches(t.model, questions(cfg.model.vocab_size), together=True)
-    t.weights.rest()
+    t.weights.reshard()
     return [[tuple(one) for one in scores] for scores in found]
 
 

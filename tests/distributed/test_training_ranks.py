@@ -15,7 +15,7 @@ from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import evaluate, train_step
+from diffllm.trainer import sample_loss, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 STEPS = 20
@@ -167,7 +167,7 @@ def heldout_losses(overrides):
     losses = []
     for end in (END, None):
         t = build(cfg, torch.device("cpu"), end)
-        losses.append(evaluate(t, Stream(tokens)))
+        losses.append(sample_loss(t, Stream(tokens), cfg.eval.sequences))
     model = build_model(cfg.model)
     for end in (END, None):
         parts = []

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,13 +53,14 @@ def main(fault: Fault, words: list[str]) -> int:
     from diffllm.checkpoint import writer
     from diffllm.run import continuation, session
 
-    rank = int(os.environ.get("RANK", "0"))
+    rank, trained = int(os.environ.get("RANK", "0")), threading.Event()
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
     samples = Path(os.environ.get("SAMPLES", directory))
     real_step, real_run = trainer.train_step, run.run
-    real_nats = heldout.document_nats
+    real_add = heldout.DocumentSums.add
 
     def train_step(t: Any, batches: Iterator[Any], step: int, *args: Any) -> Any:
+        trained.set()
         if step + 1 == fault.step and rank == fault.rank:
             strike()
             STRIKES[fault.kind](t)
@@ -78,12 +80,12 @@ def main(fault: Fault, words: list[str]) -> int:
         cfg.seed += 1
         real_run(cfg)
 
-    def document_nats(model: Any, batches: Iterator[Any], *args: Any) -> Any:
-        gate = Path(directory) / "gate-heldout"
-        return real_nats(model, (wait_at_gate(gate) or batch for batch in batches), *args)
+    def add(sums: Any, batch: Any) -> None:
+        wait_at_gate(Path(directory) / "gate-heldout")
+        real_add(sums, batch)
 
     replace(trainer, "train_step", train_step)
-    replace(heldout, "document_nats", document_nats)
+    replace(heldout.DocumentSums, "add", add)
     if rank == fault.rank:
         if fault.kind == "seed":
             replace(run, "run", other_seed)
@@ -96,7 +98,7 @@ def main(fault: Fault, words: list[str]) -> int:
                 session, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"})
             )
         elif fault.kind == "slow claim":
-            replace(continuation, "resume_checkpoint", lambda *_: strike(time.sleep(3600)))
+            replace(continuation, "resume_checkpoint", sleep)
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "endless second save":
@@ -106,12 +108,13 @@ def main(fault: Fault, words: list[str]) -> int:
         elif fault.kind == "broken build":
             replace(run, "build", raise_error)
         elif fault.kind == "start":
-            replace(run, "build", lambda *_: strike(time.sleep(3600)))
+            replace(run, "build", sleep)
     sys.argv[1:] = words
     try:
         return entry.main()
     finally:
-        if fault.kind != "none" and rank == fault.rank and not STRUCK:
+        # A signal may end the run before the fault strikes, but then nothing was trained.
+        if fault.kind != "none" and rank == fault.rank and trained.is_set() and not STRUCK:
             os.write(2, b"planted_train.py: the fault did not strike\n")
             os._exit(99)
 
@@ -177,6 +180,11 @@ def raise_error(*_: Any) -> None:
     raise ValueError("a planted error")
 
 
+def sleep(*_: Any) -> None:
+    strike()
+    time.sleep(3600)
+
+
 def perturb(t: Any) -> None:
     """Another lowest bit in one value of a tensor that other ranks hold too."""
     tensor = t.params["layers.1.attention.wq.weight"].to_local()
@@ -185,7 +193,7 @@ def perturb(t: Any) -> None:
 
 
 STRIKES: dict[str, Callable[[Any], Any]] = {
-    "hang": lambda t: time.sleep(3600),
+    "hang": sleep,
     "die": lambda t: os.kill(os.getpid(), signal.SIGKILL),
     "freeze": lambda t: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": raise_error,
