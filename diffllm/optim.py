@@ -134,6 +134,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
+def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
+    """Make a step with learning rate `lr`, unless `skip` is 1.0."""
+    set_learning_rate(optimizer, lr)
+    step_unless(optimizer, skip)
+
+
 def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
     """Make a step unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
 

@@ -32,7 +32,7 @@ from diffllm.spikes import SpikeMonitor
 T = TypeVar("T")
 
 
-class StepOutput(NamedTuple):
+class StepResult(NamedTuple):
     """Device tensors of one optimizer step, equal on all ranks; nothing has waited for them."""
 
     nll: Tensor
@@ -83,7 +83,7 @@ class Recorder:
         self.spikes = spikes
         self.display, self.outputs = display, outputs
         self.pending: list[tuple[int, Tensor, Stats]] = []
-        self.last: StepOutput | None = None
+        self.last: StepResult | None = None
         self.line: dict[str, Any] = {}
         self.speeds: list[float] = []
 
@@ -112,7 +112,7 @@ class Recorder:
         yield
         self.paused_s += time.perf_counter() - start
 
-    def add(self, step: int, out: StepOutput) -> None:
+    def add(self, step: int, out: StepResult) -> None:
         """Keep one step's device tensors."""
         row = torch.stack((out.nll, out.grad_norms.total, out.skipped))
         self.pending.append((step, row, out.stats))

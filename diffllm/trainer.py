@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.failures import DataFailed, raise_together
 from diffllm.distributed.fsdp import local
-from diffllm.distributed.gradients import average_experts, average_replicated, clip_, norms
+from diffllm.distributed.gradients import finish_gradients, norms
 from diffllm.distributed.stop import Agreed, Agreement, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.errors import DataError
@@ -29,12 +30,8 @@ from diffllm.metrics.profiling import StepProfiler
 from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
 from diffllm.model.transformer import TrainOutput
-from diffllm.optim import (
-    learning_rate,
-    set_learning_rate,
-    step_unless,
-)
-from diffllm.recorder import Recorder, StepOutput
+from diffllm.optim import learning_rate, update
+from diffllm.recorder import Recorder, StepResult
 from diffllm.state import LoopState, save
 
 NOTHING = Due()
@@ -49,82 +46,100 @@ OVER_TARGETS = ("nll", "train/z_loss")
 """Losses that are means over targets; the others are over tokens."""
 
 
-def train_step(
-    t: Training, batches: Iterator[tuple[Tensor, Tensor]], step: int, due: Due = NOTHING
-) -> StepOutput:
-    """One optimizer step over the global batch, unless the guard skips it; no host synchronisation.
+def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTHING) -> StepResult:
+    """Make one optimizer step over the global batch, unless the guard skips it.
+
+    The host does not wait for the device. Every rank must call this.
 
     Args:
-        batches: this rank's micro-batches, (inputs, targets) each (b, T) int64.
-        step: from 0; decides the learning rate.
+        batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
+        step: optimizer steps made so far; decides the learning rate.
         due: the statistics to take in this step.
     """
-    cfg, count = t.cfg, t.cfg.micro_batches(dist.get_world_size())[1]
-    tokens = cfg.global_batch_size * cfg.seq_len
-    counted = None
+    cfg, mesh, counted = t.cfg, t.meshes.dense, None
     if t.ignores_targets:
-        step_batches = list(islice(batches, count))
-        batches, counted = iter(step_batches), counted_targets(step_batches, t.device)
+        own = list(islice(batches, t.micro_batches))
+        batches, counted = iter(own), count_targets(own, t.device)
+    done = forward_backward(t, batches, due, probe(t, step, due), counted)
+    dist.all_reduce(done.losses)
+    means = mean_losses(done, t.tokens, counted)
+    grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
+    skipped = t.guard.judge(means["nll"], grad_norms.total)
+    if mesh.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
+        dist.all_reduce(skipped, dist.ReduceOp.MAX)
+    before = [local(p).detach().clone() for p in t.params.values()] if due.update else None
+    update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
+    t.weights.changed()
+    t.optimizer.zero_grad(set_to_none=True)
+    stats = reduce_stats(done.stats, t.micro_batches)
+    if done.routed is not None:
+        dist.all_reduce(done.routed)
+        t.model.rebalance(done.routed, skipped)
+        if due.statistics:
+            stats |= {**expert_load(done.routed), "router_bias_range": t.model.router_bias_range()}
+    update_norm = None
+    if before is not None:
+        torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
+        update_norm = norms(t.params, before, mesh).total
+    share = None if counted is None else counted / t.tokens
+    losses = weighted_losses(cfg, means)
+    return StepResult(means["nll"], losses, skipped, grad_norms, update_norm, stats, share)
+
+
+class Passed(NamedTuple):
+    """Sums over a rank's micro-batches of one step, on the device."""
+
+    names: tuple[str, ...]
+    """Names of the losses."""
+    losses: Tensor
+    """Sum of each loss, (n,) float32."""
+    routed: Tensor | None
+    """Tokens that each expert got, (L, E) int64; None without experts."""
+    stats: Stats
+    """The statistics that are due, merged."""
+
+
+def forward_backward(
+    t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counted: Tensor | None
+) -> Passed:
+    """Run both passes of this rank's micro-batches; gradients are added up in the parameters.
+
+    Args:
+        probe: query positions of explicit maps, (N,) int64 on the device; None without a probe.
+        counted: targets of the global batch that the loss is a mean over; None for all.
+    """
     losses = torch.zeros((), device=t.device)
-    counts = torch.zeros((), dtype=torch.int64, device=t.device)
+    routed = torch.zeros((), dtype=torch.int64, device=t.device)
     stats: Stats = {}
-    probe = None
-    compiled: bool = t.choices["compile"].value
-    if due.probes or (due.diagnose and compiled):  # one compiled graph measures all there is
-        probe = probe_positions(cfg.diagnostics, cfg.seq_len, cfg.seed, step)
-        probe = None if probe is None else moved(probe, t.device)
-    for i in range(count):
+    for i in range(t.micro_batches):
         batch = next(batches)
         documents = t.documents(batch[0])
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
-        t.weights.begin_micro_batch(last=i == count - 1)
+        t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
-        scaled(cfg, out, counted).backward()
-        parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
-        if out.routed:
-            parts["train/balance_loss"] = out.routed.balance
-            parts["train/router_z_loss"] = out.routed.z
+        scaled(t.cfg, out, counted).backward()
+        parts = loss_parts(out)
         losses = losses + torch.stack(list(parts.values())).detach()
-        counts = counts + out.routed.counts if out.routed else counts
+        routed = routed + out.routed.counts if out.routed else routed
         stats = merge(stats, due.chosen(out.stats))
-    dist.all_reduce(losses)
-    over = tokens if counted is None else divisors(parts, counted, tokens)
-    means = dict(zip(parts, (losses / over).unbind(), strict=True))
-    nll = means["nll"]
-    average_replicated(t.params.values())
-    average_experts(t.params.values())
-    trained = {name: p for name, p in t.params.items() if p.grad is not None}
-    grads = [local(p.grad) for p in trained.values() if p.grad is not None]
-    grad_norms = norms(trained, grads, t.meshes.dense)
-    if cfg.optim.clip_norm:
-        clip_(grads, grad_norms.total, cfg.optim.clip_norm)
-    skipped = t.guard.judge(nll, grad_norms.total)
-    if t.meshes.dense.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
-        dist.all_reduce(skipped, dist.ReduceOp.MAX)
-    before = [local(p).detach().clone() for p in t.params.values()] if due.update else None
-    set_learning_rate(t.optimizer, learning_rate(cfg.optim, step, cfg.steps))
-    step_unless(t.optimizer, skipped)
-    t.weights.changed()
-    t.optimizer.zero_grad(set_to_none=True)
-    stats = reduce_stats(stats, count)
-    if out.routed:
-        dist.all_reduce(counts)
-        t.model.rebalance(counts, skipped)
-        if due.statistics:
-            stats |= {**expert_load(counts), "router_bias_range": t.model.router_bias_range()}
-    update_norm = None
-    if before:
-        torch._foreach_sub_(before, [local(p).detach() for p in t.params.values()])
-        update_norm = norms(t.params, before, t.meshes.dense).total
-    share = None if counted is None else counted / tokens
-    return StepOutput(
-        nll, weighted_losses(cfg, means), skipped, grad_norms, update_norm, stats, share
-    )
+    return Passed(tuple(parts), losses, routed if out.routed else None, stats)
 
 
-def counted_targets(batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """Count the targets of the global batch that are not ignored, those that are not negative: an
-    int64 scalar on the device, at least 1. Every rank calls it, with its micro-batches of a step.
+def probe(t: Training, step: int, due: Due) -> Tensor | None:
+    """Draw the query positions of a probe, (N,) int64 on the device; None if none is due.
+
+    A compiled model also probes when only statistics are due, so that one graph serves both.
+    """
+    if not (due.probes or (due.diagnose and t.compiled)):
+        return None
+    positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
+    return None if positions is None else moved(positions, t.device)
+
+
+def count_targets(batches: Iterable[Batch], device: torch.device) -> Tensor:
+    """Count the targets of the global batch that are not negative: an int64 scalar, at least 1.
+
+    Every rank must call this, with its micro-batches of one step.
     """
     own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
     counted = moved(own, device)
@@ -133,11 +148,11 @@ def counted_targets(batches: Iterable[tuple[Tensor, Tensor]], device: torch.devi
 
 
 def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """The part of a micro-batch in the objective of a step, whose gradients ranks average.
+    """Return a micro-batch's part of the step's objective, whose gradients ranks average.
 
     Args:
-        counted: targets of the global batch that the loss is a mean over; None where all are. The
-            router's losses are means over all tokens, for all of them are routed.
+        counted: targets of the global batch that the loss is a mean over; None for all. The
+            router's losses are means over all tokens, because all of them are routed.
     """
     over_tokens = dist.get_world_size() / (cfg.global_batch_size * cfg.seq_len)
     if counted is None:
@@ -151,17 +166,29 @@ def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor
     return objective
 
 
-def divisors(parts: Iterable[str], counted: Tensor, tokens: int) -> Tensor:
-    """A step's sums of losses divided by this are means; `scaled` divides by it."""
-    whole = torch.full_like(counted, tokens)
-    return torch.stack([counted if name in OVER_TARGETS else whole for name in parts])
+def loss_parts(out: TrainOutput) -> dict[str, Tensor]:
+    """Return the unweighted losses of a micro-batch by name, each a sum."""
+    parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
+    if out.routed:
+        parts["train/balance_loss"] = out.routed.balance
+        parts["train/router_z_loss"] = out.routed.z
+    return parts
+
+
+def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, Tensor]:
+    """Return the mean losses of the global batch by name, from sums over all ranks."""
+    over: Tensor | int = tokens
+    if counted is not None:
+        whole = torch.full_like(counted, tokens)
+        over = torch.stack([counted if name in OVER_TARGETS else whole for name in done.names])
+    return dict(zip(done.names, (done.losses / over).unbind(), strict=True))
 
 
 def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The terms of the objective besides the cross-entropy, by metric name, times their weights.
+    """Return the weighted terms of the objective besides the cross-entropy, by metric name.
 
     Args:
-        means: unweighted scalars by metric name; those of the router only where there are experts.
+        means: unweighted scalars by metric name; those of the router only with experts.
     """
     weights = {
         "train/z_loss": cfg.model.z_loss,

@@ -13,6 +13,36 @@ from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.fsdp import local
 
 
+class Norms(NamedTuple):
+    """L2 norms of whole tensors, equal on every rank and on the device."""
+
+    names: list[str]
+    squares: Tensor
+    """Squared norm of each tensor, (n,) float64."""
+    total: Tensor
+    """Norm of all tensors together, a float32 scalar."""
+
+
+def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
+    """Average the gradients that FSDP2 does not average, and clip; return the norms before that.
+
+    The host does not wait for the device. Every rank must call this.
+
+    Args:
+        params: DTensors and replicated tensors by name, with gradients or None.
+        mesh: that of dense parameters.
+        clip_norm: the largest global norm; 0 turns clipping off.
+    """
+    average_replicated(params.values())
+    average_experts(params.values())
+    trained = {name: p for name, p in params.items() if p.grad is not None}
+    grads = [local(p.grad) for p in trained.values() if p.grad is not None]
+    found = norms(trained, grads, mesh)
+    if clip_norm:
+        clip_(grads, found.total, clip_norm)
+    return found
+
+
 def average_replicated(params: Iterable[Tensor]) -> None:
     """Average the gradients of replicated parameters over all ranks, in one packed collective."""
     grads = [p.grad for p in params if p.grad is not None and not isinstance(p.grad, DTensor)]
@@ -30,22 +60,11 @@ def average_experts(params: Iterable[Tensor]) -> None:
 
     Each got the tokens of all those ranks, so FSDP's average is of sums over them.
     """
+    if dist.get_world_size() == 1:
+        return
     for param in params:
         if param.grad is not None and (ranks := expert_ranks(param)) > 1:
             local(param.grad).div_(ranks)
-
-
-class Norms(NamedTuple):
-    """Squared L2 norms of whole tensors, equal on every rank."""
-
-    names: list[str]
-    squares: Tensor
-    """(n,) float64, on the device."""
-
-    @property
-    def total(self) -> Tensor:
-        """L2 norm of all tensors together, a float32 scalar."""
-        return self.squares.sum().sqrt().float()
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
@@ -63,7 +82,7 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     shards = mesh.get_group("fsdp")
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(squares[: len(sharded)], group=shards)
-    return Norms(names, squares)
+    return Norms(names, squares, squares.sum().sqrt().float())
 
 
 def clip_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
