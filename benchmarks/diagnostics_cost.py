@@ -24,8 +24,9 @@ from steps import micro_batches
 
 from diffllm.build import Training, build
 from diffllm.config import load_config
-from diffllm.diagnostics import Due, named_values
+from diffllm.diagnostics import named_values
 from diffllm.recorder import grad_norm_by_group
+from diffllm.schedule import Due
 from diffllm.trainer import train_step
 
 KINDS = {

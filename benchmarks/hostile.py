@@ -88,7 +88,7 @@ def imports() -> None:
     import torch._dynamo
 
     import diffllm.report.page
-    import diffllm.run.start
+    import diffllm.tools.run
     import diffllm.tools.train
 
     with contextlib.suppress(ImportError):  # of an older checkout

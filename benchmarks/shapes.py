@@ -116,9 +116,9 @@ def flops_per_token(model: ModelConfig) -> Flops:
 
 def mfus(flops: Flops, tokens_per_s: float, device: torch.device) -> dict[str, float]:
     """Shares of the device's peak; empty where the peak is not known."""
-    peak = peak_flops(device)
-    shares = {
+    if not (peak := peak_flops(device)):
+        return {}
+    return {
         "mfu_causal": mfu(flops.causal, tokens_per_s, peak),
         "mfu_full": mfu(flops.full, tokens_per_s, peak),
     }
-    return {name: share for name, share in shares.items() if share is not None}

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from diffllm.config import load_config
     from diffllm.model import build_model
     from diffllm.run.model import load_model
-    from diffllm.run.python import train
+    from diffllm.tools.python import train
 
 __version__ = "0.1.0"
 __all__ = ["build_model", "load_config", "load_model", "train"]
@@ -16,7 +16,7 @@ _HOMES = {
     "build_model": "diffllm.model",
     "load_config": "diffllm.config",
     "load_model": "diffllm.run.model",
-    "train": "diffllm.run.python",
+    "train": "diffllm.tools.python",
 }
 
 

@@ -1,13 +1,20 @@
 """The settings that a config leaves to the device, decided before anything is built."""
 
+import contextlib
+import hashlib
+import os
+import platform
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from diffllm.config import Precision
+from diffllm.config import Precision, TrainConfig
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.dtypes import dtype_name
+from diffllm.torch_versions import CPU
 
 WORTH_COMPILING = 5e13
 """Training FLOPs of one rank above which compiling clearly saves time on a CPU."""
@@ -53,6 +60,42 @@ def chosen_compile(
     if fault := compiler_fault():
         return Choice(False, fault)
     return Choice(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs per rank")
+
+
+def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> Choice:
+    """Decide on all ranks alike whether the run compiles. Every rank must call this.
+
+    All variants of one shape get the same choice, even if their FLOPs differ.
+
+    Args:
+        kept: the choice in the checkpoint that the run resumes; None without a checkpoint.
+    """
+    model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
+    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about
+    flops = 6 * tokens * weights / dist.get_world_size()
+    if device.type == "cpu" and (cfg.compile or kept or flops >= WORTH_COMPILING):
+        keep_compiled_code()
+    choice = chosen_compile(cfg.compile, device, flops, kept)
+    everywhere = torch.tensor(int(choice.value), device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    if choice.value and not everywhere:
+        return Choice(False, "torch.compile fails on another rank")
+    return choice
+
+
+def keep_compiled_code() -> None:
+    """Let Inductor keep compiled code in the user's cache, which survives a restart of the machine.
+
+    Other users may share data.cache_dir, and Inductor runs the code that it finds. Nodes that share
+    a home directory may have different CPUs, so the code of each CPU type has its own folder.
+    """
+    # The home directory may be missing or not writable.
+    with contextlib.suppress(OSError, RuntimeError):
+        cpu = hashlib.sha256(f"{platform.machine()} {sorted(CPU.items())}".encode()).hexdigest()
+        folder = Path("~/.cache/diffllm").expanduser() / f"inductor-{cpu[:8]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def compiler_fault() -> str:

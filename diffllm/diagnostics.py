@@ -1,8 +1,8 @@
-"""The measurements of a step: when they are due, and combined over micro-batches and ranks."""
+"""The statistics of a step, combined over micro-batches and ranks."""
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,28 +36,13 @@ class DiagnosticsConfig:
     """Number of query positions of a probe, spread over the sequence and drawn anew each time."""
 
 
-class Due(NamedTuple):
-    """The measurements that are due at one step."""
-
-    statistics: bool = False
-    """Whether to take in-block statistics."""
-    probes: bool = False
-    """Whether to probe explicit maps."""
-    update: bool = False
-    """Whether to take the norm of the parameters' change; copies this rank's parameters."""
-
-    @property
-    def diagnose(self) -> bool:
-        """True if the blocks measure anything."""
-        return self.statistics or self.probes
-
-    def chosen(self, stats: Stats) -> Stats:
-        """Return those of the statistics that are due."""
-        return {
-            name: value
-            for name, value in stats.items()
-            if (self.probes if metric_of(name).probe else self.statistics)
-        }
+def chosen(stats: Stats, statistics: bool, probes: bool) -> Stats:
+    """Return the statistics that are due: in-block ones, those of probes, or both."""
+    return {
+        name: value
+        for name, value in stats.items()
+        if (probes if metric_of(name).probe else statistics)
+    }
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:

@@ -1,16 +1,17 @@
 """From device tensors of steps to lines in metrics.jsonl, wandb and the terminal.
 
-Nothing is read from the device between logged steps: a step adds its tensors to a list, which is
-read when a step is logged or saved, the scalars of all its steps in one copy.
+Nothing is read from the device between logged steps: `Record.add` keeps a step's tensors, and
+`Record.write` reads the scalars of all kept steps in one copy.
 """
 
 import contextlib
 import math
 import resource
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,186 +21,171 @@ from diffllm.build import Training
 from diffllm.diagnostics import named_values
 from diffllm.distributed.gradients import Norms
 from diffllm.metrics.display import Display, measured
-from diffllm.metrics.file import MetricsFile
 from diffllm.metrics.mfu import mfu, peak_flops
-from diffllm.metrics.table import metric_of
-from diffllm.metrics.tensorboard import EventFiles
-from diffllm.metrics.wandb_run import WandbRun
+from diffllm.metrics.sinks import Sinks
 from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
-from diffllm.spikes import SpikeMonitor
-
-T = TypeVar("T")
+from diffllm.state import LoopState
 
 
 class StepResult(NamedTuple):
-    """Device tensors of one optimizer step, equal on all ranks; nothing has waited for them."""
+    """Device tensors of one optimizer step, equal on all ranks; the host has not read them."""
 
     nll: Tensor
-    """Mean cross-entropy of the global batch, nats a token."""
+    """Mean cross-entropy of the global batch, nats per token."""
     losses: dict[str, Tensor]
     """Other terms of the objective, weighted, by metric name: `train/z_loss` and so on."""
     skipped: Tensor
-    """1.0 where the update was left out, else 0.0."""
+    """1.0 if the update was skipped, else 0.0."""
     grad_norms: Norms
     """Gradient norms of every parameter, before clipping."""
     update_norm: Tensor | None
-    """Norm of the change of all parameters, where it was asked for."""
+    """Norm of the change of all parameters; None unless it was due."""
     stats: Stats
     """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
     target_share: Tensor | None = None
-    """Share of the targets that were not ignored; None where none can be."""
+    """Share of the targets that were not ignored; None if none can be ignored."""
 
 
-class Outputs(NamedTuple):
-    """The metrics file, wandb run and event files that rank 0 writes to."""
+class Log(NamedTuple):
+    """What a logged step reports besides its result."""
 
-    file: MetricsFile
-    wandb: WandbRun
-    events: EventFiles | None = None
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Write one step's values, `step` and `tokens` among them, to all."""
-        self.file.write(line)
-        self.wandb.log(line)
-        if self.events:
-            self.events.log(line)
-
-    def close(self) -> None:
-        self.file.close()
-        if self.events:
-            self.events.close()
+    lr: float
+    param_norm: Tensor
+    """Norm of all parameters, a float32 scalar."""
+    read: dict[str, float]
+    """Metrics of the data read so far."""
+    bits_per_nat: float | None
+    """Bits per byte of text that equal a loss of 1 nat per token; None if unknown."""
+    waited_s: float
+    """Seconds that this rank has waited for data in this run."""
 
 
-class Recorder:
-    """Collects on every rank, writes on rank 0; other ranks have no `outputs`."""
+class Record:
+    """The record of a run: collects on every rank, writes on rank 0.
 
-    def __init__(
-        self, t: Training, spikes: SpikeMonitor, display: Display, outputs: Outputs | None
-    ):
-        self.device, self.steps = t.device, t.cfg.steps
-        self.tokens_per_step = t.cfg.global_batch_size * t.cfg.seq_len
+    Its first interval, of which speed is a mean, begins when it is made.
+
+    Args:
+        sinks: None on other ranks than 0.
+    """
+
+    def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
+        self.device, self.steps, self.tokens_per_step = t.device, t.cfg.steps, t.tokens
         self.flops_per_token, self.peak = t.model.flops_per_token(), peak_flops(t.device)
-        self.spikes = spikes
-        self.display, self.outputs = display, outputs
+        self.spikes, self.display, self.sinks = state.spikes, display, sinks
         self.pending: list[tuple[int, Tensor, Stats]] = []
         self.last: StepResult | None = None
-        self.line: dict[str, Any] = {}
+        self.latest: dict[str, float] = {}
         self.speeds: list[float] = []
+        self._begin_interval(state.step, 0.0)
 
-    def start(self, step: int) -> None:
-        self.display.start(step)
-        self.restart_clock(step)
-
-    def restart_clock(self, step: int) -> None:
-        self.logged_step = step
-        self.data_s = self.paused_s = 0.0
+    def _begin_interval(self, step: int, waited_s: float) -> None:
+        self.logged_step, self.waited_s, self.paused_s = step, waited_s, 0.0
         self.since = time.perf_counter()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count time as spent waiting for data, as `perf/data_ms`."""
-        start = time.perf_counter()
-        yield
-        self.data_s += time.perf_counter() - start
-
-    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that does not count as training."""
+        """Exclude the time in this context from the speed of training."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         yield
         self.paused_s += time.perf_counter() - start
 
-    def add(self, step: int, out: StepResult) -> None:
+    def add(self, step: int, result: StepResult) -> None:
         """Keep one step's device tensors."""
-        row = torch.stack((out.nll, out.grad_norms.total, out.skipped))
-        self.pending.append((step, row, out.stats))
-        self.last = out
+        row = torch.stack((result.nll, result.grad_norms.total, result.skipped))
+        self.pending.append((step, row, result.stats))
+        self.last = result
         self.display.advance(step)
 
-    def note(self, name: str, value: float) -> None:
-        self.line[name] = value
+    def write(self, step: int, values: dict[str, float], log: Log | None) -> None:
+        """Read all kept steps, count their spikes, and write their lines.
 
-    def flush(self, step: int) -> None:
-        """Read all pending steps: count spikes, write the lines that are due before `step`."""
+        Every rank must call this. Raises KeyError for a metric without a row.
+
+        Args:
+            values: measurements at this step by metric name.
+            log: given at a logged step, whose line also has training, performance and spikes.
+        """
+        line = {**values, **(log.read if log else {}), **self._read(step)}
+        if log:
+            line |= self._logged(step, log)
+        if line:
+            self._put(step, line)
+        if log:
+            self.display.show(step, line, (self.steps - step) * line["perf/step_ms"] / 1e3)
+        elif said := measured(line):
+            self.display.print(f"step {step}: {'  '.join(said)}")
+
+    def _read(self, step: int) -> dict[str, float]:
+        """Read all kept steps in one copy; write the statistics of earlier steps, and return those
+        of `step`."""
         if not self.last or not self.pending:
-            return
+            return {}
+        found: dict[str, float] = {}
         values = torch.stack([row for _, row, _ in self.pending]).tolist()
         for (at, _, stats), (nll, norm, skipped) in zip(self.pending, values, strict=True):
             self.spikes.update(nll, norm, bool(skipped))
             if skipped:
                 self.display.print(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
             if at == step:
-                self.line |= named_values(stats)
+                found = named_values(stats)
             elif stats:
-                self.write(at, named_values(stats))
+                self._put(at, named_values(stats))
         nll, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
         if self.last.target_share is not None:
             self.latest["train/target_share"] = self.last.target_share.item()
         self.pending.clear()
+        return found
 
-    def end_line(self, step: int) -> None:
-        """Write what was noted or diagnosed at a step that is not logged otherwise."""
-        self.flush(step)
-        if self.line:
-            if (said := measured(self.line)) and "train/lr" not in self.line:
-                self.display.print(f"step {step}: {'  '.join(said)}")
-            self.write(step, self.line)
-            self.line = {}
-
-    def log(self, step: int, lr: float, param_norm: Tensor, bits_a_nat: float | None) -> None:
-        """Put training, performance and spikes into this step's line; all ranks call it.
-
-        Args:
-            bits_a_nat: bits a byte of text that a loss of 1 nat a token is; None if not known.
-        """
-        self.flush(step)
+    def _logged(self, step: int, log: Log) -> dict[str, float]:
+        """Return training, performance and spikes, and begin the next interval."""
+        assert self.last is not None
+        assert self.last.update_norm is not None
         count = step - self.logged_step
         elapsed = time.perf_counter() - self.since - self.paused_s
         speed = count * self.tokens_per_step / elapsed
         self.speeds.append(speed)
-        assert self.last is not None
-        assert self.last.update_norm is not None
-        self.line |= {
+        line = {
             **self.latest,
-            "train/lr": lr,
-            "train/param_norm": param_norm.item(),
+            "train/lr": log.lr,
+            "train/param_norm": log.param_norm.item(),
             "train/update_norm": self.last.update_norm.item(),
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
-            "perf/data_ms": 1e3 * self.data_s / count,
+            "perf/data_ms": 1e3 * (log.waited_s - self.waited_s) / count,
             "perf/peak_memory_gib": peak_memory_gib(self.device),
             **self.spikes.metrics(),
         }
-        if bits_a_nat is not None:
-            self.line["train/bits_per_byte"] = bits_a_nat * self.latest["train/loss"]
-        share = mfu(self.flops_per_token, speed / dist.get_world_size(), self.peak)
-        if share is not None:
-            self.line["perf/mfu"] = share
-        self.display.show(step, self.line, (self.steps - step) * elapsed / count)
-        self.restart_clock(step)
+        if log.bits_per_nat is not None:
+            line["train/bits_per_byte"] = log.bits_per_nat * self.latest["train/loss"]
+        if self.peak:
+            share = mfu(self.flops_per_token, speed / dist.get_world_size(), self.peak)
+            line["perf/mfu"] = share
+        self._begin_interval(step, log.waited_s)
+        return line
+
+    def _put(self, step: int, values: dict[str, float]) -> None:
+        if self.sinks is not None:
+            self.sinks.write(step, step * self.tokens_per_step, values)
 
     def last_values(self) -> str:
-        """Loss and gradient norm of the last step that was read."""
+        """Return the loss and gradient norm of the last step that was read, as text."""
         loss, norm = self.latest["train/loss"], self.latest["train/grad_norm"]
         return f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """One line: step, tokens, values."""
-        if self.outputs is not None:
-            for name in values:
-                metric_of(name)  # raises for a name that has no row
-            line = {"step": step, "tokens": step * self.tokens_per_step, **values}
-            self.outputs.write(line)
+    def median_speed(self) -> float | None:
+        """Return the median of the logged speeds in tokens per second; None before the first."""
+        return statistics.median(self.speeds) if self.speeds else None
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
-    """`grad_norm/<group>` of the groups that there are."""
+    """Return `grad_norm/<group>` of each group of parameters that has gradients."""
     squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square
@@ -207,7 +193,7 @@ def grad_norm_by_group(norms: Norms) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that this process has held: on the GPU, or resident on a CPU."""
+    """Return the most memory that this process has held: on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

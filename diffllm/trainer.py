@@ -2,9 +2,9 @@
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,34 +14,29 @@ from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import Prepared, TrainLoader, heldout_batches, training_samples
-from diffllm.data.bits import bits_a_nat
 from diffllm.data.sequences import Batch
-from diffllm.diagnostics import Due, expert_load, merge, probe_positions, reduce_stats
+from diffllm.diagnostics import chosen, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.failures import DataFailed, raise_together
 from diffllm.distributed.fsdp import local
 from diffllm.distributed.gradients import finish_gradients, norms
-from diffllm.distributed.stop import Agreed, Agreement, StopRequest
+from diffllm.distributed.stop import Agreed, Agreement
 from diffllm.distributed.watch import Watch
 from diffllm.errors import DataError
 from diffllm.evaluate import heldout_loss
-from diffllm.evaluation.while_training import TasksWhileTraining
 from diffllm.metrics.profiling import StepProfiler
+from diffllm.metrics.sinks import Sinks
 from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
-from diffllm.model.transformer import TrainOutput
+from diffllm.model.transformer import TrainOutput, Transformer
 from diffllm.optim import learning_rate, update
-from diffllm.recorder import Recorder, StepResult
+from diffllm.recorder import Log, Record, StepResult
+from diffllm.schedule import Due, due
 from diffllm.state import LoopState, save
 
 NOTHING = Due()
-
-
-class SkippedTooOften(Exception):
-    """So many updates in a row were skipped that the run has diverged; it is saved, and the
-    argument says how many. Every rank raises it at the same step."""
-
-
+Tasks = Callable[[Transformer], dict[str, float]]
+"""Measures a model on tasks and returns values by metric name. Every rank must call it."""
 OVER_TARGETS = ("nll", "train/z_loss")
 """Losses that are means over targets; the others are over tokens."""
 
@@ -121,7 +116,7 @@ def forward_backward(
         parts = loss_parts(out)
         losses = losses + torch.stack(list(parts.values())).detach()
         routed = routed + out.routed.counts if out.routed else routed
-        stats = merge(stats, due.chosen(out.stats))
+        stats = merge(stats, chosen(out.stats, due.statistics, due.probes))
     return Passed(tuple(parts), losses, routed if out.routed else None, stats)
 
 
@@ -198,119 +193,118 @@ def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Ten
     return {name: w * means[name] for name, w in weights.items() if w and name in means}
 
 
-def every(interval: int, step: int) -> bool:
-    """Whether something with this interval is due after `step` steps; 0 is never."""
-    return interval > 0 and step % interval == 0
+class Outputs(NamedTuple):
+    """Where a run writes."""
+
+    sinks: Sinks | None
+    """None on other ranks than 0."""
+    checkpoints: Checkpointer
+    profiler: StepProfiler
 
 
-def due(cfg: TrainConfig, step: int) -> Due:
-    """The statistics that are due in the step with which `step` steps are made."""
-    return Due(
-        statistics=every(cfg.diagnostics.interval, step),
-        probes=every(cfg.diagnostics.probe_interval, step),
-        update=logged(cfg, step),
-    )
+class Trained(NamedTuple):
+    """How training ended."""
 
-
-def logged(cfg: TrainConfig, step: int) -> bool:
-    """Whether a line is due after `step` steps: the first and the last always are."""
-    return every(cfg.log_interval, step) or step in (1, cfg.steps)
+    stopped: signal.Signals | None
+    """The signal that stopped it before the last step."""
+    diverged: str | None
+    """Why it counts as diverged."""
+    speed: float | None
+    """Median of the logged speeds in tokens per second."""
 
 
 def train(
     t: Training,
     state: LoopState,
     data: Prepared,
-    recorder: Recorder,
-    checkpointer: Checkpointer,
-    profiler: StepProfiler,
-    stop: StopRequest,
-    watch: Watch,
-    tasks: TasksWhileTraining | None = None,
-) -> signal.Signals | None:
-    """Train until cfg.steps, or until a signal, which is returned.
+    here: Any,
+    out: Outputs,
+    tasks: Tasks | None = None,
+) -> Trained:
+    """Train until cfg.steps, a signal, divergence, or data that cannot be read.
 
-    The last step is evaluated, by `tasks` too, and saved whatever the intervals; the step at which
-    the ranks agree on a signal is saved. Raises SkippedTooOften where the run has diverged, and
-    DataFailed where a rank cannot read what comes next, after saving.
+    However it ends, the last step is saved. Raises DataFailed on every rank if one of them cannot
+    read its next batch, after saving.
     """
-    cfg, began = t.cfg, time.perf_counter() - state.seconds
+    cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
-    batches = iter(loader)
-    recorder.start(state.step)
-    agreement = Agreement(stop, cfg.distributed.timeout)
-    stop.defer()
-    stopping: signal.Signals | None = None
-    unmeasured: DataFailed | None = None
-    failed, stuck = False, 0
-
-    def exchange() -> Agreed:
-        """Read ahead as far as it takes all ranks to hear of what cannot be read."""
-        error = read_ahead(1 + agreement.delay)
-        return agreement.all_reduce_flags(save=checkpointer.due(), failed=error is not None)
-
-    def read_ahead(steps: int) -> DataError | None:
-        """Read what so many steps take, unless the run ends before."""
-        with recorder.waiting(), watch.waiting("a batch of the data loader"):
-            return loader.read_ahead(min(steps, cfg.steps - state.step))
-
-    raise_together(read_ahead(1))
-    if agreement.delay:
-        exchange()
-    while state.step < cfg.steps and not (stopping or stuck or failed):
+    here.display.start(state.step)
+    record = Record(t, state, here.display, out.sinks)
+    agreement = Agreement(here.stop, cfg.distributed.timeout)
+    here.stop.defer()
+    raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))
+    if agreement.delay:  # flags of this exchange are heard one step later
+        exchange(agreement, out.checkpoints, loader, cfg.steps - state.step, watch)
+    agreed, failure, diverged = Agreed(None, False, False), None, None
+    while state.step < cfg.steps and not (agreed.stopping or agreed.failed or failure or diverged):
         step = state.step + 1
+        now = due(cfg, step)
         watch.reached(f"step {step}")
-        with profiler.step(step):
-            out = train_step(t, batches, state.step, due(cfg, step))
-        recorder.add(step, out)
-        state.step, last = step, step == cfg.steps
-        stopping, timed, failed = exchange()
-        if every(cfg.distributed.check_interval, step):
+        with out.profiler.step(step):
+            result = train_step(t, loader, state.step, now)
+        record.add(step, result)
+        state.step = step
+        agreed = exchange(agreement, out.checkpoints, loader, cfg.steps - step, watch)
+        if now.check:
             check_tensors(t.tensors(), t.meshes.dense.size(1))
-        if every(cfg.eval.interval, step) or last:
-            try:
-                with recorder.paused():
-                    for name, value in evaluations(t, data).items():
-                        recorder.note(name, value)
-            except DataFailed as error:
-                unmeasured, failed = error, True
-        if tasks and (every(cfg.eval.suites_interval, step) or last):
-            with recorder.paused():
-                for name, value in tasks.measure(t.model).items():
-                    recorder.note(name, value)
-                t.weights.reshard()
-        if logged(cfg, step):
-            read = loader.consumed()
-            for name, value in read.items():
-                recorder.note(name, value)
-            params = [local(p).detach() for p in t.params.values()]
-            lr = learning_rate(cfg.optim, step - 1, cfg.steps)
-            param_norm = norms(t.params, params, t.meshes.dense).total
-            recorder.log(step, lr, param_norm, bits_a_nat(data, read))
-            if state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
-                stuck = state.spikes.longest_skip
-                state.spikes.forget_skips()
-        final = bool(last or stopping or stuck or failed)
-        saving = timed or every(cfg.checkpoint.steps, step) or final
-        if saving or recorder.line:
-            recorder.end_line(step)
-        if saving:
+        values: dict[str, float] = {}
+        if now.sample or now.tasks:
+            with record.paused():
+                values, failure = measure(t, data, tasks, now)
+        log = to_log(t, loader, data, step) if now.log else None
+        ends = bool(now.last or agreed.stopping or agreed.failed or failure)
+        saves = ends or now.save or agreed.save
+        if values or log or saves:  # a checkpoint holds the spike counts up to its step
+            record.write(step, values, log)
+        if log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
+            skips = state.spikes.longest_skip
+            diverged = f"{skips} updates in a row were skipped ({record.last_values()})"
+            state.spikes.forget_skips()
+        if saves or diverged:
             state.data, state.seconds = loader.state_dict(), time.perf_counter() - began
-            with recorder.paused():
-                save(t, state, checkpointer, final)
-    profiler.close()
+            with record.paused():
+                save(t, state, out.checkpoints, final=bool(ends or diverged))
+    out.profiler.close()
     watch.reached(f"the end, after step {state.step}")
     loader.close()
     agreement.close()
-    checkpointer.close()
-    if failed:
-        saved = f"; stopped after step {state.step}, saved"
-        if unmeasured:
-            raise DataFailed(f"{unmeasured}{saved}")
+    out.checkpoints.close()
+    saved = f"; stopped after step {state.step}, saved"
+    if failure:
+        raise DataFailed(f"{failure}{saved}")
+    if agreed.failed:
         raise_together(loader.failed, saved)
-    if stuck:
-        raise SkippedTooOften(f"{stuck} updates in a row were skipped ({recorder.last_values()})")
-    return stopping if state.step < cfg.steps else None
+    stopped = None if diverged or state.step == cfg.steps else agreed.stopping
+    return Trained(stopped, diverged, record.median_speed())
+
+
+def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | None:
+    """Read the batches of the next steps; return the error if one cannot be read."""
+    with watch.waiting("a batch of the data loader"):
+        return loader.read_ahead(steps)
+
+
+def exchange(
+    agreement: Agreement, checkpoints: Checkpointer, loader: TrainLoader, left: int, watch: Watch
+) -> Agreed:
+    """Read ahead, and agree with the other ranks on stopping, saving and failing.
+
+    A failure to read is heard `agreement.delay` steps later, so read that many steps further.
+
+    Args:
+        left: the steps that are left to train.
+    """
+    error = read_ahead(loader, min(1 + agreement.delay, left), watch)
+    return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)
+
+
+def to_log(t: Training, loader: TrainLoader, data: Prepared, step: int) -> Log:
+    """Collect what a logged step reports besides its result. Every rank must call this."""
+    read = loader.consumed()
+    params = [local(p).detach() for p in t.params.values()]
+    lr = learning_rate(t.cfg.optim, step - 1, t.cfg.steps)
+    param_norm = norms(t.params, params, t.meshes.dense).total
+    return Log(lr, param_norm, read, data.bits_per_nat(read), loader.waited_s)
 
 
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
@@ -332,10 +326,32 @@ def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoade
     return loader
 
 
-def evaluations(t: Training, data: Prepared) -> dict[str, float]:
-    """`eval/loss` of the held-out sample, `eval.sequences`, in nats a token, and in bits a byte of
-    text where that is known; for a mixture also of each source, `eval/loss/<source>`, of as many
-    sequences together. Every rank calls it."""
+def measure(
+    t: Training, data: Prepared, tasks: Tasks | None, due: Due
+) -> tuple[dict[str, float], DataFailed | None]:
+    """Measure the model on the held-out sample and on tasks, as far as they are due.
+
+    Every rank must call this. Returns values by metric name, and the error, the same on every rank,
+    if one of them cannot read its part of the sample.
+    """
+    values, failure = {}, None
+    if due.sample:
+        try:
+            values = sample_losses(t, data)
+        except DataFailed as error:
+            failure = error
+    if due.tasks and tasks:
+        values |= tasks(t.model)
+        t.weights.reshard()
+    return values, failure
+
+
+def sample_losses(t: Training, data: Prepared) -> dict[str, float]:
+    """Compute `eval/loss` of the held-out sample in nats per token, and `eval/bits_per_byte` if the
+    text is known; of a mixture also those of each source. Every rank must call this.
+
+    The samples of all sources together have `eval.sequences` sequences.
+    """
     found = {}
     for name, part, sequences in heldout_samples(t.cfg, data):
         end = f"/{name}" if name else ""

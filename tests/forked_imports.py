@@ -10,8 +10,6 @@ import parsed_yaml  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401
 
-import diffllm.run.start
-import diffllm.tools  # noqa: F401
 from diffllm.config import load_config
 
 load_config(["model=tiny"])  # Hydra looks for its plugins, and its parser learns the grammar

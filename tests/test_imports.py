@@ -23,9 +23,10 @@ FLOORS = (
     ("checkpoint", "diagnostics"),
     ("config",),
     ("evaluation",),
-    ("choices", "report"),
+    ("choices", "report", "schedule"),
     ("build",),
-    ("recorder", "state"),
+    ("state",),
+    ("recorder",),
     ("trainer",),
     ("plan", "run"),
     ("interop", "sweep"),
@@ -93,12 +94,12 @@ from ..distributed import mesh
 from .attention.base import Attention
 def f():
     from diffllm.trainer import build
-    importlib.import_module("diffllm.metrics.file")
+    importlib.import_module("diffllm.metrics.sinks")
 """
     assert sorted(imported(source, "diffllm.model")) == [
         "diffllm.data",
         "diffllm.distributed.mesh",
-        "diffllm.metrics.file",
+        "diffllm.metrics.sinks",
         "diffllm.model.attention.base.Attention",
         "diffllm.model.sibling",
         "diffllm.model.x",

@@ -13,7 +13,7 @@ import pytest
 from disks import small_disk
 
 from diffllm.errors import CheckpointError
-from diffllm.metrics.file import MetricsFile
+from diffllm.metrics.sinks import MetricsFile
 
 
 def strict(text: str) -> Any:
@@ -159,7 +159,7 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
 
 def test_lines_that_no_longer_fit_are_named_at_the_end(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("diffllm.metrics.file.to_stderr", said.append)
+    monkeypatch.setattr("diffllm.metrics.sinks.to_stderr", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

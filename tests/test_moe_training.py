@@ -10,8 +10,8 @@ from tiers import slow_but
 
 from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
+from diffllm.schedule import Due
 from diffllm.trainer import train_step
 
 CPU = torch.device("cpu")

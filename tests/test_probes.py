@@ -13,13 +13,19 @@ from tiers import families, slow_but
 from diffllm import build_model, load_config
 from diffllm.bounds import check_bounds
 from diffllm.config.compose import variants
-from diffllm.diagnostics import DiagnosticsConfig, Due, named_values, probe_positions, reduce_stats
+from diffllm.diagnostics import (
+    DiagnosticsConfig,
+    chosen,
+    named_values,
+    probe_positions,
+    reduce_stats,
+)
 from diffllm.errors import ConfigError
 from diffllm.metrics.table import METRICS
 from diffllm.model.documents import Documents
 from diffllm.model.probes import entropy, probe_at, probe_stats
 from diffllm.model.rope import apply_rope
-from diffllm.trainer import due
+from diffllm.schedule import Due, due
 
 LENGTH, END = 12, 7
 POSITIONS = torch.tensor([1, 4, 10])
@@ -209,22 +215,37 @@ def test_lambda_is_named_by_head_and_layer():
 def test_only_what_is_due_is_kept():
     model, tokens = tiny("diff_v2"), rows()
     stats = model(tokens, tokens, diagnose=True, probe=POSITIONS).stats
-    assert set(Due(probes=True).chosen(stats)) == PROBED
-    assert set(Due(statistics=True).chosen(stats)) == set(stats) - PROBED
-    assert Due(True, True).chosen(stats).keys() == stats.keys()
-    assert Due(update=True).chosen(stats) == {}
+    assert set(chosen(stats, statistics=False, probes=True)) == PROBED
+    assert set(chosen(stats, statistics=True, probes=False)) == set(stats) - PROBED
+    assert chosen(stats, statistics=True, probes=True).keys() == stats.keys()
+    assert chosen(stats, statistics=False, probes=False) == {}
     assert not Due(update=True).diagnose
 
 
 def test_each_measurement_is_due_at_its_own_interval():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
-    cfg = load_config(["model=tiny", "optim.warmup_steps=1", *words])
+    words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
+    words += ["distributed.check_interval=5"]
+    cfg = load_config(["model=tiny", "optim.warmup_steps=1", "eval.suites=[mqar]", *words])
     steps = {step: due(cfg, step) for step in range(1, 15)}
-    assert [step for step, what in steps.items() if what.statistics] == [3, 6, 9, 12]
-    assert [step for step, what in steps.items() if what.probes] == [6, 12]
-    assert [step for step, what in steps.items() if what.update] == [1, 4, 8, 12, 14]
+    assert {
+        name: [step for step, now in steps.items() if getattr(now, name)] for name in Due._fields
+    } == {
+        "statistics": [3, 6, 9, 12],
+        "probes": [6, 12],
+        "update": [1, 4, 8, 12, 14],
+        "log": [1, 4, 8, 12, 14],
+        "check": [5, 10],
+        "sample": [7, 14],
+        "tasks": [10, 14],
+        "save": [9, 14],
+        "last": [14],
+    }
     cfg.diagnostics.interval = cfg.diagnostics.probe_interval = 0
-    assert not any(due(cfg, step).diagnose for step in steps)
+    cfg.eval.suites, cfg.checkpoint.interval = [], "30min"
+    steps = {step: due(cfg, step) for step in range(1, 15)}
+    assert not any(now.diagnose or now.tasks for now in steps.values())
+    assert [step for step, now in steps.items() if now.save] == [14]
 
 
 def test_a_sink_that_takes_everything_leaves_no_entropy():

@@ -13,9 +13,9 @@ from tiers import slow_but
 from diffllm.bounds import check_bounds
 from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.diagnostics import Due
 from diffllm.errors import ConfigError
 from diffllm.optim import Guard, ProtectionConfig, SkipStep
+from diffllm.schedule import Due
 from diffllm.spikes import SpikeMonitor
 from diffllm.trainer import train_step
 

@@ -20,7 +20,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files.records import read_summary
 from diffllm.run.continuation import resume_checkpoint
-from diffllm.run.directory import RunDirectory, choose_path, claim
+from diffllm.run.directory import RunDirectory, choose_path, claim_directory
 
 VARIANTS = variants()
 
@@ -107,9 +107,9 @@ def test_runs_without_a_name_that_start_in_one_second_are_apart(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
     cfg = load_config(["model=tiny", "attention=gated"])
-    held = [claim(cfg), claim(cfg)]
+    held = [claim_directory(cfg), claim_directory(cfg)]
     held[0].lock.release()
-    held.append(claim(cfg))
+    held.append(claim_directory(cfg))
     names = [directory.path.name for directory in held]
     assert names == ["tiny-gated-now", "tiny-gated-now-2", "tiny-gated-now-3"]
 

@@ -31,7 +31,7 @@ def on_event(frame, event, argument):
         traced = frame.f_locals["place"] == "step 4"
     if event == "call" and traced:
         calls.append((str(file), code.co_name))
-    if event == "return" and (file.name, code.co_name) == ("file.py", "write"):
+    if event == "return" and (file.name, code.co_name) == ("sinks.py", "write"):
         traced = False
 
 cfg = diffllm.load_config(sys.argv[1:])

@@ -80,7 +80,7 @@ class Checkpointer:
         self.directory, self.cfg = directory, cfg
         self.run = identity(directory.parent)
         self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
-        self.since = monotonic()
+        self.seconds, self.since = cfg.seconds, monotonic()
         # Collectives in the background must not meet the training's on one group.
         self.group = dist.new_group(backend="gloo")
         in_background(self.group)
@@ -128,8 +128,7 @@ class Checkpointer:
 
         It is said once; with that, and with every save, the next interval begins.
         """
-        interval = self.cfg.seconds
-        if self.rank > 0 or interval is None or monotonic() - self.since < interval:
+        if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
         self.since = monotonic()
         return True

@@ -7,6 +7,7 @@ import atexit
 import itertools
 import signal
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -140,7 +141,9 @@ class TrainLoader:
         self._micro_steps = global_batch_size // (micro_batch_size * world_size)
         self._ahead: deque[Batch] = deque()
         self.failed: DataError | None = None
-        """The error that keeps what comes next from being read."""
+        """The error of the next batch, which cannot be read."""
+        self.waited_s = 0.0
+        """Seconds spent in `read_ahead`."""
         # Workers ignore SIGTERM, so at exit they have to be told to leave.
         atexit.register(self.close)
 
@@ -157,13 +160,15 @@ class TrainLoader:
         return self._ahead.popleft()
 
     def read_ahead(self, steps: int) -> DataError | None:
-        """Read what the next steps take, so far as it has not been read; return the error that
-        keeps it from being read."""
+        """Read the batches of the next steps that have not been read; return the error if one
+        cannot be read."""
+        begun = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:
             try:
                 self._ahead.append(self._read())
             except DataError as error:
                 self.failed = error
+        self.waited_s += time.perf_counter() - begun
         return self.failed
 
     def _read(self) -> Batch:

@@ -1,6 +1,6 @@
 """Tasks of a model while it is trained: shares of right answers, at an interval."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,21 +46,29 @@ def wanted(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
     return {each: own.get(each.name, levels) for each, levels in found.items()}
 
 
-class TasksWhileTraining:
-    """The questions of a run's tasks, always the same, made once.
+def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], Tasks] | None":
+    """Check eval.suites, and return the maker of its tasks; None without tasks.
 
-    Raises ConfigError where a task does not fit the run.
+    The maker raises ConfigError for a task that does not fit the run.
     """
+    found = wanted(cfg)
+    return (lambda tokenizer: Tasks(cfg, found, tokenizer)) if found else None
 
-    def __init__(self, cfg: TrainConfig, tokenizer: Tokenizer):
+
+class Tasks:
+    """The questions of a run's tasks, always the same, made once."""
+
+    def __init__(
+        self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
+    ):
         self.asked: list[tuple[str, list[tuple[int, Example, Question]], list[str]]] = []
-        for each, levels in wanted(cfg).items():
+        for each, levels in found.items():
             asked = Asked(limit=cfg.eval.suites_limit, levels={each.name: levels})
             settings = each.examples(asked, tokenizer, cfg.seq_len)
             made = questions(each.task, settings, tokenizer, cfg.seq_len)
             self.asked.append((each.name, made, [short(level) for level in settings["levels"]]))
 
-    def measure(self, model: Any) -> dict[str, float]:
+    def __call__(self, model: Any) -> dict[str, float]:
         """Return `tasks/<name>`, the share of right answers by likelihood, `tasks/<name>/<level>`
         of one level alone, and `tasks_generated/<name>`; every rank calls it."""
         model.eval()

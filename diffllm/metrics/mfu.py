@@ -52,6 +52,6 @@ def plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def mfu(flops_per_token: float, tokens_per_s_per_device: float, peak: float | None) -> float | None:
-    """Share of the peak, or None for an unknown device."""
-    return None if peak is None else flops_per_token * tokens_per_s_per_device / peak
+def mfu(flops_per_token: float, tokens_per_s_per_device: float, peak: float) -> float:
+    """Return the share of the peak in FLOP/s."""
+    return flops_per_token * tokens_per_s_per_device / peak

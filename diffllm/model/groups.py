@@ -1,10 +1,13 @@
 """The part of a model that a parameter belongs to, told from its name."""
 
+from functools import cache
+
 ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
 OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
 GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
+@cache
 def group_of(name: str) -> str:
     """Return the group of a parameter name such as `layers.3.attention.wq.weight`."""
     parts = name.split(".")

@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffllm.build import Training, allocated, sharded_model
 from diffllm.config import Precision, TrainConfig
-from diffllm.diagnostics import Due
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
 from diffllm.model.attention.ops import Backend
@@ -28,6 +27,7 @@ from diffllm.plan.kernels import gpu_kernels
 from diffllm.plan.memory import Kind, Peak
 from diffllm.plan.observer import Observer
 from diffllm.plan.traffic import Call
+from diffllm.schedule import Due
 from diffllm.trainer import train_step
 
 CPU = torch.device("cpu")

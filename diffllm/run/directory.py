@@ -87,9 +87,15 @@ class RunDirectory:
         """Return the summary of the run if it has ended; None if there is something left to do."""
         return ending(self.path, self.cfg)
 
-    def begin(self, tokenizer: Path, step: int = 0) -> None:
-        """Begin the run, or go on after `step`: note changes, write config.yaml and the tokenizer,
-        drop checkpoints never completed. Raises CheckpointError if a file cannot be written."""
+    def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
+        """Begin the run, or resume it after `step`: note changes, write config.yaml and the
+        tokenizer, delete incomplete checkpoints. Raises CheckpointError for a file that cannot be
+        written.
+
+        Args:
+            changes: changes of the order of data; those of the config are known.
+        """
+        self.changes |= changes or {}
         if self.changes:  # first: once config.yaml is new, nothing would tell of them
             self._note_changes(step)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
@@ -206,7 +212,7 @@ def fresh(path: Path) -> Path:
     return next(p for name in names if not os.path.lexists(p := path.with_name(name)))
 
 
-def claim(cfg: TrainConfig) -> RunDirectory:
+def claim_directory(cfg: TrainConfig) -> RunDirectory:
     """Hold the directory of a run; raises ConfigError as RunDirectory does.
 
     A run without a name takes a fresh one, also where another starts in the same second.

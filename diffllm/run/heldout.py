@@ -7,23 +7,23 @@ import torch
 import torch.distributed as dist
 
 from diffllm.build import Training
-from diffllm.data import heldout_documents
+from diffllm.data import Prepared, heldout_documents
 from diffllm.distributed.failures import raise_together, together
 from diffllm.distributed.stop import Agreement
 from diffllm.evaluate import DocumentSums, read
 from diffllm.heldout import DocumentLosses
-from diffllm.run.session import Session
+from diffllm.run.process import Process
 
 
 def measure_documents(
-    session: Session, t: Training
+    t: Training, data: Prepared, here: Process
 ) -> tuple[DocumentLosses | None, signal.Signals | None]:
     """Compute the loss of each of `eval.tokens` held-out documents with targets.
 
     Every rank must call this, after the last step. Returns the losses, or None and the signal that
     stopped all ranks at one batch. Raises DataFailed on every rank if one cannot read its part.
     """
-    cfg, data, watch = t.cfg, session.data, session.watch
+    cfg, watch = t.cfg, here.watch
     rank, world_size = dist.get_rank(), dist.get_world_size()
     watch.reached("the choice of held-out documents")
     eos_id, whole = data.manifest.eos_id, cfg.data.whole_documents
@@ -36,7 +36,7 @@ def measure_documents(
     zeros = torch.zeros(shape[::-1], dtype=torch.int64)
     empty, failure = (zeros, zeros - 1, zeros), None
     sums = DocumentSums(t.model, len(chosen), t.device, t.documents)
-    agreement = Agreement(session.stop, cfg.distributed.timeout)
+    agreement = Agreement(here.stop, cfg.distributed.timeout)
     t.model.eval()
     for done in range(rounds):
         batch, error = read(batches, empty)
@@ -45,7 +45,7 @@ def measure_documents(
             agreement.close()
             return None, stopping
         watch.reached(f"held-out batch {done + 1} of {rounds}")
-        session.display.evaluate(done * tokens // rounds, tokens)
+        here.display.evaluate(done * tokens // rounds, tokens)
         sums.add(batch)
     agreement.close()
     nats = sums.total()

@@ -1,7 +1,6 @@
 """The texts that a person reads at the start and at the end of a run, and the facts in them."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from diffllm.data import (
     sequences_of_epoch,
     training_samples,
 )
-from diffllm.data.bits import bits_a_nat
 from diffllm.data.shards import Split
 from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.dtypes import dtype_name
-from diffllm.recorder import Recorder
 from diffllm.state import LoopState
+from diffllm.trainer import Trained
 
 FEW_HELDOUT = 1000
 """Held-out tokens whose loss says little."""
@@ -165,22 +163,20 @@ def summarise(
     cfg: TrainConfig,
     state: LoopState,
     data: Prepared,
-    recorder: Recorder,
+    trained: Trained,
     losses: DocumentLosses | None,
-    stopped: str | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a run that has ended, None for what is not finite.
+    """Return the numbers of a run that has ended; None for numbers that are not finite.
 
     Args:
-        losses: those of its held-out documents; None where the run has diverged and stopped.
-        stopped: why it did.
+        losses: those of its held-out documents; None if the run has diverged and stopped.
     """
     entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
-    bits = bits_a_nat(data, consumed(cfg, data, state.step))
+    bits = data.bits_per_nat(consumed(cfg, data, state.step))
     found = {
         "variant": cfg.run.choices["attention"],
         "diverged": losses is None or not math.isfinite(losses.loss),
-        "stopped": stopped,
+        "stopped": trained.diverged,
         "steps": state.step,
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
         "train_loss": train_loss,
@@ -190,7 +186,7 @@ def summarise(
         "heldout_documents": len(losses.tokens) if losses else 0,
         "heldout_unigram_entropy": entropy,
         "packing": packing_facts(cfg, data),
-        "tokens_per_s": statistics.median(recorder.speeds) if recorder.speeds else None,
+        "tokens_per_s": trained.speed,
         "seconds": state.seconds,
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
         **state.spikes.metrics(),

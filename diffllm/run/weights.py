@@ -78,14 +78,14 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     if origin.directory is None:
         load_tensors(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
     else:
-        fill(t, tensors, origin)
+        copy_directory(t, tensors, origin)
     t.weights.changed()
     changes = differences(origin, t.cfg.model)
     step = read_state(path)["step"] if origin.run else None
     return {"path": str(path), "step": step, "differs": described(changes) if changes else None}
 
 
-def fill(t: Training, tensors: Mapping[str, Tensor], origin: Origin) -> None:
+def copy_directory(t: Training, tensors: Mapping[str, Tensor], origin: Origin) -> None:
     """Copy this rank's parts of the parameters of a directory of transformers, one after another;
     what it does not hold, as a router's bias, stays as it begins."""
     assert origin.directory

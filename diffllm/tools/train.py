@@ -92,9 +92,9 @@ def main(argv: list[str] | None = None) -> int:
 
             return sweep(args.overrides, config_dirs)
         else:
-            from diffllm.run.start import run
+            from diffllm.tools.run import run_and_report
 
-            run(load_config(args.overrides))
+            run_and_report(load_config(args.overrides))
     except UserError as error:
         rank = reported_rank()
         if rank == 0:

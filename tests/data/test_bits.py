@@ -8,7 +8,6 @@ import pytest
 from sample_texts import sample_documents
 
 from diffllm.data import MixtureData, TokenData, prepare
-from diffllm.data.bits import bits_a_nat
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 
 
@@ -16,7 +15,7 @@ def test_a_corpus_has_the_mean_bytes_of_its_training_tokens(prepared: TokenData)
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()
     text = tokenizer.decode(stream.tokens(0, len(stream)).tolist())
     expected = len(stream) / len(text.encode()) / math.log(2)
-    assert bits_a_nat(prepared, {}) == pytest.approx(expected)
+    assert prepared.bits_per_nat({}) == pytest.approx(expected)
 
 
 def test_a_mixture_has_those_of_what_was_read(
@@ -40,6 +39,6 @@ def test_a_mixture_has_those_of_what_was_read(
         tokens * splits[name.split("/")[-1]].bytes / splits[name.split("/")[-1]].tokens
         for name, tokens in read.items()
     )
-    assert bits_a_nat(data, read) == pytest.approx(400 / text / math.log(2))
+    assert data.bits_per_nat(read) == pytest.approx(400 / text / math.log(2))
     alone = {"data/tokens/words": 300.0, "data/tokens/digits": 0.0}
-    assert bits_a_nat(data, alone) == pytest.approx(splits["words"].bits_per_byte(1.0))
+    assert data.bits_per_nat(alone) == pytest.approx(splits["words"].bits_per_byte(1.0))

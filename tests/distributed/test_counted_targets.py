@@ -13,7 +13,7 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.diagnostics import Due
+from diffllm.schedule import Due
 from diffllm.trainer import train_step
 
 MOE = (

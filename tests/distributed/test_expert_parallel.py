@@ -18,13 +18,13 @@ from diffllm import build_model
 from diffllm.build import build
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import load_config
-from diffllm.diagnostics import Due
 from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out
 from diffllm.distributed.fsdp import local, placement
 from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.swiglu import SwiGLU
-from diffllm.run.start import sample
+from diffllm.run.outputs import sample
+from diffllm.schedule import Due
 from diffllm.state import LoopState, save
 from diffllm.trainer import train_step
 

@@ -18,8 +18,9 @@ from diffllm import build_model
 from diffllm.analysis.maps import attention_maps
 from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.diagnostics import Due, named_values, probe_positions
+from diffllm.diagnostics import named_values, probe_positions
 from diffllm.recorder import grad_norm_by_group
+from diffllm.schedule import Due
 from diffllm.trainer import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")

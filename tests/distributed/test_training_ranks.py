@@ -13,8 +13,8 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.diagnostics import Due
 from diffllm.distributed.fsdp import local
+from diffllm.schedule import Due
 from diffllm.trainer import sample_loss, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")

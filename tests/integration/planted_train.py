@@ -48,15 +48,16 @@ def main(fault: Fault, words: list[str]) -> int:
     """Run train.py with these overrides, the fault planted; its exit code."""
     entry = entry_module()
     import diffllm.run.heldout as heldout
-    import diffllm.run.start as run
+    import diffllm.run.run as run
+    import diffllm.tools.run as command
     import diffllm.trainer as trainer
     from diffllm.checkpoint import writer
-    from diffllm.run import continuation, session
+    from diffllm.run import continuation, process, start
 
     rank, trained = int(os.environ.get("RANK", "0")), threading.Event()
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
     samples = Path(os.environ.get("SAMPLES", directory))
-    real_step, real_run = trainer.train_step, run.run
+    real_step, real_run = trainer.train_step, command.run
     real_add = heldout.DocumentSums.add
 
     def train_step(t: Any, batches: Iterator[Any], step: int, *args: Any) -> Any:
@@ -75,10 +76,10 @@ def main(fault: Fault, words: list[str]) -> int:
             log.write(json.dumps(line) + "\n")
         return out
 
-    def other_seed(cfg: Any) -> None:
+    def other_seed(cfg: Any, *args: Any) -> Any:
         strike()
         cfg.seed += 1
-        real_run(cfg)
+        return real_run(cfg, *args)
 
     def add(sums: Any, batch: Any) -> None:
         wait_at_gate(Path(directory) / "gate-heldout")
@@ -88,15 +89,13 @@ def main(fault: Fault, words: list[str]) -> int:
     replace(heldout.DocumentSums, "add", add)
     if rank == fault.rank:
         if fault.kind == "seed":
-            replace(run, "run", other_seed)
+            replace(command, "run", other_seed)
         elif fault.kind == "code":
             other = {"diffllm": "another", "torch": torch.__version__}
-            replace(session, "code_version", lambda: strike(other))
+            replace(start, "code_version", lambda: strike(other))
         elif fault.kind == "corpus":
-            facts = session.corpus_facts
-            replace(
-                session, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"})
-            )
+            facts = start.corpus_facts
+            replace(start, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"}))
         elif fault.kind == "slow claim":
             replace(continuation, "resume_checkpoint", sleep)
         elif fault.kind == "slow save":
@@ -104,7 +103,7 @@ def main(fault: Fault, words: list[str]) -> int:
         elif fault.kind == "endless second save":
             endless_second_call(writer.TensorWriter, "write_data")
         elif fault.kind == "slow end":
-            slow(session.Display, "stop", 8)
+            slow(process.Display, "stop", 8)
         elif fault.kind == "broken build":
             replace(run, "build", raise_error)
         elif fault.kind == "start":

@@ -15,7 +15,7 @@ from diffllm.config import load_config
 from diffllm.errors import ConfigError
 from diffllm.metrics.tensorboard import EventFiles
 from diffllm.run.provenance import command
-from diffllm.run.start import run
+from diffllm.tools.run import run_and_report as run
 
 WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")
 

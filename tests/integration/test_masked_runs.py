@@ -10,7 +10,7 @@ from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpu
 
 from diffllm.config import load_config
 from diffllm.errors import ConfigError, DataError
-from diffllm.run.start import run
+from diffllm.tools.run import run_and_report as run
 
 WORDS = ("steps=8", "checkpoint.interval=4", "eval.interval=4", "log_interval=2")
 MASKED = ("data.mask_documents=true", "activation_checkpointing=true", "compile=false")

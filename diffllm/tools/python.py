@@ -6,7 +6,7 @@ from typing import Any
 from diffllm.config import TrainConfig
 from diffllm.config.compose import checked
 from diffllm.errors import ConfigError
-from diffllm.run.start import run
+from diffllm.tools.run import run_and_report
 
 
 class Stopped(KeyboardInterrupt):
@@ -37,7 +37,7 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
     """
     if not isinstance(cfg, TrainConfig):
         raise ConfigError(f"train takes a config, which load_config returns, not {cfg!r}")
-    outcome = run(checked(cfg))
+    outcome = run_and_report(checked(cfg))
     if outcome.summary is None:
         assert outcome.stopped
         raise Stopped(outcome.stopped)

@@ -1,14 +1,17 @@
-"""metrics.jsonl: where every number goes."""
+"""The sinks of metrics: metrics.jsonl, wandb and TensorBoard."""
 
 import contextlib
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffllm.errors import CheckpointError
 from diffllm.files import open_to_append, read_lines, readable, write_atomic
+from diffllm.metrics.table import metric_of
+from diffllm.metrics.tensorboard import EventFiles
+from diffllm.metrics.wandb_run import WandbRun
 from diffllm.printing import to_stderr
 
 
@@ -77,3 +80,26 @@ class MetricsFile:
         if problem:
             to_stderr(f"warning: {self.path} lacks its last {len(self.waiting)} lines: {problem}")
         self.file.close()
+
+
+class Sinks(NamedTuple):
+    """The metrics file, wandb run and event files that rank 0 writes to."""
+
+    file: MetricsFile
+    wandb: WandbRun
+    events: EventFiles | None = None
+
+    def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
+        """Write the values of a step by metric name; raises KeyError for a name without a row."""
+        for name in values:
+            metric_of(name)
+        line = {"step": step, "tokens": tokens, **values}
+        self.file.write(line)
+        self.wandb.log(line)
+        if self.events:
+            self.events.log(line)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.events:
+            self.events.close()

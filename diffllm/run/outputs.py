@@ -1,0 +1,166 @@
+"""What a run writes besides its checkpoints: its description, sinks, and the words at its end."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffllm.build import Training
+from diffllm.checkpoint import Checkpointer
+from diffllm.config import TrainConfig
+from diffllm.config.changes import described
+from diffllm.config.saved import yaml_dict
+from diffllm.data import Prepared
+from diffllm.distributed.stop import REQUEUE
+from diffllm.errors import AgreedByAll, UserError
+from diffllm.heldout import DocumentLosses
+from diffllm.metrics.profiling import StepProfiler
+from diffllm.metrics.sinks import MetricsFile, Sinks
+from diffllm.metrics.tensorboard import EventFiles
+from diffllm.metrics.wandb_run import WandbRun
+from diffllm.model.generate import generate
+from diffllm.run.checks import learning_rate_jump
+from diffllm.run.directory import request_requeue
+from diffllm.run.process import Process
+from diffllm.run.provenance import provenance
+from diffllm.run.start import Claimed
+from diffllm.run.summary import summary_text
+from diffllm.state import LoopState
+from diffllm.trainer import Outputs
+
+SETTLE_S = 60
+"""Seconds that a run which ends with an error waits for the checkpoint that is being written."""
+Report = Callable[[Path], str]
+"""Writes the report on a run directory and returns its path, or the reason why there is none."""
+
+
+def open_outputs(
+    cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
+) -> Outputs:
+    """Describe the run on disk and in wandb, and open all outputs. Every rank must call this.
+
+    Raises CheckpointError for a file that cannot be written.
+    """
+    _, sinks = here.world.broadcast_and_keep(
+        "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
+    )
+    checkpoints = Checkpointer(claimed.path / "checkpoints", cfg.checkpoint, state.step)
+    profiler = StepProfiler(
+        cfg.profile, claimed.path / "profile", dist.get_rank(), here.display.print
+    )
+    return Outputs(sinks, checkpoints, profiler)
+
+
+def open_sinks(
+    cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
+) -> Sinks:
+    """Write run.json, and open metrics.jsonl, wandb and TensorBoard; on rank 0 alone."""
+    directory, path = claimed.directory, claimed.path
+    assert directory
+    if directory.changes:
+        here.display.print(f"changed: {described(directory.changes)}")
+        if jump := learning_rate_jump(cfg, directory.changes, state.step):
+            here.display.print(f"warning: {jump}")
+    facts = {**facts, **provenance()}
+    directory.describe(facts, continues=claimed.checkpoint is not None)
+    config = {**yaml_dict(cfg), **facts}
+    file = MetricsFile(path / "metrics.jsonl", state.step)
+    wandb = WandbRun(cfg.wandb, path, cfg.run.choices, cfg.run.sweep, config, state.wandb_id)
+    events = EventFiles(path / "tensorboard", state.step) if cfg.metrics.tensorboard else None
+    return Sinks(file, wandb, events)
+
+
+def give_up(out: Outputs, error: UserError) -> None:
+    """Close the outputs of a run that ends with an error of its own."""
+    out.checkpoints.settle(SETTLE_S)
+    if out.sinks:
+        out.sinks.close()
+        out.sinks.wandb.finish(exit_code=1)
+    if isinstance(error, AgreedByAll):
+        dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
+
+
+def say_stopped(
+    cfg: TrainConfig,
+    here: Process,
+    claimed: Claimed,
+    out: Outputs,
+    step: int,
+    number: signal.Signals,
+) -> None:
+    """Close the outputs of a run that a signal stopped after `step`, and leave a marker by which a
+    scheduler requeues it."""
+    if claimed.directory and number in REQUEUE:
+        request_requeue(claimed.path, number, step)
+    named = cfg.run.dir or cfg.run.name
+    with_name = "" if named else f" with run.dir={claimed.path}"
+    here.display.print(
+        f"stopped by {number.name} after step {step}, saved; the same command{with_name} continues"
+    )
+    if out.sinks:
+        out.sinks.close()
+        out.sinks.wandb.finish({})
+
+
+def diverged_text(reason: str, step: int) -> str:
+    """Say that a run has diverged, why, and what to try."""
+    return (
+        f"diverged: stopped after step {step}, saved: {reason}; a smaller optim.lr, "
+        "other data or train.skip_step=off would go another way"
+    )
+
+
+def finish(
+    here: Process,
+    claimed: Claimed,
+    out: Outputs,
+    summary: dict[str, Any],
+    losses: DocumentLosses | None,
+    report: Report | None,
+) -> None:
+    """Write the results of a run that has ended, and show them; does nothing on other ranks than 0.
+
+    Args:
+        summary: the content of summary.json, the sample of text included.
+    """
+    if not claimed.directory or not out.sinks:
+        return
+    out.sinks.close()
+    if losses:
+        losses.save(claimed.path, summary["steps"])
+    claimed.directory.finish(summary)
+    reported = report(claimed.path) if report else "off (run.report)"
+    cfg, text = claimed.directory.cfg, summary["sample"]
+    here.display.print(summary_text(cfg, summary, claimed.path, text, reported))
+    out.sinks.wandb.finish({name: v for name, v in summary.items() if name != "sample"})
+
+
+def sample(t: Training, data: Prepared) -> str:
+    """Return a continuation of data.sample_prompt, or of the held-out split's first tokens."""
+    tokenizer = data.tokenizer()
+    if t.cfg.data.sample_prompt:
+        prompt = tokenizer.encode(t.cfg.data.sample_prompt)
+    else:
+        prompt = data.split("heldout").tokens(0, 16).tolist()
+    prompt = prompt[: max(1, t.cfg.seq_len // 2)]
+    # Ranks that share experts call the model together. Rounding may differ between ranks, so one
+    # could draw the end of text before another: no rank stops there.
+    together = dist.get_world_size() > 1
+    with torch.compiler.set_stance("force_eager"):
+        (tokens,) = generate(
+            t.model,
+            [prompt],
+            max_new_tokens=128,
+            temperature=0.8,
+            top_p=0.95,
+            seed=t.cfg.seed,
+            vocab_size=tokenizer.vocab_size,
+            stop_token=None if together else tokenizer.eos_id,
+            dtype=t.compute_dtype,
+        )
+    if tokenizer.eos_id in tokens[len(prompt) :]:
+        del tokens[tokens.index(tokenizer.eos_id, len(prompt)) + 1 :]
+    return tokenizer.decode(tokens)

@@ -1,0 +1,92 @@
+"""One process of a run: what it holds, how it begins and how it ends."""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from diffllm.config import TrainConfig
+from diffllm.distributed.stop import StoppedEarly, StopRequest
+from diffllm.distributed.watch import Watch
+from diffllm.distributed.world import World
+from diffllm.errors import AgreedError, ConfigError, UserError
+from diffllm.metrics.display import Display
+from diffllm.metrics.log import RunLog
+from diffllm.run.directory import RunDirectory
+from diffllm.run.provenance import command
+
+
+class Process(NamedTuple):
+    """What one process of a run holds from its first to its last moment."""
+
+    world: World
+    stop: StopRequest
+    watch: Watch
+    display: Display
+    log: RunLog
+
+
+def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
+    """Begin to watch the other ranks, and to log."""
+    watch, log = Watch(world, cfg.distributed.timeout, stop), RunLog()
+    display = Display(cfg.steps, enabled=world.rank == 0, log=log)
+    if not in_sweep():  # a sweep logs what its jobs write to standard error
+        log.copy_stderr(errors_only=world.rank > 0)
+        log.write(f"{started()}\n" * (world.rank == 0))
+    return Process(world, stop, watch, display, log)
+
+
+def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
+    """End this process's part in a run, with or without an error.
+
+    A missing rank is named. A run directory in which nothing was trained is removed, after that:
+    stack traces of the missing rank go into it.
+    """
+    try:
+        if error is None:
+            here.watch.close()
+        else:
+            here.watch.blame(error)
+    finally:
+        here.display.stop()
+        if error is not None and not in_sweep():
+            here.log.write(last_words(error, here.world.rank))
+        here.log.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if directory and isinstance(error, UserError):
+            directory.withdraw()
+        here.watch.close()
+
+
+def in_sweep() -> bool:
+    """Whether a sweep has started this process."""
+    return "DIFFLLM_SWEEP_JOB" in os.environ
+
+
+def log_file(path: Path) -> Path:
+    """Return the log of the run at `path`; that of a sweep's run lies next to it."""
+    return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
+
+
+def started() -> str:
+    """Say when and where this process was started, and with what command."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{when} on {socket.gethostname()}: {command(sys.orig_argv)}"
+
+
+def last_words(error: BaseException, rank: int) -> str:
+    """Return the last lines of a log for an error; nothing on other ranks than 0 for an error that
+    all ranks share."""
+    if isinstance(error, StoppedEarly):
+        text = f"stopped by {error.args[0].name} before the first step\n"
+    elif isinstance(error, UserError):
+        text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    return "" if rank > 0 and isinstance(error, (AgreedError, ConfigError, StoppedEarly)) else text

@@ -1,0 +1,146 @@
+"""One run, from a typed config to a summary: the whole path on one page."""
+
+import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from diffllm.build import build
+from diffllm.choices import agreed_compile
+from diffllm.config import TrainConfig
+from diffllm.data import Tokenizer, ignores_targets
+from diffllm.distributed.launcher import environment, keep_memory
+from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
+from diffllm.distributed.world import World, join
+from diffllm.errors import UserError
+from diffllm.metrics.streams import unfailing
+from diffllm.metrics.tensorboard import check_installed
+from diffllm.printing import echo
+from diffllm.run.checks import check_named
+from diffllm.run.directory import RunDirectory, choose_path, request_requeue
+from diffllm.run.fill import fill
+from diffllm.run.heldout import measure_documents
+from diffllm.run.outputs import (
+    Report,
+    diverged_text,
+    finish,
+    give_up,
+    open_outputs,
+    sample,
+    say_stopped,
+)
+from diffllm.run.process import Process, enter, leave
+from diffllm.run.start import Claimed, begin, claim, meet, prepare_data
+from diffllm.run.summary import describe, headline, summarise
+from diffllm.trainer import Tasks, train
+
+MakeTasks = Callable[[Tokenizer], Tasks]
+"""Makes the questions of tasks for a tokenizer; raises ConfigError for tasks that do not fit."""
+
+
+class Outcome(NamedTuple):
+    """Result of a launch: exactly one field is set."""
+
+    summary: dict[str, Any] | None = None
+    """The content of summary.json, equal on all ranks, if the run is finished or has diverged."""
+    stopped: signal.Signals | None = None
+    """The signal that stopped the run."""
+
+
+def run(
+    cfg: TrainConfig, make_tasks: MakeTasks | None = None, report: Report | None = None
+) -> Outcome:
+    """Prepare, build, train and report, in every process of a launch.
+
+    Raises UserError if something outside the code is wrong; existing files then stay as they were.
+    """
+    cfg.check_world(environment()[1])
+    check_named(cfg)
+    check_installed(cfg.metrics)
+    world = join(cfg.distributed)  # before a signal handler: none of ours could run in this wait
+    stop = StopRequest()
+    try:
+        with unfailing():
+            return in_process(cfg, enter(cfg, world, stop), make_tasks, report)
+    except StoppedEarly as early:
+        return stopped_early(cfg, world, early.args[0])
+    finally:
+        stop.close()
+
+
+def stopped_early(cfg: TrainConfig, world: World, number: signal.Signals) -> Outcome:
+    """Say that a signal stopped the run before its first step, and ask a scheduler to requeue."""
+    if world.rank == 0:
+        echo(f"stopped by {number.name} before the first step", flush=True)
+        if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # an unnamed run is not found again
+            choose_path(cfg).mkdir(parents=True, exist_ok=True)
+            request_requeue(choose_path(cfg), number, None)
+    return Outcome(stopped=number)
+
+
+def in_process(
+    cfg: TrainConfig, here: Process, make_tasks: MakeTasks | None, report: Report | None
+) -> Outcome:
+    """Claim the run directory and train; however this ends, leave in order."""
+    directory: RunDirectory | None = None
+    try:
+        claimed = claim(cfg, here)
+        directory = claimed.directory
+        if claimed.ended:
+            outcome = Outcome(claimed.ended)
+        else:
+            outcome = train_claimed(cfg, here, claimed, make_tasks, report)
+    except BaseException as error:
+        leave(here, error, directory)
+        raise
+    leave(here, None, directory)
+    return outcome
+
+
+def train_claimed(
+    cfg: TrainConfig,
+    here: Process,
+    claimed: Claimed,
+    make_tasks: MakeTasks | None,
+    report: Report | None,
+) -> Outcome:
+    """Train from where the claimed directory stands, to the end or to a signal, and summarise."""
+    device, data = prepare_data(cfg, here)
+    state = begin(cfg, here, claimed, data)
+    meet(cfg, here, device, claimed.path)
+    here.watch.reached("the building of the model")
+    if device.type == "cpu":
+        keep_memory()
+    compile = agreed_compile(cfg, device, state.compiled)
+    if cfg.compile is not None or state.compiled is None:
+        state.compiled = compile.value
+    document_end = data.manifest.eos_id if cfg.data.mask_documents else None
+    t = build(cfg, device, document_end, ignores_targets(data, cfg.data), compile)
+    origin = fill(t, here, claimed, data, state)
+    tasks = make_tasks(data.tokenizer()) if make_tasks else None
+    facts = describe(cfg, t, data) | origin
+    here.display.print(headline(cfg, facts, data, claimed.path, state.step))
+    out = open_outputs(cfg, here, claimed, state, facts)
+    if out.sinks:
+        state.wandb_id = out.sinks.wandb.id
+    losses = late = None
+    try:
+        trained = train(t, state, data, here, out, tasks)
+        if trained.diverged:
+            here.display.print(diverged_text(trained.diverged, state.step))
+        elif not trained.stopped:
+            losses, late = measure_documents(t, data, here)
+    except UserError as error:
+        give_up(out, error)
+        raise
+    finally:
+        here.display.stop()
+    if stopped := trained.stopped or late:
+        say_stopped(cfg, here, claimed, out, state.step, stopped)
+        return Outcome(stopped=stopped)
+    text = sample(t, data)
+    numbers = here.world.broadcast_from_rank0(
+        "summary", lambda: summarise(cfg, state, data, trained, losses)
+    )
+    summary = {**numbers, "sample": text}
+    finish(here, claimed, out, summary, losses, report)
+    return Outcome(summary)
