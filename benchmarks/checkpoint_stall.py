@@ -23,12 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from measuring import meta
 
-from diffllm.build import Training, build
 from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, verify
 from diffllm.config import load_config
 from diffllm.distributed.world import join
-from diffllm.state import LoopState, save
-from diffllm.trainer import train_step
+from diffllm.training.build import Training, build
+from diffllm.training.loop import train_step
+from diffllm.training.state import LoopState, save
 
 DONE: Future[None] = Future()
 DONE.set_result(None)

@@ -22,12 +22,12 @@ from measuring import run_alone, synchronize, write
 from shapes import add_shape, described, shape_given, shape_words
 from steps import micro_batches
 
-from diffllm.build import Training, build
 from diffllm.config import load_config
-from diffllm.diagnostics import named_values
-from diffllm.recorder import grad_norm_by_group
-from diffllm.schedule import Due
-from diffllm.trainer import train_step
+from diffllm.metrics.diagnostics import named_values
+from diffllm.training.build import Training, build
+from diffllm.training.loop import train_step
+from diffllm.training.record import grad_norm_by_group
+from diffllm.training.schedule import Due
 
 KINDS = {
     "off": Due(),

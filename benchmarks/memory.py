@@ -18,11 +18,11 @@ from measuring import markdown, run_alone, write
 from shapes import VARIANTS, add_shape, described, shape_words
 from steps import micro_batches
 
-from diffllm.build import build
 from diffllm.config import TrainConfig, load_config
 from diffllm.plan.estimate import GIB
 from diffllm.plan.simulate import EVERYTHING, simulate
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
 
 COLUMNS = ("attention", "checkpointing", "plan, GiB", "measured, GiB", "measured over plan")
 

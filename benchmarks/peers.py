@@ -107,8 +107,8 @@ def diffllm_step(job: Job) -> None:
     """Run `train_step` alone, without data loading, statistics and log lines."""
     from measuring import join_alone
 
-    from diffllm.build import build
-    from diffllm.trainer import train_step
+    from diffllm.training.build import build
+    from diffllm.training.loop import train_step
 
     data, t = batches(job), build(config(job), join_alone("cpu"))
     loop(job, t.model, lambda: train_step(t, data, 0).nll)
@@ -116,9 +116,10 @@ def diffllm_step(job: Job) -> None:
 
 def diffllm_trainer(job: Job) -> None:
     """Run all of train.py; a step includes data loading, diagnostics and log lines."""
-    from diffllm import train, trainer
+    from diffllm import train
+    from diffllm.training import loop
 
-    original = trainer.train_step
+    original = loop.train_step
 
     def timed_step(t: Any, *args: Any) -> Any:
         job.model = t.model
@@ -129,7 +130,7 @@ def diffllm_trainer(job: Job) -> None:
         job.losses.append(float(out.nll))
         return out
 
-    trainer.train_step = timed_step  # type: ignore[assignment]
+    loop.train_step = timed_step  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
         words = ["data=synthetic", "data.answers_only=false", "data.examples=20000"]
         words += [f"data.cache_dir={folder}/cache", f"run.dir={folder}/run", "run.report=false"]
@@ -348,7 +349,7 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
     """Measure all contestants in all segments and rounds; write all results, print a table."""
     from measuring import markdown, write
 
-    from diffllm.run.provenance import git_state
+    from diffllm.training.provenance import git_state
 
     known: Row = {"cores": os.cpu_count(), "seconds": args.seconds, "git": git_state(ROOT)}
     known |= {"attention": args.attention, "nanochat": args.nanochat and git_state(args.nanochat)}

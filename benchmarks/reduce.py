@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from measuring import ratios, with_quartiles, write
 
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.weights import Sharded
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
 
 WARMUP = 2
 

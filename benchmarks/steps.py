@@ -9,11 +9,11 @@ from measuring import Step, fastest, in_turns, markdown, ratios
 from plain_llama import PlainLlama
 from shapes import Flops, mfus
 
-from diffllm.build import Training, build
-from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.model import ModelConfig
-from diffllm.trainer import train_step
+from diffllm.training.build import Training, build
+from diffllm.training.choices import chosen_precision
+from diffllm.training.loop import train_step
 
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights")
 TRIES = 3

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffllm.config import load_config
+    from diffllm.evaluation.load import load_model
     from diffllm.model import build_model
-    from diffllm.run.model import load_model
     from diffllm.tools.python import train
 
 __version__ = "0.1.0"
@@ -15,7 +15,7 @@ __all__ = ["build_model", "load_config", "load_model", "train"]
 _HOMES = {
     "build_model": "diffllm.model",
     "load_config": "diffllm.config",
-    "load_model": "diffllm.run.model",
+    "load_model": "diffllm.evaluation.load",
     "train": "diffllm.tools.python",
 }
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from diffllm.build import Training
 from diffllm.checkpoint import check_loop, check_parameters, read_state
-from diffllm.state import LoopState, continued, restore
+from diffllm.training.build import Training
+from diffllm.training.state import LoopState, continued, restore
 
 
 def resume(t: Training, path: Path) -> LoopState:

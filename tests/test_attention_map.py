@@ -24,7 +24,7 @@ from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
-from diffllm.run.model import load_model
+from diffllm.evaluation.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:(torch.distributed is|Detected an existing)")
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from diffllm import load_config
-from diffllm.build import Training, build
 from diffllm.checkpoint import (
     CheckpointConfig,
     Checkpointer,
@@ -30,8 +29,9 @@ from diffllm.checkpoint import (
 from diffllm.checkpoint.writer import needed_bytes
 from diffllm.distributed.fsdp import local
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.state import LoopState, save
-from diffllm.trainer import train_step
+from diffllm.training.build import Training, build
+from diffllm.training.loop import train_step
+from diffllm.training.state import LoopState, save
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 

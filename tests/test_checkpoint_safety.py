@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 
 import diffllm
 from diffllm import load_config
-from diffllm.build import build
 from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
 from diffllm.checkpoint.reader import RecordUnpickler, check_index
 from diffllm.errors import CheckpointError, UserError
-from diffllm.run.continuation import resume_checkpoint
-from diffllm.run.directory import RunDirectory
 from diffllm.tools import main
+from diffllm.training.build import build
+from diffllm.training.directory import RunDirectory
+from diffllm.training.resume import resume_checkpoint
 
 ROOT = Path(diffllm.__file__).parent
 CONFIG = [*SMALL, "attention=standard"]

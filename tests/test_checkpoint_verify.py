@@ -16,8 +16,8 @@ from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints,
 from diffllm.checkpoint.directory import find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import NAME, read_manifest
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.run.continuation import resume_checkpoint
 from diffllm.tools import main
+from diffllm.training.resume import resume_checkpoint
 
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
 

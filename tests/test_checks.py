@@ -8,7 +8,7 @@ from diffllm import load_config
 from diffllm.errors import ConfigError
 from diffllm.model.attention.diff_v2 import DiffV2Config
 from diffllm.optim import learning_rate
-from diffllm.run.checks import check_named, learning_rate_jump
+from diffllm.training.checks import check_named, learning_rate_jump
 
 WORDS = ["model=tiny", "steps=80", "optim.lr=1e-3", "optim.warmup_steps=10"]
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from single_process import gloo_group
 
-from diffllm import choices
-from diffllm.build import build, sharded_model
-from diffllm.choices import WORTH_COMPILING, chosen_compile, chosen_precision, for_json
 from diffllm.config import Precision, load_config
 from diffllm.distributed import weights
 from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.weights import chosen_reduce
 from diffllm.plan.simulate import fake_world
+from diffllm.training import choices
+from diffllm.training.build import build, sharded_model
+from diffllm.training.choices import WORTH_COMPILING, chosen_compile, chosen_precision, for_json
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -64,7 +64,7 @@ def test_long_run_on_cpu_compiles_and_resume_keeps_its_mode(
 
 
 def test_broken_compiler_is_named_in_one_line(tmp_path):
-    code = "from diffllm.choices import compiler_fault; print(compiler_fault())"
+    code = "from diffllm.training.choices import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     (line,) = done.stdout.splitlines()

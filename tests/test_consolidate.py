@@ -16,16 +16,16 @@ from tiers import slow_but
 from torch.distributed.tensor import DTensor
 
 from diffllm import build_model, load_config
-from diffllm.build import build
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.files import write_atomic
 from diffllm.model import Transformer
-from diffllm.state import LoopState, save
 from diffllm.tools import main
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.state import LoopState, save
 
 SMALL = [
     *("model=tiny", "seq_len=8", "global_batch_size=2", "model.dim=32", "model.ffn_dim=32"),
@@ -195,7 +195,7 @@ def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffllm.run.parameters.save_file", refuse)
+    monkeypatch.setattr("diffllm.training.parameters.save_file", refuse)
     assert main(["consolidate", f"run={path}", f"out={tmp_path}"]) == 2
     assert f"{tmp_path} cannot be written: No space left on device" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -17,9 +17,9 @@ from diffllm.config.recipes import overrides_of
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import MOST_NODES, read_yaml
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.state import LoopState
 from diffllm.study.file import load_study
 from diffllm.tools import main
+from diffllm.training.state import LoopState
 
 
 @pytest.fixture(scope="module")

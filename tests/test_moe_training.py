@@ -8,11 +8,11 @@ from single_process import gloo_group
 from test_variants_train import batch
 from tiers import slow_but
 
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import local
-from diffllm.schedule import Due
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.schedule import Due
 
 CPU = torch.device("cpu")
 SEQ_LEN, BATCH, EXPERTS, TOP_K, LAYERS = 64, 8, 8, 2, 2

@@ -13,7 +13,7 @@ from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files.records import read_changes, read_record
-from diffllm.run.directory import RunDirectory
+from diffllm.training.directory import RunDirectory
 
 FILES = {
     "own.py": "import beside, json, diffllm.optim\nfrom pack import part\ndef f(): import lazily\n",

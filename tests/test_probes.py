@@ -13,19 +13,19 @@ from tiers import families, slow_but
 from diffllm import build_model, load_config
 from diffllm.bounds import check_bounds
 from diffllm.config.compose import variants
-from diffllm.diagnostics import (
+from diffllm.errors import ConfigError
+from diffllm.metrics.diagnostics import (
     DiagnosticsConfig,
     chosen,
     named_values,
     probe_positions,
     reduce_stats,
 )
-from diffllm.errors import ConfigError
 from diffllm.metrics.table import METRICS
 from diffllm.model.documents import Documents
 from diffllm.model.probes import entropy, probe_at, probe_stats
 from diffllm.model.rope import apply_rope
-from diffllm.schedule import Due, due
+from diffllm.training.schedule import Due, due
 
 LENGTH, END = 12, 7
 POSITIONS = torch.tensor([1, 4, 10])

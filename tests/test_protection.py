@@ -11,13 +11,13 @@ from gloo import run_ranks
 from tiers import slow_but
 
 from diffllm.bounds import check_bounds
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
 from diffllm.optim import Guard, ProtectionConfig, SkipStep
-from diffllm.schedule import Due
 from diffllm.spikes import SpikeMonitor
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.schedule import Due
 
 NAN, INF = math.nan, math.inf
 CPU = torch.device("cpu")

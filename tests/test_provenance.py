@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.run import provenance
-from diffllm.run.provenance import command, git_state, is_public
+from diffllm.training import provenance
+from diffllm.training.provenance import command, git_state, is_public
 
 
 def git(directory: Path, *words: str) -> str:

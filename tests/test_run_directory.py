@@ -19,8 +19,8 @@ from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files.records import read_summary
-from diffllm.run.continuation import resume_checkpoint
-from diffllm.run.directory import RunDirectory, choose_path, claim_directory
+from diffllm.training.directory import RunDirectory, choose_path, claim_directory
+from diffllm.training.resume import resume_checkpoint
 
 VARIANTS = variants()
 
@@ -347,7 +347,7 @@ def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
     held = RunDirectory(tmp_path / "run", tiny())
     script = (
         "import sys; from pathlib import Path; from diffllm import load_config\n"
-        "from diffllm.run.directory import RunDirectory\n"
+        "from diffllm.training.directory import RunDirectory\n"
         "RunDirectory(Path(sys.argv[1]), load_config(['model=tiny']))"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]

@@ -22,7 +22,7 @@ from tiers import slow_but
 
 from diffllm.spikes import EventCounter
 from diffllm.spikes.events import as_normal
-from diffllm.state import LoopState
+from diffllm.training.state import LoopState
 
 PAGE = (Path(__file__).parents[1] / "docs" / "spikes.md").read_text()
 NOISE = {"0.4 nats": ("micro_standard", "micro_diff_v2"), "0.2 nats": ("tiny_gated",)}

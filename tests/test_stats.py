@@ -12,8 +12,8 @@ from tiers import families, slow_but
 from diffllm import build_model, load_config
 from diffllm.bounds import check_bounds
 from diffllm.config.compose import variants
-from diffllm.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
 from diffllm.errors import ConfigError
+from diffllm.metrics.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
 from diffllm.model.attention.ops import attend
 from diffllm.model.stats import block_stats
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from diffllm import load_config
-from diffllm.run.summary import epochs_text, heldout_text, summary_text, wandb_text
+from diffllm.training.summary import epochs_text, heldout_text, summary_text, wandb_text
 
 
 @pytest.mark.parametrize(("steps", "mean_of"), [(15, "all steps"), (21, "the last 20 steps")])

@@ -7,8 +7,8 @@ from tiers import slow_but
 
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
-from diffllm.run.directory import NAME
 from diffllm.sweep.names import combinations, label_value, parse, run_name, short_labels
+from diffllm.training.directory import NAME
 
 
 def names(*words: str) -> list[str]:

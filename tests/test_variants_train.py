@@ -16,11 +16,11 @@ from single_process import gloo_group
 from tiers import families, slow_but
 from torch import Tensor
 
-from diffllm.build import Training, build
 from diffllm.config import Precision, load_config
 from diffllm.config.compose import config_directory
 from diffllm.distributed.fsdp import local
-from diffllm.trainer import train_step
+from diffllm.training.build import Training, build
+from diffllm.training.loop import train_step
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 STEPS, SEQ_LEN, BATCH = 50, 64, 8

@@ -20,10 +20,10 @@ from decoding import random_model
 from measuring import alone
 from steps import DOCUMENT_END, with_documents
 
-from diffllm.build import build
-from diffllm.choices import for_json
 from diffllm.config import load_config
 from diffllm.model.documents import Documents
+from diffllm.training.build import build
+from diffllm.training.choices import for_json
 from harness.breakdown import kernel_times, part_of
 from harness.records import ROOT, read
 from harness.worker import State

@@ -11,10 +11,10 @@ from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config.matching import Matched
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.config import PrepareConfig
-from diffllm.diagnostics import DiagnosticsConfig
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.errors import ConfigError
+from diffllm.metrics.diagnostics import DiagnosticsConfig
 from diffllm.metrics.profiling import ProfileConfig
 from diffllm.metrics.tensorboard import MetricsConfig
 from diffllm.metrics.wandb_run import WandbConfig

@@ -26,7 +26,7 @@ from diffllm.interop.fast import fast_tokenizer
 from diffllm.interop.settings import model_settings, special_ids, tokenizer_settings
 from diffllm.layouts import Layout, layout_of
 from diffllm.model.config import ModelConfig
-from diffllm.run.parameters import loaded, tensors_of, write_safetensors
+from diffllm.training.parameters import loaded, tensors_of, write_safetensors
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
 OWN = "DiffLLMForCausalLM"

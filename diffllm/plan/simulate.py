@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diffllm.build import Training, allocated, sharded_model
 from diffllm.config import Precision, TrainConfig
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
@@ -27,8 +26,9 @@ from diffllm.plan.kernels import gpu_kernels
 from diffllm.plan.memory import Kind, Peak
 from diffllm.plan.observer import Observer
 from diffllm.plan.traffic import Call
-from diffllm.schedule import Due
-from diffllm.trainer import train_step
+from diffllm.training.build import Training, allocated, sharded_model
+from diffllm.training.loop import train_step
+from diffllm.training.schedule import Due
 
 CPU = torch.device("cpu")
 SIMULATED = 2

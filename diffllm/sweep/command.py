@@ -10,12 +10,12 @@ from hydra.core.override_parser.types import Override
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.errors import InUseError, UserError
 from diffllm.printing import echo
-from diffllm.run.directory import fresh
 from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.sweep.names import experiment_words, parse
 from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.sweep.report import announce, report, write_comparison
+from diffllm.training.directory import fresh
 
 Run = dict[str, Any]
 """The values of a Job."""

@@ -18,7 +18,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import COMPOSING, GROUPS, check_shared, explain, one_line
 from diffllm.errors import ConfigError
-from diffllm.run.directory import LONGEST_NAME
+from diffllm.training.directory import LONGEST_NAME
 
 LONGEST = 40
 """Characters of a value that a name shows; a longer one is told apart by its hash."""

@@ -15,8 +15,8 @@ from diffllm.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.files import hold, missing, take_back, write_atomic
 from diffllm.files.paths import check_length, why_no_file
 from diffllm.files.records import read_record
-from diffllm.run.directory import choose_path, ending
 from diffllm.sweep.names import combinations, run_name
+from diffllm.training.directory import choose_path, ending
 
 
 class SweepDirectory:

@@ -15,10 +15,10 @@ from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
+from diffllm.evaluation.load import load_model
 from diffllm.files import replace_file
 from diffllm.model.probes import entropy, negative_share
 from diffllm.printing import echo
-from diffllm.run.model import load_model
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 MOST_TOKENS = 256

@@ -32,8 +32,8 @@ from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
 from diffllm.errors import ConfigError
 from diffllm.files import read_bytes, readable, scratch_directory, sync
 from diffllm.printing import echo
-from diffllm.run.parameters import DTYPES, check_form, loaded, tensors_of, write_safetensors
 from diffllm.tools.arguments import a_path, parse, plugins_field
+from diffllm.training.parameters import DTYPES, check_form, loaded, tensors_of, write_safetensors
 
 LARGEST_FILE = 2**30
 """Limit in bytes of what is copied beside the parameters."""

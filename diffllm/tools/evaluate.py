@@ -31,11 +31,11 @@ from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
+from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
 from diffllm.evaluation.wandb_results import record
 from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import ascii_minus, in_digits
-from diffllm.run.model import decoder
 from diffllm.tasks.task import Level, levels_of
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from diffllm.errors import ConfigError
 from diffllm.printing import echo
-from diffllm.run.parameters import DTYPES, check_form
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.extras import needing_interop
+from diffllm.training.parameters import DTYPES, check_form
 
 
 @dataclass

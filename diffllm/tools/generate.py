@@ -6,9 +6,9 @@ import torch
 
 from diffllm.bounds import bounded, check_bounds
 from diffllm.errors import ConfigError
+from diffllm.evaluation.load import load_model
 from diffllm.model.generate import generate
 from diffllm.printing import echo
-from diffllm.run.model import load_model
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 

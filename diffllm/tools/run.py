@@ -5,7 +5,7 @@ from pathlib import Path
 from diffllm.config import TrainConfig
 from diffllm.evaluation.while_training import tasks_of
 from diffllm.report import write_report
-from diffllm.run.run import Outcome, run
+from diffllm.training.run import Outcome, run
 
 
 def run_and_report(cfg: TrainConfig) -> Outcome:

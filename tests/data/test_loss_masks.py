@@ -21,7 +21,7 @@ from diffllm.data.packing.sequences import PackedSequences
 from diffllm.data.sequences import StreamSequences
 from diffllm.data.shards import Manifest
 from diffllm.errors import DataError
-from diffllm.run.checks import corpus_facts
+from diffllm.training.checks import corpus_facts
 
 EOS, TOKENS = 0, 400
 MakeStream = Callable[..., TokenStream]

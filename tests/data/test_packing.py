@@ -33,7 +33,7 @@ from diffllm.data.shards import Manifest
 from diffllm.data.training_sequences import packed_sequences, plan_key
 from diffllm.errors import DataError
 from diffllm.model.documents import Documents
-from diffllm.state import LoopState
+from diffllm.training.state import LoopState
 
 EOS = 0
 

@@ -11,10 +11,10 @@ from test_training_ranks import BASE, assert_same_training, global_batch
 from tiers import slow_but
 
 from diffllm import build_model
-from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.schedule import Due
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.schedule import Due
 
 MOE = (
     *("model=moe_tiny", "model.moe.expert_dim=32", "model.moe.balance_loss=0.02"),

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from diffllm import build_model
-from diffllm.build import build
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out
@@ -23,10 +22,11 @@ from diffllm.distributed.fsdp import local, placement
 from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.swiglu import SwiGLU
-from diffllm.run.outputs import sample
-from diffllm.schedule import Due
-from diffllm.state import LoopState, save
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.outputs import sample
+from diffllm.training.schedule import Due
+from diffllm.training.state import LoopState, save
 
 STEPS = 4
 CLIP = 0.2

@@ -10,10 +10,10 @@ from gloo import run_ranks
 from test_training_ranks import BASE, END, Stream
 
 from diffllm import build_model
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.data import heldout_documents
 from diffllm.evaluate import DocumentSums
+from diffllm.training.build import build
 
 LENGTHS = (70, 1, 3, 24, 5, 2, 49, 1, 1, 8, 17)
 """Two documents are longer than a sequence, one is as long, and many lie in one."""

@@ -16,12 +16,12 @@ from torch._dynamo.utils import counters
 
 from diffllm import build_model
 from diffllm.analysis.maps import attention_maps
-from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.diagnostics import named_values, probe_positions
-from diffllm.recorder import grad_norm_by_group
-from diffllm.schedule import Due
-from diffllm.trainer import train_step
+from diffllm.metrics.diagnostics import named_values, probe_positions
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.record import grad_norm_by_group
+from diffllm.training.schedule import Due
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]

@@ -6,11 +6,11 @@ from gloo import run_ranks
 from test_training_ranks import BASE, STEPS, assert_same_training, micro_batches
 from tiers import slow_but
 
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import local
-from diffllm.schedule import Due
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
+from diffllm.training.schedule import Due
 
 MIXTURE = [
     *BASE,

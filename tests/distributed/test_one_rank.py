@@ -9,9 +9,9 @@ from tiers import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffllm.build import build
 from diffllm.config import load_config
-from diffllm.trainer import train_step
+from diffllm.training.build import build
+from diffllm.training.loop import train_step
 
 aten = torch.ops.aten
 COPIES = (aten._to_copy, aten.copy_, aten.clone, aten._foreach_copy_, aten.cat, aten.add_)

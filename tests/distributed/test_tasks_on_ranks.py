@@ -7,11 +7,11 @@ from test_training_ranks import BASE
 from tiers import slow_but
 
 from diffllm import build_model
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.evaluation import scoring
 from diffllm.evaluation.scoring import Question, score, score_batches
 from diffllm.model import Transformer
+from diffllm.training.build import build
 
 SIZES = [(3, (1, 1)), (9, (2, 3, 1)), (5, (3, 3)), (1, (2,)), (7, (1, 1, 1)), (9, (2, 2))]
 """Lengths of contexts, and of their continuations."""

@@ -11,11 +11,11 @@ from gloo import run_ranks
 from tiers import slow_but
 
 from diffllm import build_model
-from diffllm.build import build
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import local
-from diffllm.schedule import Due
-from diffllm.trainer import sample_loss, train_step
+from diffllm.training.build import build
+from diffllm.training.loop import sample_loss, train_step
+from diffllm.training.schedule import Due
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 STEPS = 20

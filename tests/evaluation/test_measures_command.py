@@ -10,7 +10,7 @@ from measured import data_words, made
 
 from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.evaluation.evaluation import EVALUATIONS, Line, Settings, Subject
-from diffllm.run.model import load_model
+from diffllm.evaluation.load import load_model
 from diffllm.tools import main
 
 NAMES = ["position", "outliers", "quantise"]

@@ -47,12 +47,12 @@ def entry_module() -> ModuleType:
 def main(fault: Fault, words: list[str]) -> int:
     """Run train.py with these overrides, the fault planted; its exit code."""
     entry = entry_module()
-    import diffllm.run.heldout as heldout
-    import diffllm.run.run as run
     import diffllm.tools.run as command
-    import diffllm.trainer as trainer
+    import diffllm.training.loop as trainer
+    import diffllm.training.measure as heldout
+    import diffllm.training.run as run
     from diffllm.checkpoint import writer
-    from diffllm.run import continuation, process, start
+    from diffllm.training import process, resume, start
 
     rank, trained = int(os.environ.get("RANK", "0")), threading.Event()
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
@@ -97,7 +97,7 @@ def main(fault: Fault, words: list[str]) -> int:
             facts = start.corpus_facts
             replace(start, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"}))
         elif fault.kind == "slow claim":
-            replace(continuation, "resume_checkpoint", sleep)
+            replace(resume, "resume_checkpoint", sleep)
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "endless second save":

@@ -26,7 +26,7 @@ from forked_runs import ForkedRun, tool, train
 from processes import PATIENCE_S
 
 from diffllm import tools
-from diffllm.run.model import load_model
+from diffllm.evaluation.load import load_model
 
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2"]
 SWEPT = ["diff_v1", "standard"]

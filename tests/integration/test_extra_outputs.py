@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
 from diffllm.metrics.tensorboard import EventFiles
-from diffllm.run.provenance import command
 from diffllm.tools.run import run_and_report as run
+from diffllm.training.provenance import command
 
 WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")
 

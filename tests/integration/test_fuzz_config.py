@@ -32,8 +32,8 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.overrides import GROUPS
 from diffllm.config.values import check_values, leaves
-from diffllm.diagnostics import probe_positions
 from diffllm.errors import LONGEST, ConfigError
+from diffllm.metrics.diagnostics import probe_positions
 from diffllm.model import ModelConfig, build_model
 from diffllm.model.rope import RopeScaling, frequencies
 from diffllm.optim import learning_rate

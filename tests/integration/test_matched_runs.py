@@ -9,7 +9,7 @@ import yaml
 from cli_helpers import Result, changes, snapshot
 from forked_runs import train
 
-from diffllm.run.model import load_model
+from diffllm.evaluation.load import load_model
 
 pytestmark = pytest.mark.slow
 

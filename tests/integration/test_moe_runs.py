@@ -9,7 +9,7 @@ from forked_runs import Gate, finish, start
 from runs import assert_same_weights, metric_lines, prepared_corpus
 
 from diffllm import tools
-from diffllm.run.model import load_model
+from diffllm.evaluation.load import load_model
 
 STEPS, HALF = 20, 10
 MIXTURE = (

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
-from diffllm.build import allocated, build, sharded_model
 from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.fsdp import local
@@ -17,7 +16,8 @@ from diffllm.plan.memory import Kind
 from diffllm.plan.observer import Observer
 from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
 from diffllm.plan.traffic import Collective
-from diffllm.trainer import train_step
+from diffllm.training.build import allocated, build, sharded_model
+from diffllm.training.loop import train_step
 
 SMALL = [
     "model=tiny",

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.data import Prepared, TrainLoader, heldout_batches, training_samples
 from diffllm.data.sequences import Batch
-from diffllm.diagnostics import chosen, expert_load, merge, probe_positions, reduce_stats
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.failures import DataFailed, raise_together
 from diffllm.distributed.fsdp import local
@@ -24,15 +22,17 @@ from diffllm.distributed.stop import Agreed, Agreement
 from diffllm.distributed.watch import Watch
 from diffllm.errors import DataError
 from diffllm.evaluate import heldout_loss
+from diffllm.metrics.diagnostics import chosen, expert_load, merge, probe_positions, reduce_stats
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks
 from diffllm.model.documents import moved
 from diffllm.model.stats import Stats
 from diffllm.model.transformer import TrainOutput, Transformer
 from diffllm.optim import learning_rate, update
-from diffllm.recorder import Log, Record, StepResult
-from diffllm.schedule import Due, due
-from diffllm.state import LoopState, save
+from diffllm.training.build import Training
+from diffllm.training.record import Log, Record, StepResult
+from diffllm.training.schedule import Due, due
+from diffllm.training.state import LoopState, save
 
 NOTHING = Due()
 Tasks = Callable[[Transformer], dict[str, float]]

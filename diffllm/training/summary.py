@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diffllm.build import Training
-from diffllm.choices import for_json
 from diffllm.config import TrainConfig
 from diffllm.config.descriptions import variant_line
 from diffllm.config.plugins import plugin_versions
@@ -25,8 +23,10 @@ from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.dtypes import dtype_name
-from diffllm.state import LoopState
-from diffllm.trainer import Trained
+from diffllm.training.build import Training
+from diffllm.training.choices import for_json
+from diffllm.training.loop import Trained
+from diffllm.training.state import LoopState
 
 FEW_HELDOUT = 1000
 """Held-out tokens whose loss says little."""

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.choices import chosen_compile, chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.distributed.experts import Splits, exchanged_splits
 from diffllm.distributed.fsdp import parallelize
@@ -18,6 +17,7 @@ from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 from diffllm.spikes.published import WINDOW128_SIGMAS, window128
+from diffllm.training.choices import chosen_compile, chosen_precision
 
 
 @dataclass(frozen=True)

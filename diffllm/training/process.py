@@ -17,8 +17,8 @@ from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, ConfigError, UserError
 from diffllm.metrics.display import Display
 from diffllm.metrics.log import RunLog
-from diffllm.run.directory import RunDirectory
-from diffllm.run.provenance import command
+from diffllm.training.directory import RunDirectory
+from diffllm.training.provenance import command
 
 
 class Process(NamedTuple):

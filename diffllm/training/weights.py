@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from diffllm.build import Training
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described, is_allowed
@@ -17,6 +16,7 @@ from diffllm.layouts.conversion import TARGETS
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.model.init import LocalBlock
+from diffllm.training.build import Training
 
 
 def weights_of(cfg: TrainConfig) -> Path | None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.changes import described
@@ -22,14 +21,15 @@ from diffllm.metrics.sinks import MetricsFile, Sinks
 from diffllm.metrics.tensorboard import EventFiles
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
-from diffllm.run.checks import learning_rate_jump
-from diffllm.run.directory import request_requeue
-from diffllm.run.process import Process
-from diffllm.run.provenance import provenance
-from diffllm.run.start import Claimed
-from diffllm.run.summary import summary_text
-from diffllm.state import LoopState
-from diffllm.trainer import Outputs
+from diffllm.training.build import Training
+from diffllm.training.checks import learning_rate_jump
+from diffllm.training.directory import request_requeue
+from diffllm.training.loop import Outputs
+from diffllm.training.process import Process
+from diffllm.training.provenance import provenance
+from diffllm.training.start import Claimed
+from diffllm.training.state import LoopState
+from diffllm.training.summary import summary_text
 
 SETTLE_S = 60
 """Seconds that a run which ends with an error waits for the checkpoint that is being written."""

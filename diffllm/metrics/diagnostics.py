@@ -11,7 +11,9 @@ from torch import Tensor
 
 from diffllm.bounds import bounded
 from diffllm.metrics.table import metric_of
-from diffllm.model.stats import Stats
+
+Stats = dict[str, Tensor]
+"""Statistics by quantity, each (L,) or (L, heads) over layers and heads."""
 
 MERGE: dict[str, Any] = {
     "mean": torch.add,

@@ -4,8 +4,6 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffllm.build import build
-from diffllm.choices import agreed_compile
 from diffllm.config import TrainConfig
 from diffllm.data import Tokenizer, ignores_targets
 from diffllm.distributed.launcher import environment, keep_memory
@@ -15,11 +13,14 @@ from diffllm.errors import UserError
 from diffllm.metrics.streams import unfailing
 from diffllm.metrics.tensorboard import check_installed
 from diffllm.printing import echo
-from diffllm.run.checks import check_named
-from diffllm.run.directory import RunDirectory, choose_path, request_requeue
-from diffllm.run.fill import fill
-from diffllm.run.heldout import measure_documents
-from diffllm.run.outputs import (
+from diffllm.training.build import build
+from diffllm.training.checks import check_named
+from diffllm.training.choices import agreed_compile
+from diffllm.training.directory import RunDirectory, choose_path, request_requeue
+from diffllm.training.fill import fill
+from diffllm.training.loop import Tasks, train
+from diffllm.training.measure import measure_documents
+from diffllm.training.outputs import (
     Report,
     diverged_text,
     finish,
@@ -28,10 +29,9 @@ from diffllm.run.outputs import (
     sample,
     say_stopped,
 )
-from diffllm.run.process import Process, enter, leave
-from diffllm.run.start import Claimed, begin, claim, meet, prepare_data
-from diffllm.run.summary import describe, headline, summarise
-from diffllm.trainer import Tasks, train
+from diffllm.training.process import Process, enter, leave
+from diffllm.training.start import Claimed, begin, claim, meet, prepare_data
+from diffllm.training.summary import describe, headline, summarise
 
 MakeTasks = Callable[[Tokenizer], Tasks]
 """Makes the questions of tasks for a tokenizer; raises ConfigError for tasks that do not fit."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from diffllm.checkpoint import check_parameters
-from diffllm.choices import chosen_precision
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
 from diffllm.config.plugins import plugin_versions
@@ -22,12 +21,19 @@ from diffllm.distributed.launcher import keep_mode
 from diffllm.errors import ConfigError, UserError
 from diffllm.files.records import stopped_text
 from diffllm.model import without_storage
-from diffllm.run.checks import check_fit, check_tokenizer, corpus_facts, data_order, shared_config
-from diffllm.run.continuation import continuation
-from diffllm.run.directory import RunDirectory, claim_directory
-from diffllm.run.process import Process, in_sweep, log_file
-from diffllm.run.weights import check_same_tokens, weights_of
-from diffllm.state import LoopState, continued
+from diffllm.training.checks import (
+    check_fit,
+    check_tokenizer,
+    corpus_facts,
+    data_order,
+    shared_config,
+)
+from diffllm.training.choices import chosen_precision
+from diffllm.training.directory import RunDirectory, claim_directory
+from diffllm.training.process import Process, in_sweep, log_file
+from diffllm.training.resume import continuation
+from diffllm.training.state import LoopState, continued
+from diffllm.training.weights import check_same_tokens, weights_of
 
 
 class Claimed(NamedTuple):

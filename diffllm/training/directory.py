@@ -21,7 +21,7 @@ from diffllm.errors import CheckpointError, ConfigError, InUseError
 from diffllm.files import hold, missing, take_back, user_path, write_atomic
 from diffllm.files.paths import check_length
 from diffllm.files.records import read_changes, read_ending, read_record, read_summary
-from diffllm.run.own_files import REQUEUE_FILE, check_own_files
+from diffllm.training.own_files import REQUEUE_FILE, check_own_files
 
 FOR_GOOD = ("init_match", "weights")
 """Facts in run.json that the first start of a run decides."""

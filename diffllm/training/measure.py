@@ -6,13 +6,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from diffllm.build import Training
 from diffllm.data import Prepared, heldout_documents
 from diffllm.distributed.failures import raise_together, together
 from diffllm.distributed.stop import Agreement
 from diffllm.evaluate import DocumentSums, read
 from diffllm.heldout import DocumentLosses
-from diffllm.run.process import Process
+from diffllm.training.build import Training
+from diffllm.training.process import Process
 
 
 def measure_documents(

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.build import Training
 from diffllm.checkpoint import Checkpointer, load_tensors
 from diffllm.config.changes import Changes, described, is_allowed
 from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
 from diffllm.errors import CheckpointError
 from diffllm.spikes import SpikeMonitor
+from diffllm.training.build import Training
 
 OF_OLDER_CHECKPOINTS = {"seconds": 0.0, "compiled": False, "mkl_mode": OLDER_MODE}
 """Values of fields that the state in older checkpoints lacks."""

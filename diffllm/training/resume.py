@@ -11,7 +11,7 @@ from diffllm.config.values import OF_WEIGHTS
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import user_path
 from diffllm.files.records import read_record, read_summary
-from diffllm.run.directory import RunDirectory
+from diffllm.training.directory import RunDirectory
 
 
 class Continuation(NamedTuple):

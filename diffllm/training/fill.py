@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from diffllm.build import Training
 from diffllm.config.compose import variant_config
 from diffllm.data import Prepared, training_samples
 from diffllm.distributed.consistency import check_tensors
@@ -13,10 +12,11 @@ from diffllm.distributed.world import World
 from diffllm.errors import DataError
 from diffllm.model.config import InitMatch
 from diffllm.model.init_match import write_factors
-from diffllm.run.process import Process
-from diffllm.run.start import Claimed
-from diffllm.run.weights import start_from
-from diffllm.state import LoopState, restore
+from diffllm.training.build import Training
+from diffllm.training.process import Process
+from diffllm.training.start import Claimed
+from diffllm.training.state import LoopState, restore
+from diffllm.training.weights import start_from
 
 BASELINE = "standard"
 SEQUENCES = 8

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.build import Training
-from diffllm.diagnostics import named_values
 from diffllm.distributed.gradients import Norms
+from diffllm.metrics.diagnostics import named_values
 from diffllm.metrics.display import Display, measured
 from diffllm.metrics.mfu import mfu, peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
-from diffllm.state import LoopState
+from diffllm.training.build import Training
+from diffllm.training.state import LoopState
 
 
 class StepResult(NamedTuple):
