@@ -27,8 +27,8 @@ from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints,
 from diffllm.config import load_config
 from diffllm.distributed.world import join
 from diffllm.training.build import Training, build
-from diffllm.training.loop import train_step
 from diffllm.training.state import LoopState, save
+from diffllm.training.step import train_step
 
 DONE: Future[None] = Future()
 DONE.set_result(None)

@@ -25,9 +25,9 @@ from steps import micro_batches
 from diffllm.config import load_config
 from diffllm.metrics.diagnostics import named_values
 from diffllm.training.build import Training, build
-from diffllm.training.loop import train_step
 from diffllm.training.record import grad_norm_by_group
 from diffllm.training.schedule import Due
+from diffllm.training.step import train_step
 
 KINDS = {
     "off": Due(),

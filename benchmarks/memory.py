@@ -22,7 +22,7 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.plan.estimate import GIB
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 COLUMNS = ("attention", "checkpointing", "plan, GiB", "measured, GiB", "measured over plan")
 

@@ -108,7 +108,7 @@ def diffllm_step(job: Job) -> None:
     from measuring import join_alone
 
     from diffllm.training.build import build
-    from diffllm.training.loop import train_step
+    from diffllm.training.step import train_step
 
     data, t = batches(job), build(config(job), join_alone("cpu"))
     loop(job, t.model, lambda: train_step(t, data, 0).nll)

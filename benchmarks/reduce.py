@@ -22,7 +22,7 @@ from diffllm.config import load_config
 from diffllm.distributed.mesh import Reduce
 from diffllm.distributed.weights import Sharded
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 WARMUP = 2
 

@@ -13,7 +13,7 @@ from diffllm.config import TrainConfig
 from diffllm.model import ModelConfig
 from diffllm.training.build import Training, build
 from diffllm.training.choices import chosen_precision
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights")
 TRIES = 3

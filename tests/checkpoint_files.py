@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from diffllm.checkpoint.manifest import FORMAT, describe, write_manifest
-from diffllm.spikes import SpikeMonitor
+from diffllm.metrics.spikes import SpikeMonitor
 
 
 def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.spikes import EventCounter, SpikeCounter, olmo2, window128
+from diffllm.metrics.spikes import EventCounter, SpikeCounter, olmo2, window128
 
 FILES = Path(__file__).parent / "data_files"
 SHAPES = {"one step": [1.0], "8 steps": (0.7 ** np.arange(8)).tolist()}

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from diffllm.checkpoint import check_loop, check_parameters, read_state
 from diffllm.training.build import Training
-from diffllm.training.state import LoopState, continued, restore
+from diffllm.training.resume import continued
+from diffllm.training.state import LoopState, restore
 
 
 def resume(t: Training, path: Path) -> LoopState:

@@ -27,11 +27,11 @@ from diffllm.checkpoint import (
     step_of,
 )
 from diffllm.checkpoint.writer import needed_bytes
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.training.build import Training, build
-from diffllm.training.loop import train_step
 from diffllm.training.state import LoopState, save
+from diffllm.training.step import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 

@@ -24,8 +24,8 @@ from diffllm.files import write_atomic
 from diffllm.model import Transformer
 from diffllm.tools import main
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
 from diffllm.training.state import LoopState, save
+from diffllm.training.step import train_step
 
 SMALL = [
     *("model=tiny", "seq_len=8", "global_batch_size=2", "model.dim=32", "model.ffn_dim=32"),
@@ -195,7 +195,7 @@ def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffllm.training.parameters.save_file", refuse)
+    monkeypatch.setattr("diffllm.layouts.safetensors.save_file", refuse)
     assert main(["consolidate", f"run={path}", f"out={tmp_path}"]) == 2
     assert f"{tmp_path} cannot be written: No space left on device" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -16,11 +16,11 @@ BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions", "diffl
 FLOORS = (
     ("errors", "torch_versions"),
     ("bounds", "printing", "registry"),
-    ("files", "model", "optim", "spikes", "statistics"),
+    ("files", "model", "optim", "statistics"),
     ("tasks",),
     ("analysis", "data", "distributed", "evaluate", "heldout", "metrics"),
-    ("layouts",),
     ("checkpoint",),
+    ("layouts",),
     ("config",),
     ("evaluation",),
     ("report", "training"),
@@ -31,7 +31,7 @@ FLOORS = (
 )
 """The rooms of the package, from the ground up: each imports only from floors below its own."""
 DIAGRAM = ROOT.parent / "docs" / "architecture.md"
-STANDALONE = ("data", "optim", "checkpoint", "metrics", "spikes", "files")
+STANDALONE = ("data", "optim", "checkpoint", "metrics", "files")
 
 
 def module_name(path: Path) -> str:
@@ -83,7 +83,7 @@ def below(name: str, *allowed: str) -> bool:
 def test_the_reader_of_imports_sees_every_form():
     source = """
 import diffllm.data
-import os, diffllm.spikes as s
+import os, diffllm.metrics.spikes as s
 from diffllm.model import x as y
 from . import sibling
 from ..distributed import mesh
@@ -96,10 +96,10 @@ def f():
         "diffllm.data",
         "diffllm.distributed.mesh",
         "diffllm.metrics.sinks",
+        "diffllm.metrics.spikes",
         "diffllm.model.attention.base.Attention",
         "diffllm.model.sibling",
         "diffllm.model.x",
-        "diffllm.spikes",
         "diffllm.training.loop.build",
     ]
 
@@ -167,6 +167,39 @@ def test_no_import_runs_upwards():
     for name, others in imports.items():
         for other in others:
             assert floor[other] < floor[name], f"{name} imports {other}, which is not below it"
+
+
+TRAINING = (
+    ("choices", "directory", "provenance", "schedule"),
+    ("build",),
+    ("process", "state", "step", "weights"),
+    ("measure", "record", "resume"),
+    ("checks", "loop"),
+    ("start", "summary"),
+    ("fill", "outputs"),
+    ("run",),
+)
+"""The modules of `training`, from the ground up."""
+
+
+def test_training_imports_no_report_and_no_evaluation_suite():
+    files = modules("training")
+    assert len(files) > 10
+    for path in files:
+        for name in imports_of(path):
+            assert name.count(".") > 1, f"{path} imports {name}: a module, not the package's face"
+            other = ("analysis", "evaluation", "report", "study", "sweep", "tools")
+            assert not below(name, *(f"diffllm.{each}" for each in other)), f"{path}: {name}"
+
+
+def test_no_import_within_training_runs_upwards():
+    floor = {name: number for number, names in enumerate(TRAINING) for name in names}
+    assert set(floor) == {path.stem for path in modules("training")} - {"__init__"}
+    for path in modules("training"):
+        for name in imports_of(path):
+            if below(name, "diffllm.training"):
+                other = name.split(".")[2]
+                assert floor[other] < floor[path.stem], f"{path} imports {other}"
 
 
 def test_few_modules_lie_directly_in_the_package():

@@ -9,10 +9,10 @@ from test_variants_train import batch
 from tiers import slow_but
 
 from diffllm.config import load_config
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
 from diffllm.training.schedule import Due
+from diffllm.training.step import train_step
 
 CPU = torch.device("cpu")
 SEQ_LEN, BATCH, EXPERTS, TOP_K, LAYERS = 64, 8, 8, 2, 2

@@ -225,7 +225,7 @@ def test_only_what_is_due_is_kept():
 def test_each_measurement_is_due_at_its_own_interval():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
-    words += ["distributed.check_interval=5"]
+    words += ["distributed.check_interval=5", "profile.steps=[12,13]"]
     cfg = load_config(["model=tiny", "optim.warmup_steps=1", "eval.suites=[mqar]", *words])
     steps = {step: due(cfg, step) for step in range(1, 15)}
     assert {
@@ -239,6 +239,7 @@ def test_each_measurement_is_due_at_its_own_interval():
         "sample": [7, 14],
         "tasks": [10, 14],
         "save": [9, 14],
+        "profile": [11, 12, 13],
         "last": [14],
     }
     cfg.diagnostics.interval = cfg.diagnostics.probe_interval = 0

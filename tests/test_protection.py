@@ -13,11 +13,11 @@ from tiers import slow_but
 from diffllm.bounds import check_bounds
 from diffllm.config import load_config
 from diffllm.errors import ConfigError
+from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.optim import Guard, ProtectionConfig, SkipStep
-from diffllm.spikes import SpikeMonitor
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
 from diffllm.training.schedule import Due
+from diffllm.training.step import train_step
 
 NAN, INF = math.nan, math.inf
 CPU = torch.device("cpu")

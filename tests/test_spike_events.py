@@ -20,8 +20,7 @@ from planted_spikes import (
 from scipy.special import ndtri, stdtr
 from tiers import slow_but
 
-from diffllm.spikes import EventCounter
-from diffllm.spikes.events import as_normal
+from diffllm.metrics.spikes import EventCounter, as_normal
 from diffllm.training.state import LoopState
 
 PAGE = (Path(__file__).parents[1] / "docs" / "spikes.md").read_text()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiers import slow_but
 
-from diffllm.spikes import SpikeMonitor
+from diffllm.metrics.spikes import SpikeMonitor
 
 NAN, INF = math.nan, math.inf
 NAMES = (

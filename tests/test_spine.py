@@ -1,16 +1,20 @@
-"""The path of a training step through the package stays short.
+"""The path of a training step stays short, flat and without host synchronisation.
 
 One logged step with statistics is traced with `sys.setprofile`, from its first call in the loop to
 the line in metrics.jsonl. The bounds are measured values: lower them when the path gets shorter.
 """
 
+import ast
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-FILES, CHANGES = 43, 81
+import diffllm
+
+FILES, CHANGES = 25, 33
+PACKAGE = Path(diffllm.__file__).parent
 
 SCRIPT = '''
 import json, sys
@@ -42,22 +46,57 @@ print(json.dumps(calls))
 '''
 
 
-def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
-    """Train on text; return (file, function) of each call in a logged step, in order."""
+HOST = '''
+import sys
+import torch
+import diffllm
+from diffllm.distributed.watch import Watch
+
+quiet, reached = False, Watch.reached
+
+def at(watch, place):
+    """Refuse reads by the host from the beginning of an unlogged step to the next step."""
+    global quiet
+    quiet = place in ("step 3", "step 5")
+    print(place)
+    reached(watch, place)
+
+def guarded(name):
+    real = getattr(torch.Tensor, name)
+    def read(*args, **words):
+        assert not quiet, f"{name} reads a tensor on the host"
+        return real(*args, **words)
+    return read
+
+Watch.reached = at
+for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+    setattr(torch.Tensor, name, guarded(name))
+diffllm.train(diffllm.load_config(sys.argv[1:]))
+'''
+
+
+def trained_by(script: str, directory: Path) -> list[str]:
+    """Run a script with the overrides of a small run on text; return what it prints."""
     text = directory / "text.txt"
     text.write_text("\n\n".join(f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)))
     words = [
-        *("model=tiny", "attention=diff_v2", "model.vocab_size=512", "seq_len=64"),
+        *("model=tiny", "attention=diff_v2", "model.vocab_size=512", "seq_len=64", "steps=6"),
         *("data=files", f"data.paths=[{text}]", f"data.cache_dir={directory / 'cache'}"),
-        *("data.vocab_size=300", "data.heldout_fraction=0.1", "global_batch_size=4", "steps=6"),
+        *("data.vocab_size=300", "data.heldout_fraction=0.1", "global_batch_size=4"),
         *("log_interval=2", "diagnostics.interval=2", "eval.interval=6", "checkpoint.interval=6"),
-        *("optim.warmup_steps=2", "wandb.mode=disabled", "run.report=false"),
+        *("precision=fp32", "optim.warmup_steps=2", "wandb.mode=disabled", "run.report=false"),
         f"run.dir={directory / 'run'}",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True
     )
-    return [(file, function) for file, function in json.loads(done.stdout.splitlines()[-1])]
+    return done.stdout.splitlines()
+
+
+def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
+    """Return (file, function) of each call in a logged step, in order."""
+    printed = trained_by(SCRIPT, directory)
+    return [(file, function) for file, function in json.loads(printed[-1])]
 
 
 def test_a_logged_step_passes_through_few_files_and_packages(tmp_path):
@@ -69,3 +108,46 @@ def test_a_logged_step_passes_through_few_files_and_packages(tmp_path):
     changes = sum(a != b for a, b in itertools.pairwise(packages))
     assert len(files) <= FILES, sorted(files)
     assert changes <= CHANGES, [name for name, _ in itertools.groupby(packages)]
+
+
+def test_an_unlogged_step_of_the_loop_reads_nothing_on_the_host(tmp_path):
+    printed = trained_by(HOST, tmp_path)
+    assert {"step 3", "step 5", "the end, after step 6"} <= set(printed)
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def test_functions_of_a_run_are_flat_and_take_at_most_six_arguments():
+    files = sorted((PACKAGE / "training").glob("*.py"))
+    assert {"loop.py", "run.py", "start.py", "step.py"} <= {path.name for path in files}
+    for path in files:
+        for function in functions(path):
+            inside = [node for node in ast.walk(function) if node is not function]
+            where = f"{path.name}: {function.name}"
+            nested = [node for node in inside if isinstance(node, ast.FunctionDef | ast.Nonlocal)]
+            assert not nested, f"{where} has a nested function or nonlocal"
+            arguments = function.args
+            count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+            assert count <= 6, f"{where} takes {count} arguments"
+
+
+def test_nothing_that_rank_0_chooses_for_all_fills_a_list():
+    """`broadcast_and_keep` returns what rank 0 keeps."""
+    chosen = 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        own = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for call in ast.walk(tree):
+            name = getattr(getattr(call, "func", None), "attr", "")
+            if name not in ("broadcast_from_rank0", "broadcast_and_keep"):
+                continue
+            chosen += 1
+            choose = call.args[1]
+            names = {node.id for node in ast.walk(choose) if isinstance(node, ast.Name)}
+            for part in (choose, *(own[name] for name in names if name in own)):
+                filled = {getattr(node, "attr", "") for node in ast.walk(part)}
+                assert not filled & {"append", "extend"}, f"{path}: {ast.unparse(call)}"
+    assert chosen > 5

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from diffllm.config import Precision, load_config
 from diffllm.config.compose import config_directory
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 STEPS, SEQ_LEN, BATCH = 50, 64, 8

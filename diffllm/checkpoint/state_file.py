@@ -10,7 +10,7 @@ from torch import Tensor
 from diffllm.checkpoint.manifest import FORMAT, named_step, reading, shown, verify
 from diffllm.data.mixture.place import check_place
 from diffllm.errors import CheckpointError
-from diffllm.spikes import SpikeMonitor
+from diffllm.metrics.spikes import SpikeMonitor
 
 PARTS = {
     "step": (int,), "ranks": (int,), "parameters": (dict,), "loop": (dict, type(None)),

@@ -44,7 +44,8 @@ def training_samples(
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):
         return MixedSequences(data, cfg, seq_len, seed, total)
-    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed)
+    bits = data.manifest.splits["train"].bits_per_byte(1.0)
+    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed, bits)
 
 
 def heldout_batches(
@@ -193,6 +194,11 @@ class TrainLoader:
     def consumed(self) -> dict[str, float]:
         """Say what has been read by now, as metrics."""
         return self._samples.consumed(self.sample)
+
+    def bits_per_nat(self) -> float | None:
+        """Return the bits per byte of the text read so far that equal 1 nat per token; None if the
+        text is not known."""
+        return self._samples.bits_per_nat(self.sample)
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the start of the first step that is not wholly consumed."""

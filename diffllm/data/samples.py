@@ -23,6 +23,10 @@ class Samples(Protocol):
     def consumed(self, sample: int) -> dict[str, float]:
         """Say what has been read before a sample, as metrics."""
 
+    def bits_per_nat(self, sample: int) -> float | None:
+        """Return the bits per byte of the text before a sample that equal 1 nat per token; None if
+        the text is not known."""
+
     def state(self, sample: int) -> dict[str, Any]:
         """Describe the place before a sample, as JSON values."""
 
@@ -32,10 +36,14 @@ class Samples(Protocol):
 
 
 class ShuffledSequences(Dataset[Batch | DataError]):
-    """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n."""
+    """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n.
 
-    def __init__(self, sequences: Sequences, seed: int) -> None:
-        self.sequences, self.seed = sequences, seed
+    Args:
+        bits: bits per byte of the source's text that equal 1 nat per token, if known.
+    """
+
+    def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
+        self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
         """Return (inputs, targets) of samples, or the error."""
@@ -47,6 +55,9 @@ class ShuffledSequences(Dataset[Batch | DataError]):
 
     def consumed(self, sample: int) -> dict[str, float]:
         return {}
+
+    def bits_per_nat(self, sample: int) -> float | None:
+        return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
         """Describe the place before a sample: seed, epoch, and sample of the epoch."""

@@ -1,6 +1,5 @@
 """A prepared corpus on disk."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,15 +29,6 @@ class TokenData:
     def former_corpus(self) -> str:
         """The hash that older versions computed for the same corpus."""
         return self.manifest.corpus
-
-    @cached_property
-    def _bits_per_nat(self) -> float | None:
-        return self.manifest.splits["train"].bits_per_byte(1.0)
-
-    def bits_per_nat(self, read: Mapping[str, float]) -> float | None:
-        """Return the bits per byte of training text that equal 1 nat per token; None if the text is
-        not known. `read`, metrics of what has been read, matters to mixtures alone."""
-        return self._bits_per_nat
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(tokenizer_in(self.directory))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
 from diffllm.errors import AgreedError, UserError, listed
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from diffllm.distributed.experts import Splits, exchanged_splits, share_out
+from diffllm.distributed.gradients import local
 from diffllm.distributed.mesh import Meshes
 from diffllm.model.init import LocalBlock, whole
 
@@ -144,11 +145,6 @@ def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
         for module in model.modules()
         for name in getattr(module, "fp32_parameters", ())
     }
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that this rank holds; other tensors as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_block(param: Tensor) -> LocalBlock:

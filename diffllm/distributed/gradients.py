@@ -10,7 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from diffllm.distributed.experts import expert_ranks
-from diffllm.distributed.fsdp import local
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank holds; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Norms(NamedTuple):
@@ -83,6 +87,26 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     if dist.get_world_size(shards) > 1:
         dist.all_reduce(squares[: len(sharded)], group=shards)
     return Norms(names, squares, squares.sum().sqrt().float())
+
+
+def parameter_norm(params: Mapping[str, Tensor], mesh: DeviceMesh) -> Tensor:
+    """Compute the norm of all parameters, a float32 scalar; arguments as for `norms`."""
+    return norms(params, [local(p).detach() for p in params.values()], mesh).total
+
+
+def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
+    """Copy this rank's parts of parameters."""
+    return [local(p).detach().clone() for p in params.values()]
+
+
+def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
+    """Compute the norm of the change of all parameters since `before`, a float32 scalar.
+
+    Args:
+        before: from `copies`; overwritten, because a third copy would raise the peak of memory.
+    """
+    torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
+    return norms(params, before, mesh).total
 
 
 def clip_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -92,13 +92,10 @@ class Agreement:
         self.request, self.group = request, None
         if dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.delay = int(self.group is not None)
+        """Steps after which all ranks know the flags of one of them."""
         self.flags = torch.zeros(3, dtype=torch.int32)
         self.work: Any = None
-
-    @property
-    def delay(self) -> int:
-        """Steps after which ranks know what one of them has said."""
-        return int(self.group is not None)
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
         """Exchange signals, whether a checkpoint is due by rank 0's clock, and whether a rank

@@ -25,8 +25,8 @@ from diffllm.interop.card import card_of
 from diffllm.interop.fast import fast_tokenizer
 from diffllm.interop.settings import model_settings, special_ids, tokenizer_settings
 from diffllm.layouts import Layout, layout_of
+from diffllm.layouts.safetensors import loaded, tensors_of, write_safetensors
 from diffllm.model.config import ModelConfig
-from diffllm.training.parameters import loaded, tensors_of, write_safetensors
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
 OWN = "DiffLLMForCausalLM"
@@ -71,7 +71,7 @@ def write_tensors(
     shard_size: str,
 ) -> None:
     """Write the parameters."""
-    ours = tensors_of(cfg, checkpoint, dtype)
+    ours = tensors_of(cfg.model, checkpoint, dtype)
     by_name = {tensor.name: tensor for tensor in layout.exported}
 
     def values(names: Sequence[str]) -> dict[str, Tensor]:

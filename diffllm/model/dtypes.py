@@ -1,11 +1,6 @@
-"""Names of dtypes, and the dtype that sums and scores are computed in."""
+"""Names of dtypes."""
 
 import torch
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for narrower dtypes, else the dtype itself: tests use float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

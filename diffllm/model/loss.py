@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from diffllm.model.choice import ASKED, Choice
-from diffllm.model.dtypes import at_least_float32
 
 GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
 LARGE_WEIGHT = 2**22
@@ -49,7 +48,9 @@ def chunk_loss(
     empty unless asked for.
     """
     logits = hidden @ weight.T
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
+    log_probs = torch.log_softmax(
+        logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
     valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
     picked = log_probs.gather(1, index)
@@ -81,7 +82,7 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
     `total` is overwritten. Without one the product itself is returned, which may have the dtype of
     the inputs: a sum of one term has nothing to round.
     """
-    low = hidden.dtype != at_least_float32(hidden.dtype)
+    low = hidden.dtype != torch.promote_types(hidden.dtype, torch.float32)
     if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself
         if total is None:
             return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
@@ -166,7 +167,9 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         logits = h @ weight.T
-        log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
+        log_probs = torch.log_softmax(
+            logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
+        )
         picked = log_probs.gather(1, t.clamp_min(0).unsqueeze(1)).squeeze(1)
         losses.append(torch.where(t >= 0, -picked, 0.0))
     return torch.cat(losses)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diffllm.config import Precision, TrainConfig
 from diffllm.distributed.experts import balanced_splits
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
 from diffllm.plan.compiled import compiling
@@ -27,8 +27,8 @@ from diffllm.plan.memory import Kind, Peak
 from diffllm.plan.observer import Observer
 from diffllm.plan.traffic import Call
 from diffllm.training.build import Training, allocated, sharded_model
-from diffllm.training.loop import train_step
 from diffllm.training.schedule import Due
+from diffllm.training.step import train_step
 
 CPU = torch.device("cpu")
 SIMULATED = 2
@@ -96,7 +96,7 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
     with fake_world(rank, world_size), compiling(), gpu_kernels():
         sharded = sharded_model(cfg, CPU, balanced_splits)
         with FakeTensorMode(allow_non_fake_inputs=True), observer.memory.patched(), observer:
-            t = allocated(cfg, CPU, *sharded)
+            t = allocated(cfg, CPU, sharded)
             return Watched(t, observer).step(count)
 
 

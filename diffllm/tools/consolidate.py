@@ -31,9 +31,9 @@ from diffllm.config.saved import load_run_config
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
 from diffllm.errors import ConfigError
 from diffllm.files import read_bytes, readable, scratch_directory, sync
+from diffllm.layouts.safetensors import DTYPES, check_form, loaded, tensors_of, write_safetensors
 from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
-from diffllm.training.parameters import DTYPES, check_form, loaded, tensors_of, write_safetensors
 
 LARGEST_FILE = 2**30
 """Limit in bytes of what is copied beside the parameters."""
@@ -74,7 +74,7 @@ def write(args: Arguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> Non
     there = [*earlier, *(directory / name for name in beside if (directory / name).exists())]
     if there and not args.overwrite:
         raise ConfigError(f"{there[0]} is there already; overwrite=true replaces it")
-    tensors = tensors_of(cfg, checkpoint, DTYPES[args.dtype])
+    tensors = tensors_of(cfg.model, checkpoint, DTYPES[args.dtype])
 
     def values(names: Sequence[str]) -> dict[str, Tensor]:
         return loaded(checkpoint, {name: tensors[name] for name in names})

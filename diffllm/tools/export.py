@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.errors import ConfigError
+from diffllm.layouts.safetensors import DTYPES, check_form
 from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.extras import needing_interop
-from diffllm.training.parameters import DTYPES, check_form
 
 
 @dataclass

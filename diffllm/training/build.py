@@ -1,7 +1,7 @@
 """The model of a run on its device, sharded over the ranks, with its optimizer."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,11 @@ from diffllm.distributed.experts import Splits, exchanged_splits
 from diffllm.distributed.fsdp import parallelize
 from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.distributed.weights import OneRank, Sharded, Weights
+from diffllm.metrics.spikes import WINDOW128_SIGMAS, window128
 from diffllm.model import Transformer, without_storage
 from diffllm.model.choice import Choice
 from diffllm.model.documents import Documents
 from diffllm.optim import Guard, build_optimizer, optimizer_tensors
-from diffllm.spikes.published import WINDOW128_SIGMAS, window128
 from diffllm.training.choices import chosen_compile, chosen_precision
 
 
@@ -67,6 +67,15 @@ class Training:
         }
 
 
+class ShardedModel(NamedTuple):
+    """A model that is wrapped for training but has no storage yet."""
+
+    model: Transformer
+    meshes: Meshes
+    choices: dict[str, Choice]
+    """The choices of precision and compilation."""
+
+
 def build(
     cfg: TrainConfig,
     device: torch.device,
@@ -81,8 +90,8 @@ def build(
         ignores_targets: whether some targets may be negative, which losses ignore.
         compile: whether to compile; chosen as for a short run by default.
     """
-    model, meshes, choices = sharded_model(cfg, device, compile=compile)
-    t = allocated(cfg, device, model, meshes, choices, document_end, ignores_targets)
+    sharded = sharded_model(cfg, device, compile=compile)
+    t = allocated(cfg, device, sharded, document_end, ignores_targets)
     t.model.reset_parameters(t.weights.block)
     t.weights.changed()
     return t
@@ -93,15 +102,12 @@ def sharded_model(
     device: torch.device,
     splits: Splits = exchanged_splits,
     compile: Choice | None = None,
-) -> tuple[Transformer, Meshes, dict[str, Choice]]:
-    """The model on the meta device, wrapped for training on `device`; needs a process group.
+) -> ShardedModel:
+    """Make the model on the meta device, wrapped for training on `device`; needs a process group.
 
     Args:
         splits: how many rows experts get from other ranks.
         compile: whether to compile; chosen as for a short run by default.
-
-    Returns:
-        The model, its meshes, and the choices of precision and compilation.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -109,19 +115,18 @@ def sharded_model(
     model = without_storage(cfg.model)
     checkpointing = cfg.activation_checkpointing
     parallelize(model, meshes, precision.value, compile.value, checkpointing, splits)
-    return model, meshes, {"precision": precision, "compile": compile}
+    return ShardedModel(model, meshes, {"precision": precision, "compile": compile})
 
 
 def allocated(
     cfg: TrainConfig,
     device: torch.device,
-    model: Transformer,
-    meshes: Meshes,
-    choices: dict[str, Choice],
+    sharded: ShardedModel,
     document_end: int | None = None,
     ignores_targets: bool = False,
 ) -> Training:
     """Return a model on `device`, whose parameters have no values yet, and its optimizer."""
+    model, meshes, choices = sharded
     model.to_empty(device=device)
     dtype: torch.dtype = choices["precision"].value
     one = meshes.one_rank

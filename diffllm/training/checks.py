@@ -14,7 +14,7 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
 from diffllm.registry import SCHEMAS
-from diffllm.training.loop import heldout_samples
+from diffllm.training.measure import heldout_samples
 
 # Keys that may differ between machines.
 OF_THE_MACHINE = (

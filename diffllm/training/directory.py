@@ -19,10 +19,15 @@ from diffllm.config.saved import differences, load_run_config
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.errors import CheckpointError, ConfigError, InUseError
 from diffllm.files import hold, missing, take_back, user_path, write_atomic
-from diffllm.files.paths import check_length
+from diffllm.files.paths import check_length, why_no_file
 from diffllm.files.records import read_changes, read_ending, read_record, read_summary
-from diffllm.training.own_files import REQUEUE_FILE, check_own_files
 
+REQUEUE_FILE = "requeue"
+FILES = (
+    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "run.log", "run.json", "changes.jsonl",
+    "summary.json", "diverged.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
+)  # fmt: skip
+DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
 FOR_GOOD = ("init_match", "weights")
 """Facts in run.json that the first start of a run decides."""
 
@@ -143,6 +148,28 @@ class RunDirectory:
     def finish(self, summary: dict[str, Any]) -> None:
         """Mark the run as one that has ended."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def check_own_files(run: Path) -> None:
+    """Raise CheckpointError where a start would write into what is no file of this run's.
+
+    Through a symbolic link in place of a file another's would be overwritten. A link to a directory
+    is a user's choice of a disk, and has to lead to one.
+    """
+    for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
+        if wrong := why_no_file(file):
+            raise CheckpointError(
+                f"{file} {wrong}; move it away, or choose another run.name or run.dir"
+            )
+    for name in DIRECTORIES:
+        place = run / name
+        if place.is_symlink() and not place.is_dir():
+            raise CheckpointError(
+                f"{place} is a link to {place.readlink()}, which is no directory: is its disk "
+                "mounted?"
+            )
+        if place.exists() and not place.is_dir():
+            raise CheckpointError(f"{place} is not a directory; move it away")
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:

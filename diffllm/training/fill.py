@@ -7,7 +7,7 @@ import torch
 from diffllm.config.compose import variant_config
 from diffllm.data import Prepared, training_samples
 from diffllm.distributed.consistency import check_tensors
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
 from diffllm.errors import DataError
 from diffllm.model.config import InitMatch

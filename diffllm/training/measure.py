@@ -1,18 +1,98 @@
-"""The last evaluation of a run: the loss of every held-out document, by all ranks."""
+"""Measurements of a run's model: on the held-out sample, on tasks, and on held-out documents."""
 
 import signal
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from diffllm.data import Prepared, heldout_documents
-from diffllm.distributed.failures import raise_together, together
+from diffllm.config import TrainConfig
+from diffllm.data import Prepared, heldout_batches, heldout_documents
+from diffllm.data.sequences import Batch
+from diffllm.distributed.failures import DataFailed, raise_together, together
 from diffllm.distributed.stop import Agreement
-from diffllm.evaluate import DocumentSums, read
+from diffllm.evaluate import DocumentSums, heldout_loss, read
 from diffllm.heldout import DocumentLosses
+from diffllm.model.transformer import Transformer
 from diffllm.training.build import Training
 from diffllm.training.process import Process
+from diffllm.training.schedule import Due
+
+Tasks = Callable[[Transformer], dict[str, float]]
+"""Measures a model on tasks and returns values by metric name. Every rank must call it."""
+
+
+def measure(
+    t: Training, data: Prepared, tasks: Tasks | None, due: Due
+) -> tuple[dict[str, float], DataFailed | None]:
+    """Measure the model on the held-out sample and on tasks, as far as they are due.
+
+    Every rank must call this. Returns values by metric name, and the error, the same on every rank,
+    if one of them cannot read its part of the sample.
+    """
+    values, failure = {}, None
+    if due.sample:
+        try:
+            values = sample_losses(t, data)
+        except DataFailed as error:
+            failure = error
+    if due.tasks and tasks:
+        values |= tasks(t.model)
+        t.weights.reshard()
+    return values, failure
+
+
+def sample_losses(t: Training, data: Prepared) -> dict[str, float]:
+    """Compute `eval/loss` of the held-out sample in nats per token, and `eval/bits_per_byte` if the
+    text is known; of a mixture also those of each source. Every rank must call this.
+
+    The samples of all sources together have `eval.sequences` sequences.
+    """
+    found = {}
+    for name, part, sequences in heldout_samples(t.cfg, data):
+        end = f"/{name}" if name else ""
+        found[f"eval/loss{end}"] = loss = sample_loss(t, part, sequences)
+        if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
+            found[f"eval/bits_per_byte{end}"] = bits
+    return found
+
+
+def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
+    """List the samples that are evaluated during training: of all data under no name, then of each
+    source of a mixture under its own, with how many sequences they have."""
+    wanted = cfg.eval.sequences
+    share = -(-wanted // max(1, len(data.sources)))
+    return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
+
+
+def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
+    """Compute the loss of a held-out sample, in nats per token. Every rank must call this.
+
+    Raises DataFailed on every rank if one cannot read its part.
+
+    Args:
+        sequences: at most this many, spread evenly over the split.
+    """
+    cfg = t.cfg
+    tokens = data.manifest.splits["heldout"].tokens
+    sequences = min(sequences, (tokens - 1) // cfg.seq_len)
+    micro = cfg.micro_batches(dist.get_world_size())[0]
+    rounds, shape = -(-sequences // (micro * dist.get_world_size())), (micro, cfg.seq_len)
+    batches = sample_batches(cfg, data, sequences)
+    loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents)
+    t.weights.reshard()
+    raise_together(failure)
+    return loss
+
+
+def sample_batches(cfg: TrainConfig, data: Prepared, sequences: int) -> Iterator[Batch]:
+    """Yield this rank's micro-batches of a held-out sample; raises DataError while iterating."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    micro = cfg.micro_batches(world_size)[0]
+    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
+    stream = data.split("heldout")
+    yield from heldout_batches(stream, cfg.seq_len, micro, sequences, rank, world_size, eos_id)
 
 
 def measure_documents(

@@ -26,25 +26,7 @@ from diffllm.model.groups import group_of
 from diffllm.model.stats import Stats
 from diffllm.training.build import Training
 from diffllm.training.state import LoopState
-
-
-class StepResult(NamedTuple):
-    """Device tensors of one optimizer step, equal on all ranks; the host has not read them."""
-
-    nll: Tensor
-    """Mean cross-entropy of the global batch, nats per token."""
-    losses: dict[str, Tensor]
-    """Other terms of the objective, weighted, by metric name: `train/z_loss` and so on."""
-    skipped: Tensor
-    """1.0 if the update was skipped, else 0.0."""
-    grad_norms: Norms
-    """Gradient norms of every parameter, before clipping."""
-    update_norm: Tensor | None
-    """Norm of the change of all parameters; None unless it was due."""
-    stats: Stats
-    """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
-    target_share: Tensor | None = None
-    """Share of the targets that were not ignored; None if none can be ignored."""
+from diffllm.training.step import StepResult
 
 
 class Log(NamedTuple):
@@ -112,8 +94,8 @@ class Record:
         line = {**values, **(log.read if log else {}), **self._read(step)}
         if log:
             line |= self._logged(step, log)
-        if line:
-            self._put(step, line)
+        if line and self.sinks:
+            self.sinks.write(step, step * self.tokens_per_step, line)
         if log:
             self.display.show(step, line, (self.steps - step) * line["perf/step_ms"] / 1e3)
         elif said := measured(line):
@@ -132,8 +114,8 @@ class Record:
                 self.display.print(f"step {at}: update skipped, loss {nll:.4g}, grad {norm:.4g}")
             if at == step:
                 found = named_values(stats)
-            elif stats:
-                self._put(at, named_values(stats))
+            elif stats and self.sinks:
+                self.sinks.write(at, at * self.tokens_per_step, named_values(stats))
         nll, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
@@ -148,6 +130,8 @@ class Record:
         assert self.last.update_norm is not None
         count = step - self.logged_step
         elapsed = time.perf_counter() - self.since - self.paused_s
+        waited = log.waited_s - self.waited_s
+        self._begin_interval(step, log.waited_s)
         speed = count * self.tokens_per_step / elapsed
         self.speeds.append(speed)
         line = {
@@ -158,7 +142,7 @@ class Record:
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
-            "perf/data_ms": 1e3 * (log.waited_s - self.waited_s) / count,
+            "perf/data_ms": 1e3 * waited / count,
             "perf/peak_memory_gib": peak_memory_gib(self.device),
             **self.spikes.metrics(),
         }
@@ -167,12 +151,7 @@ class Record:
         if self.peak:
             share = mfu(self.flops_per_token, speed / dist.get_world_size(), self.peak)
             line["perf/mfu"] = share
-        self._begin_interval(step, log.waited_s)
         return line
-
-    def _put(self, step: int, values: dict[str, float]) -> None:
-        if self.sinks is not None:
-            self.sinks.write(step, step * self.tokens_per_step, values)
 
     def last_values(self) -> str:
         """Return the loss and gradient norm of the last step that was read, as text."""

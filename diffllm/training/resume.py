@@ -7,11 +7,16 @@ from diffllm.checkpoint import list_checkpoints, newest_good, read_state
 from diffllm.checkpoint.config import SAVED
 from diffllm.checkpoint.directory import check_whole, step_of
 from diffllm.config import TrainConfig
+from diffllm.config.changes import Changes, described, is_allowed
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import user_path
 from diffllm.files.records import read_record, read_summary
 from diffllm.training.directory import RunDirectory
+from diffllm.training.state import LoopState
+
+MAKE_TOKENS = ("corpus", "tokenizer")
+"""Values of an order of data that its tokens follow from."""
 
 
 class Continuation(NamedTuple):
@@ -29,7 +34,7 @@ def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
     """Decide whether `cfg` may continue the run of `directory`, and from which checkpoint.
 
     Config and files are judged here, the order of data, for which the corpus has to be prepared, by
-    `state.continued`. Raises ConfigError if another config began the run, or resume=never and there
+    `continued`. Raises ConfigError if another config began the run, or resume=never and there
     is one; CheckpointError if no checkpoint can be used, or the one that `resume` names cannot.
     """
     directory.check()
@@ -84,3 +89,40 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
         return newest_good(inside)
     check_whole(path)
     return path
+
+
+def continued(
+    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str], former: str = ""
+) -> tuple[LoopState, Changes]:
+    """The state after a checkpoint, and how the order of data differs from the one it was in.
+
+    Another order begins at its first sample. Raises CheckpointError if it differs in keys that are
+    not allowed to, or state.json lacks something.
+
+    Args:
+        path: the checkpoint, for messages.
+        saved: the content of its state.json.
+        order: decides which samples a step reads from here on.
+        allowed: keys of `order` that may differ.
+        former: the hash that older versions computed for this corpus; a checkpoint may have it.
+    """
+    try:
+        state = LoopState.of(saved["loop"])
+        before = {key: state.order.get(key) for key in order}
+        if before.get("corpus") == former:
+            before["corpus"] = order["corpus"]
+        made_anew = any(before.get(key) != order.get(key) for key in MAKE_TOKENS)
+        if made_anew or "tokens" not in state.order:  # as in older checkpoints
+            before["tokens"] = order.get("tokens")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
+    changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
+    if refused := [key for key in changes if not is_allowed(key, allowed)]:
+        raise CheckpointError(
+            f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
+            f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
+        )
+    if changes.keys() - {"global_batch_size"}:
+        state.data = {}
+    state.order = order
+    return state, changes

@@ -18,8 +18,8 @@ from diffllm.training.checks import check_named
 from diffllm.training.choices import agreed_compile
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.fill import fill
-from diffllm.training.loop import Tasks, train
-from diffllm.training.measure import measure_documents
+from diffllm.training.loop import train
+from diffllm.training.measure import Tasks, measure_documents
 from diffllm.training.outputs import (
     Report,
     diverged_text,

@@ -24,6 +24,8 @@ class Due(NamedTuple):
     """Ask the tasks of eval.suites."""
     save: bool = False
     """Save a checkpoint."""
+    profile: bool = False
+    """Trace the step, or warm the profiler up for the next one."""
     last: bool = False
     """End the run."""
 
@@ -44,6 +46,8 @@ def due(cfg: TrainConfig, step: int) -> Due:
     The first step is logged; the last one is logged, evaluated and saved.
     """
     last = step == cfg.steps
+    interval = cfg.checkpoint.interval
+    first, final = cfg.profile.steps or (0, -1)
     log = every(cfg.log_interval, step) or step == 1 or last
     return Due(
         statistics=every(cfg.diagnostics.interval, step),
@@ -53,6 +57,7 @@ def due(cfg: TrainConfig, step: int) -> Due:
         check=every(cfg.distributed.check_interval, step),
         sample=every(cfg.eval.interval, step) or last,
         tasks=bool(cfg.eval.suites) and (every(cfg.eval.suites_interval, step) or last),
-        save=every(cfg.checkpoint.steps, step) or last,
+        save=(isinstance(interval, int) and every(interval, step)) or last,
+        profile=first - 1 <= step <= final,
         last=last,
     )

@@ -31,8 +31,8 @@ from diffllm.training.checks import (
 from diffllm.training.choices import chosen_precision
 from diffllm.training.directory import RunDirectory, claim_directory
 from diffllm.training.process import Process, in_sweep, log_file
-from diffllm.training.resume import continuation
-from diffllm.training.state import LoopState, continued
+from diffllm.training.resume import continuation, continued
+from diffllm.training.state import LoopState
 from diffllm.training.weights import check_same_tokens, weights_of
 
 

@@ -10,16 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.checkpoint import Checkpointer, load_tensors
-from diffllm.config.changes import Changes, described, is_allowed
 from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
 from diffllm.errors import CheckpointError
-from diffllm.spikes import SpikeMonitor
+from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training
 
 OF_OLDER_CHECKPOINTS = {"seconds": 0.0, "compiled": False, "mkl_mode": OLDER_MODE}
 """Values of fields that the state in older checkpoints lacks."""
-MAKE_TOKENS = ("corpus", "tokenizer")
-"""Values of an order of data that its tokens follow from."""
 
 
 @dataclass
@@ -52,43 +49,6 @@ class LoopState:
         known = {name: values[name] for name in names}
         added = {name: values.get(name, value) for name, value in OF_OLDER_CHECKPOINTS.items()}
         return cls(**known, **added, order=order, spikes=spikes)
-
-
-def continued(
-    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str], former: str = ""
-) -> tuple[LoopState, Changes]:
-    """The state after a checkpoint, and how the order of data differs from the one it was in.
-
-    Another order begins at its first sample. Raises CheckpointError if it differs in keys that are
-    not allowed to, or state.json lacks something.
-
-    Args:
-        path: the checkpoint, for messages.
-        saved: the content of its state.json.
-        order: decides which samples a step reads from here on.
-        allowed: keys of `order` that may differ.
-        former: the hash that older versions computed for this corpus; a checkpoint may have it.
-    """
-    try:
-        state = LoopState.of(saved["loop"])
-        before = {key: state.order.get(key) for key in order}
-        if before.get("corpus") == former:
-            before["corpus"] = order["corpus"]
-        made_anew = any(before.get(key) != order.get(key) for key in MAKE_TOKENS)
-        if made_anew or "tokens" not in state.order:  # as in older checkpoints
-            before["tokens"] = order.get("tokens")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
-    changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
-    if refused := [key for key in changes if not is_allowed(key, allowed)]:
-        raise CheckpointError(
-            f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
-            f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
-        )
-    if changes.keys() - {"global_batch_size"}:
-        state.data = {}
-    state.order = order
-    return state, changes
 
 
 def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:

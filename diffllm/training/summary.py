@@ -18,6 +18,7 @@ from diffllm.data import (
     sequences_of_epoch,
     training_samples,
 )
+from diffllm.data.samples import Samples
 from diffllm.data.shards import Split
 from diffllm.heldout import DocumentLosses
 from diffllm.metrics.display import duration
@@ -93,7 +94,8 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     """Say how much of each source of a mixture a run reads, a line each."""
     if not data.sources:
         return []
-    total, read = cfg.steps * cfg.global_batch_size, consumed(cfg, data, cfg.steps)
+    total = cfg.steps * cfg.global_batch_size
+    read = samples_of(cfg, data).consumed(total)
     lines = []
     for name, source in data.sources.items():
         tokens, epochs = read[f"data/tokens/{name}"], read[f"data/epochs/{name}"]
@@ -104,11 +106,10 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     return lines
 
 
-def consumed(cfg: TrainConfig, data: Prepared, steps: int) -> dict[str, float]:
-    """Say what so many steps read of each source of a mixture, as metrics."""
+def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
+    """Return the samples of the run in their order."""
     total = cfg.steps * cfg.global_batch_size
-    samples = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
-    return samples.consumed(steps * cfg.global_batch_size)
+    return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
 
 
 def packing_text(cfg: TrainConfig, data: Prepared) -> list[str]:
@@ -172,7 +173,7 @@ def summarise(
         losses: those of its held-out documents; None if the run has diverged and stopped.
     """
     entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
-    bits = data.bits_per_nat(consumed(cfg, data, state.step))
+    bits = samples_of(cfg, data).bits_per_nat(state.step * cfg.global_batch_size)
     found = {
         "variant": cfg.run.choices["attention"],
         "diverged": losses is None or not math.isfinite(losses.loss),

@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 from sample_texts import sample_documents
 
-from diffllm.data import MixtureData, TokenData, prepare
+from diffllm.data import MixtureData, TokenData, prepare, training_samples
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
+from diffllm.data.mixture.samples import mean_bits_per_nat
 
 
-def test_a_corpus_has_the_mean_bytes_of_its_training_tokens(prepared: TokenData) -> None:
+def test_a_corpus_has_the_mean_bytes_of_its_training_tokens(
+    prepared: TokenData, make_config: Callable[..., DataConfig]
+) -> None:
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()
     text = tokenizer.decode(stream.tokens(0, len(stream)).tolist())
     expected = len(stream) / len(text.encode()) / math.log(2)
-    assert prepared.bits_per_nat({}) == pytest.approx(expected)
+    assert training_samples(prepared, make_config(), 8, 0, 4).bits_per_nat(4) == pytest.approx(
+        expected
+    )
 
 
 def test_a_mixture_has_those_of_what_was_read(
@@ -33,12 +38,8 @@ def test_a_mixture_has_those_of_what_was_read(
     tokenizer = str(prepared.directory)
     data = prepare(make_config(source="mixture", sources=sources, tokenizer=tokenizer))
     assert isinstance(data, MixtureData)
-    splits = {name: data.sources[name].manifest.splits["train"] for name in sources}
-    read = {"data/tokens/words": 300.0, "data/tokens/digits": 100.0}
-    text = sum(
-        tokens * splits[name.split("/")[-1]].bytes / splits[name.split("/")[-1]].tokens
-        for name, tokens in read.items()
-    )
-    assert data.bits_per_nat(read) == pytest.approx(400 / text / math.log(2))
-    alone = {"data/tokens/words": 300.0, "data/tokens/digits": 0.0}
-    assert data.bits_per_nat(alone) == pytest.approx(splits["words"].bits_per_byte(1.0))
+    splits = [data.sources[name].manifest.splits["train"] for name in sources]
+    text = sum(n * s.bytes / s.tokens for n, s in zip((300, 100), splits, strict=True))
+    assert mean_bits_per_nat(splits, [300, 100]) == pytest.approx(400 / text / math.log(2))
+    assert mean_bits_per_nat(splits, [300, 0]) == pytest.approx(splits[0].bits_per_byte(1.0))
+    assert mean_bits_per_nat(splits, [0, 0]) is None

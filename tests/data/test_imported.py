@@ -24,7 +24,8 @@ from diffllm.data.imported.megatron import HEADER, MAGIC
 from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
 from diffllm.errors import CheckpointError, ConfigError, DataError
 from diffllm.evaluation.own_data import own_data
-from diffllm.training.state import LoopState, continued
+from diffllm.training.resume import continued
+from diffllm.training.state import LoopState
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]

@@ -4,7 +4,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +25,15 @@ RAMP = [Point(0.3, {"code": 5, "web": 3, "books": 2}), Point(0.9, {"web": 1})]
 Make = Callable[..., MixedSequences]
 
 
+class Part(NamedTuple):
+    """Stands for a prepared source."""
+
+    stream: TokenStream
+
+    def split(self, name: str) -> TokenStream:
+        return self.stream
+
+
 @pytest.fixture
 def make(make_stream: Callable[..., TokenStream]) -> Make:
     """Token i of source k is 1,000 k + i, so that a batch tells where it was read."""
@@ -32,7 +41,7 @@ def make(make_stream: Callable[..., TokenStream]) -> Make:
     for k, (name, sequences) in enumerate(SIZES.items()):
         tokens = [1000 * k + i % 1000 for i in range(sequences * SEQ_LEN + 1)]
         stream = make_stream(tokens, directory=name)
-        parts[name] = SimpleNamespace(split=lambda _, stream=stream: stream)
+        parts[name] = Part(stream)
 
     def samples(total: int = BATCH * STEPS, seed: int = SEED, **changes: Any) -> MixedSequences:
         sources = {name: SourceConfig(weight=w) for name, w in zip(SIZES, (5, 3, 2), strict=True)}

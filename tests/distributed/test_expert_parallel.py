@@ -18,15 +18,16 @@ from diffllm import build_model
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out
-from diffllm.distributed.fsdp import local, placement
+from diffllm.distributed.fsdp import placement
+from diffllm.distributed.gradients import local
 from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.swiglu import SwiGLU
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
 from diffllm.training.outputs import sample
 from diffllm.training.schedule import Due
 from diffllm.training.state import LoopState, save
+from diffllm.training.step import train_step
 
 STEPS = 4
 CLIP = 0.2

@@ -7,10 +7,10 @@ from test_training_ranks import BASE, STEPS, assert_same_training, micro_batches
 from tiers import slow_but
 
 from diffllm.config import load_config
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
 from diffllm.training.schedule import Due
+from diffllm.training.step import train_step
 
 MIXTURE = [
     *BASE,

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from diffllm.config import load_config
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 aten = torch.ops.aten
 COPIES = (aten._to_copy, aten.copy_, aten.clone, aten._foreach_copy_, aten.cat, aten.add_)

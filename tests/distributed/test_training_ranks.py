@@ -12,10 +12,11 @@ from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.training.build import build
-from diffllm.training.loop import sample_loss, train_step
+from diffllm.training.measure import sample_loss
 from diffllm.training.schedule import Due
+from diffllm.training.step import train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 STEPS = 20

@@ -9,7 +9,7 @@ import pytest
 from forked_runs import tool, train
 from tiers import slow_but
 
-from diffllm.training.own_files import FILES
+from diffllm.training.directory import FILES
 
 WRITTEN = [
     *FILES, "checkpoints/.step-00000004.incomplete", "heldout/step-00000004.npz", ".lock",

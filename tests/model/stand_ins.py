@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from diffllm.model.attention.kernels import training_kernel
-from diffllm.model.attention.masks import training_mask
+from diffllm.model.attention.kernels import training_kernel, training_mask
 
 END = 0
 CUDA = torch.device("cuda")

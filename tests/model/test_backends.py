@@ -31,7 +31,7 @@ from variants import SHAPES, VARIANTS, small_config
 
 from diffllm import build_model
 from diffllm.model.attention import flash, ops
-from diffllm.model.attention.masks import causal_blocks, document_blocks
+from diffllm.model.attention.kernels import causal_blocks, document_blocks
 from diffllm.model.attention.ops import Backend, Packed, attend
 from diffllm.model.documents import Documents
 

@@ -10,8 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
 
 from diffllm import build_model
-from diffllm.model.attention.kernels import Kernel
-from diffllm.model.attention.masks import document_blocks, training_mask
+from diffllm.model.attention.kernels import Kernel, document_blocks, training_mask
 from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents
 

@@ -14,7 +14,7 @@ from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model, load_config
 from diffllm.errors import ConfigError
-from diffllm.model.attention import diff_v1, flash, kernels, masks, ops
+from diffllm.model.attention import diff_v1, flash, kernels, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
 from diffllm.model.attention.kernels import Kernel, training_kernel
 from diffllm.model.attention.ops import Backend, Packed
@@ -208,7 +208,7 @@ def test_documents_come_in_the_form_the_kernel_reads(
 ):
     machine(AMPERE)
     for maker in ("causal_blocks", "document_blocks"):
-        monkeypatch.setattr(masks, maker, lambda *_: Blocks())
+        monkeypatch.setattr(kernels, maker, lambda *_: Blocks())
     tokens = tokens_with_documents()
     documents = Documents.of(tokens, END)
     batch = SimpleNamespace(shape=tokens.shape, device=device)  # all that is asked of tokens
@@ -225,7 +225,7 @@ def test_documents_come_in_the_form_the_kernel_reads(
 
 def test_documents_come_as_blocks_where_flex_is_chosen(machine, monkeypatch):
     machine(HOPPER)
-    monkeypatch.setattr(masks, "document_blocks", lambda ids: Blocks())
+    monkeypatch.setattr(kernels, "document_blocks", lambda ids: Blocks())
     batch = SimpleNamespace(shape=(2, 40), device=CUDA)
     documents = Documents.of(tokens_with_documents(), END)
     assert isinstance(mask_for(documents, batch, Backend.sdpa, BF16, 128), Blocks)

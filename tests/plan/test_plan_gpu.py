@@ -7,7 +7,7 @@ import torch.distributed as dist
 from diffllm.config import load_config
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import build
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 DENSE = ["model=dense_1p3b", "attention=diff_v2", "seq_len=4096"]
 MOE = ["model=moe_1b", "attention=standard", "seq_len=4096"]

@@ -9,7 +9,7 @@ from gloo import run_ranks
 
 from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits
-from diffllm.distributed.fsdp import local
+from diffllm.distributed.gradients import local
 from diffllm.plan import simulate as simulation
 from diffllm.plan.kernels import gpu_kernels
 from diffllm.plan.memory import Kind
@@ -17,7 +17,7 @@ from diffllm.plan.observer import Observer
 from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
 from diffllm.plan.traffic import Collective
 from diffllm.training.build import allocated, build, sharded_model
-from diffllm.training.loop import train_step
+from diffllm.training.step import train_step
 
 SMALL = [
     "model=tiny",
@@ -90,7 +90,7 @@ def observed(cfg):
     observer = Observer()
     sharded = sharded_model(cfg, CPU, balanced_splits)
     with gpu_kernels(), observer.memory.patched(), observer:
-        t = allocated(cfg, CPU, *sharded)
+        t = allocated(cfg, CPU, sharded)
         for param in t.params.values():
             local(param).detach().zero_()
         watched = Watched(t, observer)

@@ -10,11 +10,11 @@ import numpy as np
 
 import diffllm
 from diffllm.config import TrainConfig
+from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.report.comparison import Comparison, compare
 from diffllm.report.groups import Group
 from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run
-from diffllm.spikes import SpikeMonitor
 from diffllm.statistics.intervals import Estimate
 
 FOUR = ("standard", "gated", "diff_v1", "diff_v2")

@@ -1,6 +1,5 @@
 """The prepared sources of a mixture: tokens of one tokenizer, each under a key of its own."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,23 +58,6 @@ class MixtureData:
     def former_corpus(self) -> str:
         """The hash that older versions computed for the same corpora."""
         return combined_hash([[name, data.former_corpus] for name, data in self.sources.items()])
-
-    def bits_per_nat(self, read: Mapping[str, float]) -> float | None:
-        """Return the bits per byte of the text read so far that equal 1 nat per token; None if the
-        text is not known.
-
-        Args:
-            read: metrics of what has been read, `data/tokens/<source>` among them.
-        """
-        splits = {name: data.manifest.splits["train"] for name, data in self.sources.items()}
-        each = [
-            (read[f"data/tokens/{name}"] * split.share_predicted, split.bits_per_byte(1.0))
-            for name, split in splits.items()
-        ]
-        known = [(tokens, bits) for tokens, bits in each if tokens and bits is not None]
-        if len(known) < sum(tokens > 0 for tokens, _ in each) or not known:
-            return None
-        return sum(tokens for tokens, _ in known) / sum(tokens / bits for tokens, bits in known)
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that all shards were written with."""

@@ -1,6 +1,7 @@
 """The samples of a mixture: each source in its own shuffled order, interleaved by weight."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from diffllm.data.mixture.place import MixturePlace
 from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.samples import check_seed, shuffled
 from diffllm.data.sequences import Batch
+from diffllm.data.shards import Split
 from diffllm.data.training_sequences import training_sequences
 from diffllm.errors import CheckpointError, DataError
 from diffllm.files.typed import made
@@ -34,7 +36,7 @@ class MixedSequences(Dataset[Batch | DataError]):
     def __init__(
         self, data: MixtureData, cfg: DataConfig, seq_len: int, seed: int, total: int
     ) -> None:
-        self.names = list(data.sources)
+        self.data, self.names = data, list(data.sources)
         self.seq_len, self.seed, self.total = seq_len, seed, total
         self.sources = [
             of_source(name)(training_sequences)(each, cfg, seq_len)
@@ -73,6 +75,11 @@ class MixedSequences(Dataset[Batch | DataError]):
             found[f"data/tokens/{name}"] = count * self.seq_len
             found[f"data/epochs/{name}"] = count / whole
         return found
+
+    def bits_per_nat(self, sample: int) -> float | None:
+        """Return the bits per byte that equal 1 nat per token, over all text before a sample."""
+        splits = [data.manifest.splits["train"] for data in self.data.sources.values()]
+        return mean_bits_per_nat(splits, [n * self.seq_len for n in self.order.counts(sample)])
 
     def state(self, sample: int) -> dict[str, Any]:
         """Describe the place before a sample: what each source has given, the weights from here on,
@@ -118,3 +125,16 @@ class MixedSequences(Dataset[Batch | DataError]):
         self.since, self.before = since, before
         plan: Segments = limited(self.plan, since, self.total, before, self.most)
         self.order = MixtureOrder(plan, before)
+
+
+def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
+    """Return the bits per byte that equal 1 nat per token over so many `tokens` of each split; None
+    if nothing was read or the text of a split is not known."""
+    each = [
+        (count * split.share_predicted, split.bits_per_byte(1.0))
+        for split, count in zip(splits, tokens, strict=True)
+    ]
+    known = [(count, bits) for count, bits in each if count and bits is not None]
+    if len(known) < sum(count > 0 for count, _ in each) or not known:
+        return None
+    return sum(count for count, _ in known) / sum(count / bits for count, bits in known)

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.bounds import bounded
-from diffllm.model.attention.kernels import prepare_backend, training_kernel
-from diffllm.model.attention.masks import training_mask
+from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
 from diffllm.model.attention.ops import (
     Backend,
     Mask,

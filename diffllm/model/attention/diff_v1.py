@@ -25,7 +25,6 @@ from diffllm.model.attention.ops import (
 )
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
-from diffllm.model.dtypes import at_least_float32
 from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope
 from diffllm.registry import schema
@@ -194,7 +193,9 @@ class DiffV1Attention(Attention):
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
         vectors: list[Tensor] = [getattr(self, name) for name in self.fp32_parameters]
-        q1, k1, q2, k2 = (vector.to(at_least_float32(vector.dtype)) for vector in vectors)
+        q1, k1, q2, k2 = (
+            vector.to(torch.promote_types(vector.dtype, torch.float32)) for vector in vectors
+        )
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     def reset_parameters(self, init: Initializer) -> None:

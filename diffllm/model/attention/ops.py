@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from diffllm.model.dtypes import at_least_float32
 from diffllm.torch_versions import CPU, VARLEN_GQA
 
 NARROW = 32
@@ -258,7 +257,7 @@ def attention_weights(
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Compute q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = at_least_float32(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = q.unflatten(2, (k.shape[2], -1))
     return torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype)).flatten(1, 2) * scale
 

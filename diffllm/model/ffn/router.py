@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.model.choice import Choice
-from diffllm.model.dtypes import at_least_float32, dtype_name
+from diffllm.model.dtypes import dtype_name
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.ffn.split_product import SplitProduct
 from diffllm.torch_versions import IS_ROCM
@@ -85,7 +85,7 @@ class Router(nn.Module):
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x (N, D) with the transpose of weight (E, D): (N, E), float32 at least."""
-    dtype = at_least_float32(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
     return F.linear(x.to(dtype), weight.to(dtype))

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
-from diffllm.config import TrainConfig
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.errors import ConfigError
-from diffllm.model import without_storage
+from diffllm.model import ModelConfig, without_storage
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
@@ -31,20 +30,20 @@ def check_form(dtype: str, max_shard_size: str) -> None:
         )
 
 
-def tensors_of(cfg: TrainConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name the tensors of a checkpoint's decoder, without storage: parameters in `dtype`, routers'
     state.
 
     Parameters that a variant keeps in float32 stay that. Raises CheckpointError for a checkpoint of
     another model.
     """
-    model = without_storage(cfg.model)
-    params = dict(model.named_parameters())
+    empty = without_storage(model)
+    params = dict(empty.named_parameters())
     check_parameters(checkpoint, read_state(checkpoint), params)
-    kept = fp32_parameters(model)
+    kept = fp32_parameters(empty)
     return {
         **{name: p.detach().to(p.dtype if p in kept else dtype) for name, p in params.items()},
-        **model.router_state(),
+        **empty.router_state(),
     }
 
 

@@ -1,0 +1,320 @@
+"""Spikes of loss and gradient norm, counted by three definitions; see docs/spikes.md.
+
+Two are published, over raw values. The current value is never in its own window; finite values,
+spikes included, enter it afterwards; NaN and infinity are always spikes and never enter it.
+
+The third counts events, in a series from which its trend is removed. A window's standard deviation
+contains the descent itself, so definitions over raw values miss spikes while a run still learns.
+Here a value is compared with the line through the values before it:
+
+    d = (value - line) / sqrt(1 + h),   h = 1 / n + (t - mean step)^2 / sum (step - mean step)^2
+
+For independent normal values around a line, d has their standard deviation, however few the n steps
+that the line is fitted to, and d over the root mean square of m earlier ones is Student's t with m
+degrees of freedom. `as_normal` turns it into the deviation of a normal law that is as rare, so that
+one bound gives one rate of false alarms from the first judged step to the last.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+WINDOW128_SIGMAS = 6.0
+
+
+@dataclass
+class SpikeCounter:
+    """Counts spikes of one series.
+
+    Args:
+        window: how many earlier values count.
+        least: how many must be there before a finite value can be a spike.
+        sigmas: population standard deviations from the window's mean that make a spike.
+        two_sided: whether drops count too.
+        inclusive: whether exactly `sigmas` counts.
+    """
+
+    window: int
+    least: int
+    sigmas: float
+    two_sided: bool = False
+    inclusive: bool = False
+
+    def __post_init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=self.window)
+        self.recent: deque[bool] = deque(maxlen=self.window)
+        self.total = self.seen = 0
+
+    def update(self, value: float) -> bool:
+        """Take the next value of the series; True when it is a spike."""
+        spike = self._is_spike(value)
+        self.seen += 1
+        self.total += spike
+        self.recent.append(spike)
+        if math.isfinite(value):
+            self.values.append(value)
+        return spike
+
+    def _is_spike(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return True
+        if len(self.values) < self.least:
+            return False
+        window = np.fromiter(self.values, dtype=np.float64)
+        deviation = value - window.mean()
+        if self.two_sided:
+            deviation = abs(deviation)
+        bound = self.sigmas * window.std()
+        return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
+
+    @property
+    def judged(self) -> int:
+        """How many values could be spikes: all but the first finite ones."""
+        return self.seen - min(len(self.values), self.least)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of spikes and their share of the values, of all and of the last
+        `window` values seen; and how many values could be judged.
+
+        The published scores divide by all values, those that could not be judged among them.
+        """
+        rolling = sum(self.recent)
+        return {
+            "total": float(self.total),
+            "judged": float(self.judged),
+            "score": self.total / max(1, self.seen),
+            "rolling_total": float(rolling),
+            "rolling_score": rolling / max(1, len(self.recent)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "values": list(self.values),
+            "recent": [int(spike) for spike in self.recent],
+            "total": self.total,
+            "seen": self.seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = deque(state["values"], self.window)
+        self.recent = deque(map(bool, state["recent"]), self.window)
+        self.total, self.seen = state["total"], state["seen"]
+
+
+def window128() -> SpikeCounter:
+    """Count values above mean + 6 standard deviations of the 128 before them, once there are
+    128."""
+    return SpikeCounter(window=128, least=128, sigmas=WINDOW128_SIGMAS)
+
+
+def olmo2() -> SpikeCounter:
+    """Count values 7 or more standard deviations from the mean of the last 1,000, from 128 on.
+
+    OLMo 2 (arXiv 2501.00656), section 3.
+    """
+    return SpikeCounter(window=1000, least=128, sigmas=7.0, two_sided=True, inclusive=True)
+
+
+TREND = 32
+"""Values that the line is fitted to, at most."""
+FIRST = 8
+"""Values that it is fitted to at least."""
+SCALE = 256
+"""Distances from the line whose root mean square is the scale, at most."""
+LEAST = 16
+"""Distances that must be known before a value can be judged."""
+SIGMAS = 4.0
+"""Normal deviations above the line that make a spike: one value of noise in some 30,000."""
+APART = 8
+"""Steps without a spike after which the next one is another event; of spikes, or drops, without a
+break, more than so many are a new level."""
+FINEST = 1e-6
+"""Nats, or relative change of a norm, that float32 does not resolve: no scale is smaller."""
+COUNTS = ("seen", "judged", "total", "in_a_row", "last")
+"""The numbers that a checkpoint holds beside the points and distances."""
+
+
+@dataclass
+class EventCounter:
+    """Counts the events of one series: spikes that follow each other closely are one.
+
+    The line is fitted by least squares to the last values that were neither spikes nor as far below
+    it. Spikes are not in the scale, and such drops as if they were at the bound, so that it follows
+    noise that grows. NaN and infinity are always spikes.
+
+    Args:
+        log: whether the logarithm of the values is taken, for gradient norms; values that have
+            none are left out.
+    """
+
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        self.points: deque[tuple[int, float]] = deque(maxlen=TREND)
+        """Step and value of those that the line is fitted to."""
+        self.distances: deque[float] = deque(maxlen=SCALE)
+        self.seen = self.judged = self.total = self.in_a_row = 0
+        self.last: int | None = None
+        """The step of the last spike."""
+
+    def update(self, value: float) -> bool:
+        """Take the next value of the series; True when it is a spike."""
+        self.seen += 1
+        if not math.isfinite(value):
+            self.judged += 1
+            self._leave_out()
+            self._count()
+            return True
+        if self.log:
+            if value <= 0:
+                return False
+            value = math.log(value)
+        distance = self._distance(value)
+        if distance is not None and len(self.distances) >= LEAST:
+            self.judged += 1
+            scale = self._scale()
+            deviations = as_normal(distance / scale, len(self.distances))
+            if deviations > SIGMAS:
+                self._leave_out()
+                self._count()
+                return True
+            if deviations < -SIGMAS:  # no drop moves the line, or the scale by much
+                self._leave_out()
+                self.distances.append(-SIGMAS * scale)
+                return False
+        self.in_a_row = 0
+        self.points.append((self.seen, value))
+        if distance is not None:
+            self.distances.append(distance)
+        return False
+
+    def _count(self) -> None:
+        """Note a spike at this step: an event, unless it belongs to the one before."""
+        self.total += self.last is None or self.seen - self.last > APART
+        self.last = self.seen
+
+    def _leave_out(self) -> None:
+        """Keep a value from the line; after too many in a row the line begins anew."""
+        self.in_a_row += 1
+        if self.in_a_row > APART:
+            self.points.clear()
+            self.in_a_row = 0
+
+    def _distance(self, value: float) -> float | None:
+        """Return d for a value at this step; None before there is a line."""
+        if len(self.points) < FIRST:
+            return None
+        steps, values = np.array(self.points).T
+        middle = steps.mean()
+        centred = steps - middle
+        squares, ahead = centred @ centred, self.seen - middle
+        line = values.mean() + ahead * (centred @ values) / squares
+        return float((value - line) / math.sqrt(1 + 1 / len(steps) + ahead**2 / squares))
+
+    def _scale(self) -> float:
+        """Return the root mean square of the known distances."""
+        return max(math.hypot(*self.distances) / math.sqrt(len(self.distances)), FINEST)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of events, of steps that could be judged, and events over these."""
+        return {
+            "total": float(self.total),
+            "judged": float(self.judged),
+            "score": self.total / max(1, self.judged),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return {**counts, "points": list(self.points), "distances": list(self.distances)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in COUNTS:
+            setattr(self, name, state[name])
+        self.points = deque(((step, value) for step, value in state["points"]), TREND)
+        self.distances = deque(state["distances"], SCALE)
+
+
+def as_normal(t: float, degrees: int) -> float:
+    """Return the normal deviation that is as rare as Student's t of so many degrees of freedom.
+
+    By the approximation of D. L. Wallace (Annals of Mathematical Statistics 30, 1959).
+    """
+    size = math.sqrt(degrees * math.log1p(t * t / degrees))
+    return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
+
+
+SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
+"""The counts of skipped updates that a checkpoint holds."""
+
+
+class SpikeMonitor:
+    """Spike counts of loss and gradient norm by three definitions, and of skipped updates."""
+
+    def __init__(self) -> None:
+        self.skipped_total = self.skipped_in_a_row = 0
+        self.longest_skip = 0
+        """Most skipped updates in a row since `forget_skips`."""
+        self.counters = {
+            f"{prefix}/{series}": make()
+            for prefix, make in (("spikes", window128), ("spikes_olmo2", olmo2))
+            for series in ("loss", "grad")
+        }
+        self.events = {
+            "spikes_detrended/loss": EventCounter(),
+            "spikes_detrended/grad": EventCounter(log=True),
+        }
+
+    @property
+    def all_counters(self) -> dict[str, SpikeCounter | EventCounter]:
+        """Every counter, by definition and series."""
+        return {**self.counters, **self.events}
+
+    def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
+        """Take one optimizer step's values, in order of steps."""
+        self.skipped_total += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
+        for name, counter in self.all_counters.items():
+            counter.update(loss if name.endswith("/loss") else grad_norm)
+
+    def forget_skips(self) -> None:
+        """Count skips in a row from here on."""
+        self.skipped_in_a_row = self.longest_skip = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return `<definition>/{loss,grad}_{total,score,judged}`, rolling totals and scores of the
+        published definitions, and `spikes/skipped_total`.
+
+        Totals and scores are of the run so far; rolling ones of the definition's window.
+        """
+        counts = {
+            f"{name}_{what}": value
+            for name, counter in self.all_counters.items()
+            for what, value in counter.metrics().items()
+        }
+        return {**counts, "spikes/skipped_total": float(self.skipped_total)}
+
+    def windows(self) -> tuple[list[float], list[float]]:
+        """Return the losses and gradient norms that window128 judges the next step by."""
+        return list(self.counters["spikes/loss"].values), list(self.counters["spikes/grad"].values)
+
+    def recent_loss(self, count: int) -> float:
+        """Return the mean of the last `count` finite losses."""
+        losses = list(self.counters["spikes/loss"].values)[-count:]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = {name: counter.state_dict() for name, counter in self.all_counters.items()}
+        return {**counters, **{name: getattr(self, name) for name in SKIPS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, counter in self.counters.items():
+            counter.load_state_dict(state[name])
+        for name, events in self.events.items():
+            if name in state:  # older checkpoints have none: their events are counted from here
+                events.load_state_dict(state[name])
+        for name in SKIPS:
+            setattr(self, name, state[name])

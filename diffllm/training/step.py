@@ -1,0 +1,192 @@
+"""One optimizer step over the global batch."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diffllm.config import TrainConfig
+from diffllm.data.sequences import Batch
+from diffllm.distributed.gradients import Norms, change_norm, copies, finish_gradients
+from diffllm.metrics.diagnostics import chosen, expert_load, merge, probe_positions, reduce_stats
+from diffllm.model.documents import moved
+from diffllm.model.stats import Stats
+from diffllm.model.transformer import TrainOutput
+from diffllm.optim import learning_rate, update
+from diffllm.training.build import Training
+from diffllm.training.schedule import Due
+
+NOTHING = Due()
+OVER_TARGETS = ("nll", "train/z_loss")
+"""Losses that are means over targets; the others are over tokens."""
+
+
+class StepResult(NamedTuple):
+    """Device tensors of one optimizer step, equal on all ranks; the host has not read them."""
+
+    nll: Tensor
+    """Mean cross-entropy of the global batch, nats per token."""
+    losses: dict[str, Tensor]
+    """Other terms of the objective, weighted, by metric name: `train/z_loss` and so on."""
+    skipped: Tensor
+    """1.0 if the update was skipped, else 0.0."""
+    grad_norms: Norms
+    """Gradient norms of every parameter, before clipping."""
+    update_norm: Tensor | None
+    """Norm of the change of all parameters; None unless it was due."""
+    stats: Stats
+    """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
+    target_share: Tensor | None = None
+    """Share of the targets that were not ignored; None if none can be ignored."""
+
+
+def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTHING) -> StepResult:
+    """Make one optimizer step over the global batch, unless the guard skips it.
+
+    The host does not wait for the device. Every rank must call this.
+
+    Args:
+        batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
+        step: optimizer steps made so far; decides the learning rate.
+        due: the statistics to take in this step.
+    """
+    cfg, mesh, counted = t.cfg, t.meshes.dense, None
+    if t.ignores_targets:
+        own = list(islice(batches, t.micro_batches))
+        batches, counted = iter(own), count_targets(own, t.device)
+    done = forward_backward(t, batches, due, probe(t, step, due), counted)
+    dist.all_reduce(done.losses)
+    means = mean_losses(done, t.tokens, counted)
+    grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
+    skipped = t.guard.judge(means["nll"], grad_norms.total)
+    if mesh.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
+        dist.all_reduce(skipped, dist.ReduceOp.MAX)
+    before = copies(t.params) if due.update else None
+    update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
+    t.weights.changed()
+    t.optimizer.zero_grad(set_to_none=True)
+    stats = reduce_stats(done.stats, t.micro_batches)
+    if done.routed is not None:
+        dist.all_reduce(done.routed)
+        t.model.rebalance(done.routed, skipped)
+        if due.statistics:
+            stats |= {**expert_load(done.routed), "router_bias_range": t.model.router_bias_range()}
+    update_norm = None if before is None else change_norm(t.params, before, mesh)
+    share = None if counted is None else counted / t.tokens
+    losses = weighted_losses(cfg, means)
+    return StepResult(means["nll"], losses, skipped, grad_norms, update_norm, stats, share)
+
+
+class Passed(NamedTuple):
+    """Sums over a rank's micro-batches of one step, on the device."""
+
+    names: tuple[str, ...]
+    """Names of the losses."""
+    losses: Tensor
+    """Sum of each loss, (n,) float32."""
+    routed: Tensor | None
+    """Tokens that each expert got, (L, E) int64; None without experts."""
+    stats: Stats
+    """The statistics that are due, merged."""
+
+
+def forward_backward(
+    t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counted: Tensor | None
+) -> Passed:
+    """Run both passes of this rank's micro-batches; gradients are added up in the parameters.
+
+    Args:
+        probe: query positions of explicit maps, (N,) int64 on the device; None without a probe.
+        counted: targets of the global batch that the loss is a mean over; None for all.
+    """
+    losses = torch.zeros((), device=t.device)
+    routed = torch.zeros((), dtype=torch.int64, device=t.device)
+    stats: Stats = {}
+    for i in range(t.micro_batches):
+        batch = next(batches)
+        documents = None if t.document_end is None else t.documents(batch[0])
+        inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
+        t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
+        out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
+        scaled(t.cfg, out, counted).backward()
+        parts = loss_parts(out)
+        losses = losses + torch.stack(list(parts.values())).detach()
+        routed = routed + out.routed.counts if out.routed else routed
+        stats = merge(stats, chosen(out.stats, due.statistics, due.probes))
+    return Passed(tuple(parts), losses, routed if out.routed else None, stats)
+
+
+def probe(t: Training, step: int, due: Due) -> Tensor | None:
+    """Draw the query positions of a probe, (N,) int64 on the device; None if none is due.
+
+    A compiled model also probes when only statistics are due, so that one graph serves both.
+    """
+    if not (due.probes or (due.diagnose and t.compiled)):
+        return None
+    positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
+    return None if positions is None else moved(positions, t.device)
+
+
+def count_targets(batches: Iterable[Batch], device: torch.device) -> Tensor:
+    """Count the targets of the global batch that are not negative: an int64 scalar, at least 1.
+
+    Every rank must call this, with its micro-batches of one step.
+    """
+    own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
+    counted = moved(own, device)
+    dist.all_reduce(counted)
+    return counted.clamp_min(1)  # losses of no targets are 0, and 0 / 0 would be NaN
+
+
+def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor:
+    """Return a micro-batch's part of the step's objective, whose gradients ranks average.
+
+    Args:
+        counted: targets of the global batch that the loss is a mean over; None for all. The
+            router's losses are means over all tokens, because all of them are routed.
+    """
+    over_tokens = dist.get_world_size() / (cfg.global_batch_size * cfg.seq_len)
+    if counted is None:
+        return out.objective * over_tokens
+    over_counted = dist.get_world_size() / counted
+    objective = out.objective * over_counted
+    if out.routed:
+        moe = cfg.model.moe
+        routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
+        objective = objective + routing * (over_tokens - over_counted)
+    return objective
+
+
+def loss_parts(out: TrainOutput) -> dict[str, Tensor]:
+    """Return the unweighted losses of a micro-batch by name, each a sum."""
+    parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
+    if out.routed:
+        parts["train/balance_loss"] = out.routed.balance
+        parts["train/router_z_loss"] = out.routed.z
+    return parts
+
+
+def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, Tensor]:
+    """Return the mean losses of the global batch by name, from sums over all ranks."""
+    over: Tensor | int = tokens
+    if counted is not None:
+        whole = torch.full_like(counted, tokens)
+        over = torch.stack([counted if name in OVER_TARGETS else whole for name in done.names])
+    return dict(zip(done.names, (done.losses / over).unbind(), strict=True))
+
+
+def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weighted terms of the objective besides the cross-entropy, by metric name.
+
+    Args:
+        means: unweighted scalars by metric name; those of the router only with experts.
+    """
+    weights = {
+        "train/z_loss": cfg.model.z_loss,
+        "train/balance_loss": cfg.model.moe.balance_loss,
+        "train/router_z_loss": cfg.model.moe.router_z_loss,
+    }
+    return {name: w * means[name] for name, w in weights.items() if w and name in means}
