@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.choice import ASKED, Choice
 
 GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
@@ -48,9 +49,7 @@ def chunk_loss(
     empty unless asked for.
     """
     logits = hidden @ weight.T
-    log_probs = torch.log_softmax(
-        logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
-    )
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
     valid = (targets >= 0).to(log_probs.dtype)
     index = targets.clamp_min(0).unsqueeze(1)
     picked = log_probs.gather(1, index)
@@ -82,7 +81,7 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
     `total` is overwritten. Without one the product itself is returned, which may have the dtype of
     the inputs: a sum of one term has nothing to round.
     """
-    low = hidden.dtype != torch.promote_types(hidden.dtype, torch.float32)
+    low = hidden.dtype != at_least_float32(hidden.dtype)
     if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself
         if total is None:
             return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
@@ -167,9 +166,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         logits = h @ weight.T
-        log_probs = torch.log_softmax(
-            logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
-        )
+        log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
         picked = log_probs.gather(1, t.clamp_min(0).unsqueeze(1)).squeeze(1)
         losses.append(torch.where(t >= 0, -picked, 0.0))
     return torch.cat(losses)

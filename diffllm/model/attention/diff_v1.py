@@ -18,6 +18,7 @@ from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import (
     Backend,
     Mask,
+    at_least_float32,
     attention_scores,
     attention_weights,
     repeated,
@@ -193,9 +194,7 @@ class DiffV1Attention(Attention):
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
         vectors: list[Tensor] = [getattr(self, name) for name in self.fp32_parameters]
-        q1, k1, q2, k2 = (
-            vector.to(torch.promote_types(vector.dtype, torch.float32)) for vector in vectors
-        )
+        q1, k1, q2, k2 = (vector.to(at_least_float32(vector.dtype)) for vector in vectors)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     def reset_parameters(self, init: Initializer) -> None:

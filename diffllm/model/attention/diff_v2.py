@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from diffllm.errors import ConfigError
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
-from diffllm.model.attention.ops import Mask, attention_scores, attention_weights
+from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.registry import schema
@@ -119,10 +119,10 @@ class DiffV2Attention(Attention):
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:
             value = 1.0 if form is Lambda.none else self.cfg.lambda_value
-            dtype = torch.promote_types(x.dtype, torch.float32)
+            dtype = at_least_float32(x.dtype)
             return torch.full((1, 1, 1), value, dtype=dtype, device=x.device)
         logits = self.lambda_logit.view(1, 1, -1) if form is Lambda.scalar else self.w_lambda(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(at_least_float32(logits.dtype))
         return logits if form is Lambda.raw else torch.sigmoid(logits)
 
     def reset_parameters(self, init: Initializer) -> None:

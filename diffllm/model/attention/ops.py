@@ -63,6 +63,11 @@ look, broadcastable to (B, H, T, S). Or the documents in the form that a kernel 
 causal."""
 
 
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for narrower dtypes, else the dtype itself: tests use float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -257,7 +262,7 @@ def attention_weights(
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Compute q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = at_least_float32(q.dtype)
     q = q.unflatten(2, (k.shape[2], -1))
     return torch.einsum("btkgd,bskd->bkgts", q.to(dtype), k.to(dtype)).flatten(1, 2) * scale
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.choice import Choice
 from diffllm.model.dtypes import dtype_name
 from diffllm.model.ffn.config import MoEConfig, Score
@@ -85,7 +86,7 @@ class Router(nn.Module):
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x (N, D) with the transpose of weight (E, D): (N, E), float32 at least."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
     return F.linear(x.to(dtype), weight.to(dtype))
