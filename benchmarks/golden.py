@@ -52,7 +52,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "compiled": (1, ("compile=true", "activation_checkpointing=true", *SUITES)),
     "nan": (2, NAN),
     "diverged": (2, (*NAN, "train.max_consecutive_skips=1")),
-    "stopped": (2, (*FAULTY, "model.attention.stop_at=9")),
+    "stopped": (2, (*FAULTY, "model.attention.stop_at=5")),
     "weights": (1, ("resume=weights:bf16", "precision=bf16", "attention=diff_v1")),
     "init_match": (1, ("attention=diff_v2", "model.init_match=write", "precision=fp32")),
     "mixture": (2, (*MIXTURE, *SUITES)),
