@@ -47,12 +47,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    t: Training,
-    state: LoopState,
-    data: Prepared,
-    here: Process,
-    out: Outputs,
-    tasks: Tasks | None = None,
+    t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
 ) -> Trained:
     """Train until cfg.steps, a signal, divergence, or data that cannot be read.
 

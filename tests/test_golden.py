@@ -1,0 +1,45 @@
+"""benchmarks/golden.py: equal runs compare equal, and each kind of difference is found."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from golden import compare, run_cases
+
+ROOT, CASE = Path(__file__).parents[1], ["replicas"]
+
+
+@pytest.mark.slow
+def test_compare_finds_changes_of_tensors_metrics_and_collectives(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    run_cases(ROOT, before, CASE)
+    shutil.copytree(before, after)
+    assert compare(before, after, CASE)
+
+    metrics = after / "replicas" / "metrics.jsonl"
+    unchanged = metrics.read_text()
+    first, *others = unchanged.splitlines()
+    line = json.loads(first)
+    line["train/loss"] += 1e-6
+    metrics.write_text("\n".join([json.dumps(line), *others]))
+    assert not compare(before, after, CASE)
+    metrics.write_text(unchanged)
+
+    trace = after / "trace-replicas-0-1.json"
+    found = json.loads(trace.read_text())
+    found["entries"].reverse()
+    trace.write_text(json.dumps(found))
+    assert not compare(before, after, CASE)
+    shutil.copy(before / trace.name, trace)
+
+    (shard,) = (after / "replicas/checkpoints/step-00000006").glob("__0_*.distcp")
+    content = bytearray(shard.read_bytes())
+    weights = content.index(b"data/0") + 2**12
+    content[weights] ^= 1
+    shard.write_bytes(content)
+    assert not compare(before, after, CASE)
