@@ -5,8 +5,8 @@
     python benchmarks/golden.py . golden/after
     python benchmarks/golden.py --compare golden/before golden/after
 
-Each checkpoint's parameters, optimizer moments, random states and loop state are compared, the
-summary, each metric outside `perf/`, and each rank's collectives and number of compiled graphs.
+It compares each checkpoint's parameters, optimizer moments, random states and loop state; summary
+and metrics except timings and the wandb id; each rank's collectives and number of compiled graphs.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
 
 
 def facts(place: Path, name: str) -> dict[str, Any]:
-    """Collect by name what a run computed: tensors, loop states, metrics, collectives, graphs."""
+    """Collect the results of a run by name: tensors, loop states, metrics, collectives, graphs."""
     found: dict[str, Any] = {}
     for checkpoint in sorted((place / name).glob("checkpoints/step-*")):
         found |= {f"{checkpoint.name} {key}": t for key, t in tensors(checkpoint).items()}
@@ -155,7 +155,7 @@ def facts(place: Path, name: str) -> dict[str, Any]:
     for file in sorted(place.glob(f"trace-{name}-*.json")):
         trace = json.loads(file.read_text())
         found[f"{file.stem} graphs"] = trace["graphs"]
-        for entry in trace["entries"]:  # each group has a thread and an order of its own
+        for entry in trace["entries"]:  # each process group has its own thread and order
             group = found.setdefault(f"{file.stem} group {entry['process_group']}", [])
             group.append((entry["profiling_name"], entry["input_sizes"]))
     timed = ("perf/", "seconds", "tokens_per_s", "wandb_id")
@@ -186,8 +186,10 @@ def compare(before: Path, after: Path, cases: list[str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compare", action="store_true", help="compare two directories")
-    parser.add_argument("first", type=Path, help="a checkout, or golden runs to compare")
-    parser.add_argument("second", type=Path, help="where golden runs go, or are")
+    parser.add_argument("first", type=Path, help="a checkout, or the first directory to compare")
+    parser.add_argument(
+        "second", type=Path, help="output directory, or the second directory to compare"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     if not args.compare:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def unmasked(inputs: Tensor) -> None:
-    """Return no document boundaries."""
+    """Return None: documents are not masked."""
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def heldout_loss(
 
 
 def read(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
-    """Return the next batch; `empty` after the last one, and with the error if reading fails."""
+    """Return the next batch, or `empty` after the last one or with the error if reading fails."""
     try:
         return next(batches, empty), None
     except DataError as error:

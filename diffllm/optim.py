@@ -1,4 +1,4 @@
-"""AdamW, learning-rate schedules, and the updates that are skipped."""
+"""AdamW, learning-rate schedules, and the guard that skips updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ class ProtectionConfig:
     """The protection of parameters from bad updates."""
 
     skip_step: SkipStep = SkipStep.nonfinite
-    """Updates that are left out: none, those with nan or infinity, or spikes as well."""
+    """Updates that are skipped: none, those with nan or infinity, or spikes as well."""
     max_consecutive_skips: int = bounded(20, least=1)
     """Skipped updates in a row after which a run has diverged: it saves and ends."""
 
@@ -162,11 +162,11 @@ def optimizer_tensors(
 
 
 class Guard:
-    """Judge of each step's loss and gradient norm, on the device, without host synchronisation.
+    """Decide on the device, without host synchronisation, which updates to skip.
 
     Args:
-        window: finite values of earlier steps that a value is compared with, in float64.
-        sigmas: population standard deviations above their mean that make a spike.
+        window: number of earlier finite values to compare with.
+        sigmas: population standard deviations above the window's mean that make a spike.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
@@ -181,7 +181,7 @@ class Guard:
         finite = values.isfinite()
         bad = ~finite
         if self.mode is SkipStep.spike:
-            # NaN until a window is full: nothing is above it
+            # comparisons are false until the window is full: its mean is NaN
             mean, std = self.windows.mean(1), self.windows.std(1, correction=0)
             bad = bad | (values - mean > self.sigmas * std)
             moved = torch.cat((self.windows[:, 1:], values[:, None]), dim=1)

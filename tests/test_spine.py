@@ -25,7 +25,7 @@ package = Path(diffllm.__file__).parent
 traced, calls = False, []
 
 def on_event(frame, event, argument):
-    """Note calls of our functions from the beginning of step 4 to the end of its line."""
+    """Record calls of our functions from the start of step 4 until its line is written."""
     global traced
     code = frame.f_code
     if not code.co_filename.startswith(str(package)):
@@ -99,7 +99,7 @@ def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
     return [(file, function) for file, function in json.loads(printed[-1])]
 
 
-def test_a_logged_step_passes_through_few_files_and_packages(tmp_path):
+def test_logged_step_stays_within_bounds_of_files_and_package_changes(tmp_path):
     calls = calls_of_a_step(tmp_path)
     assert calls[0] == ("distributed/watch.py", "reached")
     assert {"train_step", "forward", "judge"} <= {function for _, function in calls}
@@ -110,7 +110,7 @@ def test_a_logged_step_passes_through_few_files_and_packages(tmp_path):
     assert changes <= CHANGES, [name for name, _ in itertools.groupby(packages)]
 
 
-def test_an_unlogged_step_of_the_loop_reads_nothing_on_the_host(tmp_path):
+def test_unlogged_step_does_not_read_tensors_on_host(tmp_path):
     printed = trained_by(HOST, tmp_path)
     assert {"step 3", "step 5", "the end, after step 6"} <= set(printed)
 
@@ -120,7 +120,7 @@ def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-def test_functions_of_a_run_are_flat_and_take_at_most_six_arguments():
+def test_training_functions_are_flat_with_at_most_six_arguments():
     files = sorted((PACKAGE / "training").glob("*.py"))
     assert {"loop.py", "run.py", "start.py", "step.py"} <= {path.name for path in files}
     for path in files:
@@ -134,8 +134,8 @@ def test_functions_of_a_run_are_flat_and_take_at_most_six_arguments():
             assert count <= 6, f"{where} takes {count} arguments"
 
 
-def test_nothing_that_rank_0_chooses_for_all_fills_a_list():
-    """`broadcast_and_keep` returns what rank 0 keeps."""
+def test_broadcast_callbacks_do_not_append_to_lists():
+    """Callbacks must return rank 0's objects through `broadcast_and_keep`."""
     chosen = 0
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -62,7 +62,7 @@ class RunConfig:
 
 @dataclass
 class EvalConfig:
-    """When the held-out loss and tasks are measured, and on how much."""
+    """Intervals and sizes of evaluations during training."""
 
     interval: int = bounded(100, least=1)
     """Steps between evaluations; the last step always has one."""

@@ -142,7 +142,7 @@ class TrainLoader:
         self._micro_steps = global_batch_size // (micro_batch_size * world_size)
         self._ahead: deque[Batch] = deque()
         self.failed: DataError | None = None
-        """The error of the next batch, which cannot be read."""
+        """The error that the next unread batch raised; None so far."""
         self.waited_s = 0.0
         """Seconds spent in `read_ahead`."""
         # Workers ignore SIGTERM, so at exit they have to be told to leave.
@@ -161,8 +161,7 @@ class TrainLoader:
         return self._ahead.popleft()
 
     def read_ahead(self, steps: int) -> DataError | None:
-        """Read the batches of the next steps that have not been read; return the error if one
-        cannot be read."""
+        """Read ahead up to `steps` steps; return the error if a batch cannot be read."""
         begun = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:
             try:
@@ -196,8 +195,8 @@ class TrainLoader:
         return self._samples.consumed(self.sample)
 
     def bits_per_nat(self) -> float | None:
-        """Return the bits per byte of the text read so far that equal 1 nat per token; None if the
-        text is not known."""
+        """Return the bits per byte that equal 1 nat per token, for the data read so far; None if
+        the text is unknown."""
         return self._samples.bits_per_nat(self.sample)
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ class Samples(Protocol):
         """Say what has been read before a sample, as metrics."""
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte of the text before a sample that equal 1 nat per token; None if
-        the text is not known."""
+        """Return the bits per byte that equal 1 nat per token, from split means weighted by the
+        tokens read before `sample`; None if the text is unknown."""
 
     def state(self, sample: int) -> dict[str, Any]:
         """Describe the place before a sample, as JSON values."""

@@ -18,7 +18,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Norms(NamedTuple):
-    """L2 norms of whole tensors, equal on every rank and on the device."""
+    """L2 norms of whole tensors, on the device; replicas may differ by rounding."""
 
     names: list[str]
     squares: Tensor
@@ -28,13 +28,13 @@ class Norms(NamedTuple):
 
 
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average the gradients that FSDP2 does not average, and clip; return the norms before that.
+    """Average gradients that FSDP2 does not average, clip; return the norms before clipping.
 
     The host does not wait for the device. Every rank must call this.
 
     Args:
         params: DTensors and replicated tensors by name, with gradients or None.
-        mesh: that of dense parameters.
+        mesh: the mesh of dense parameters.
         clip_norm: the largest global norm; 0 turns clipping off.
     """
     average_replicated(params.values())

@@ -23,10 +23,9 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT.
 
-    Before `defer` is called there is nothing to save, and the first signal raises StoppedEarly; a
-    second one comes while this rank tells the others, and is only noted. After `defer` signals are
-    only noted. A second SIGINT always interrupts at once. A request that is made outside the main
-    thread handles no signal.
+    Before `defer`, the first signal raises StoppedEarly, because there is nothing to save. Later
+    signals are only noted, except SIGINT after another signal: it raises KeyboardInterrupt.
+    Outside the main thread, a request handles no signals.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class StopRequest:
             raise StoppedEarly(signal.Signals(number))
 
     def defer(self) -> None:
-        """From now on note signals, for `Agreement`, instead of raising StoppedEarly."""
+        """Only note signals from now on; `Agreement` reports them."""
         self.deferred = True
 
     def has_come(self) -> bool:
@@ -75,7 +74,7 @@ class Agreed(NamedTuple):
     stopping: signal.Signals | None
     """A signal that some rank had received."""
     save: bool
-    """Whether a checkpoint is due by some rank's clock."""
+    """Whether a checkpoint is due by rank 0's clock."""
     failed: bool
     """Whether some rank cannot read what comes next."""
 
@@ -93,13 +92,15 @@ class Agreement:
         if dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.delay = int(self.group is not None)
-        """Steps after which all ranks know the flags of one of them."""
+        """Number of calls until all ranks see a flag: 0 on one rank, else 1."""
         self.flags = torch.zeros(3, dtype=torch.int32)
         self.work: Any = None
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Exchange signals, whether a checkpoint is due by rank 0's clock, and whether a rank
-        failed to read its next batch. Every rank must call this once per step."""
+        """Exchange flags: signal received, checkpoint due on rank 0, next batch unreadable.
+
+        Every rank must call this once per step. Returns the flags of `delay` calls before.
+        """
         number = self.request.received
         if self.group is not None:
             mine = torch.tensor([number, save, failed], dtype=torch.int32)

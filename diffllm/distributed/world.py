@@ -62,8 +62,10 @@ class World:
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """Broadcast as `broadcast_from_rank0` the first result of `choose`; the second, such as an
-        open file, stays on rank 0, and other ranks get None."""
+        """Broadcast the first result of `choose` as `broadcast_from_rank0` does.
+
+        The second result, such as an open file, stays on rank 0; other ranks get None.
+        """
         if self.rank == 0:
             try:
                 result, kept = choose()

@@ -90,7 +90,8 @@ class Sinks(NamedTuple):
     events: EventFiles | None = None
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """Write the values of a step by metric name; raises KeyError for a name without a row."""
+        """Write the values of a step by metric name; raises KeyError for a name that is not in
+        `metrics/table.py`."""
         for name in values:
             metric_of(name)
         line = {"step": step, "tokens": tokens, **values}

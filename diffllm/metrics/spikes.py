@@ -1,9 +1,9 @@
 """Spikes of loss and gradient norm, counted by three definitions; see docs/spikes.md.
 
-Two are published, over raw values. The current value is never in its own window; finite values,
-spikes included, enter it afterwards; NaN and infinity are always spikes and never enter it.
+The two published definitions use raw values. The current value is never in its own window; finite
+values, spikes included, enter it afterwards; NaN and infinity are always spikes and never enter it.
 
-The third counts events, in a series from which its trend is removed. A window's standard deviation
+The third definition counts events in a series without its trend. A window's standard deviation
 contains the descent itself, so definitions over raw values miss spikes while a run still learns.
 Here a value is compared with the line through the values before it:
 
@@ -298,7 +298,7 @@ class SpikeMonitor:
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
     def windows(self) -> tuple[list[float], list[float]]:
-        """Return the losses and gradient norms that window128 judges the next step by."""
+        """Return the loss and gradient-norm windows of window128 for the next step."""
         return list(self.counters["spikes/loss"].values), list(self.counters["spikes/grad"].values)
 
     def recent_loss(self, count: int) -> float:

@@ -61,9 +61,9 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
 
 
 def plan(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
-    """Plan every run of a sweep; a sweep without a name takes an unused one.
+    """Plan every run of a sweep; choose an unused name if the sweep has none.
 
-    Another sweep that starts at the same time may take that name first; then try the next one.
+    If another sweep takes the name at the same moment, try the next name.
     """
     own, launcher = parse([*experiment_words(words), *words])
     if any(o.get_key_element() == "run.sweep" for o in own):

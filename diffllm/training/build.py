@@ -34,7 +34,7 @@ class Training:
     optimizer: torch.optim.AdamW
     guard: Guard
     choices: dict[str, Choice]
-    """Settings that were left to the device or to the size of the model, by name."""
+    """Settings that may depend on device or model size, by name, each with its reason."""
     micro_batches: int
     """Micro-batches of this rank per step."""
     tokens: int
@@ -83,10 +83,10 @@ def build(
     ignores_targets: bool = False,
     compile: Choice | None = None,
 ) -> Training:
-    """The sharded model and its optimizer, initialised; needs a process group.
+    """Build the sharded, initialised model and its optimizer; needs a process group.
 
     Args:
-        document_end: the token after which documents begin; masks them.
+        document_end: the token that ends a document; None: documents are not masked.
         ignores_targets: whether some targets may be negative, which losses ignore.
         compile: whether to compile; chosen as for a short run by default.
     """
@@ -106,7 +106,7 @@ def sharded_model(
     """Make the model on the meta device, wrapped for training on `device`; needs a process group.
 
     Args:
-        splits: how many rows experts get from other ranks.
+        splits: returns the number of rows that experts get from other ranks.
         compile: whether to compile; chosen as for a short run by default.
     """
     precision = chosen_precision(cfg.precision, device)
@@ -125,7 +125,7 @@ def allocated(
     document_end: int | None = None,
     ignores_targets: bool = False,
 ) -> Training:
-    """Return a model on `device`, whose parameters have no values yet, and its optimizer."""
+    """Allocate the model on `device`, with uninitialised parameters, and its optimizer."""
     model, meshes, choices = sharded
     model.to_empty(device=device)
     dtype: torch.dtype = choices["precision"].value

@@ -59,7 +59,7 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 
 
 def check_tokenizer(cfg: TrainConfig) -> None:
-    """Raise DataError if data.tokenizer is none, or has more pieces than the model."""
+    """Raise DataError if data.tokenizer is no tokenizer or has more pieces than the model."""
     if cfg.data.tokenizer is None:
         return
     pieces = Tokenizer.from_file(cfg.data.tokenizer).vocab_size

@@ -98,7 +98,7 @@ class RunDirectory:
         written.
 
         Args:
-            changes: changes of the order of data; those of the config are known.
+            changes: changes of the data order; config changes are already in `self.changes`.
         """
         self.changes |= changes or {}
         if self.changes:  # first: once config.yaml is new, nothing would tell of them

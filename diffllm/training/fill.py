@@ -20,16 +20,15 @@ from diffllm.training.weights import start_from
 
 BASELINE = "standard"
 SEQUENCES = 8
-"""The first sequences in the order of the data; those of step 0, unless it has fewer."""
+"""Number of sequences to measure: the first ones in data order."""
 
 
 def fill(
     t: Training, here: Process, claimed: Claimed, data: Prepared, state: LoopState
 ) -> dict[str, Any]:
-    """Fill parameters from the checkpoint, from weights, or with initial values; compare ranks.
+    """Fill parameters from a checkpoint or weights, or apply model.init_match; compare ranks.
 
-    Every rank must call this. Returns facts about the origin for run.json: "weights" or
-    "init_match", or none.
+    Every rank must call this. Returns "weights" or "init_match" for run.json; else an empty dict.
 
     Args:
         state: the loop state of the checkpoint, from which the guard continues.
@@ -61,7 +60,7 @@ def match_initial_values(t: Training, data: Prepared, world: World) -> list[floa
 
 
 def measured_factors(t: Training, data: Prepared) -> list[float]:
-    """Measure the factor of each layer on the first sequences of step 0."""
+    """Measure the factor of each layer on the first `SEQUENCES` sequences in data order."""
     cfg = t.cfg
     total = cfg.steps * cfg.global_batch_size
     first = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)[range(SEQUENCES)]

@@ -27,21 +27,21 @@ from diffllm.training.step import train_step
 
 
 class Outputs(NamedTuple):
-    """Where a run writes."""
+    """Metric sinks, checkpoints and profiler of a run."""
 
     sinks: Sinks | None
-    """None on other ranks than 0."""
+    """None except on rank 0."""
     checkpoints: Checkpointer
     profiler: StepProfiler
 
 
 class Trained(NamedTuple):
-    """How training ended."""
+    """Result of training."""
 
     stopped: signal.Signals | None
-    """The signal that stopped it before the last step."""
+    """The signal that stopped training before the last step."""
     diverged: str | None
-    """Why it counts as diverged."""
+    """The reason if the run has diverged, else None."""
     speed: float | None
     """Median of the logged speeds in tokens per second."""
 
@@ -49,10 +49,10 @@ class Trained(NamedTuple):
 def train(
     t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
 ) -> Trained:
-    """Train until cfg.steps, a signal, divergence, or data that cannot be read.
+    """Train until cfg.steps, a signal, divergence or unreadable data; then save the last step.
 
-    However it ends, the last step is saved. Raises DataFailed on every rank if one of them cannot
-    read its next batch, after saving.
+    Raises DataFailed on every rank if a rank cannot read a batch or a held-out sample; after
+    saving, unless the first batch of this start fails.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
@@ -61,7 +61,7 @@ def train(
     agreement = Agreement(here.stop, cfg.distributed.timeout)
     here.stop.defer()
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))
-    if agreement.delay:  # flags of this exchange are heard one step later
+    if agreement.delay:  # fill the pipeline: flags arrive one step later
         exchange(agreement, out.checkpoints, loader, cfg.steps - state.step, watch)
     agreed, failure, diverged = Agreed(None, False, False), None, None
     while state.step < cfg.steps and not (agreed.stopping or agreed.failed or failure or diverged):
@@ -117,7 +117,7 @@ def exchange(
 ) -> Agreed:
     """Read ahead, and agree with the other ranks on stopping, saving and failing.
 
-    A failure to read is heard `agreement.delay` steps later, so read that many steps further.
+    Ranks learn of a failed read `agreement.delay` steps later, so read that far ahead.
 
     Args:
         left: the steps that are left to train.
@@ -127,7 +127,7 @@ def exchange(
 
 
 def to_log(t: Training, loader: TrainLoader) -> Log:
-    """Collect what a logged step reports besides its result. Every rank must call this."""
+    """Collect the values of a logged step that are not in its result. Every rank must call this."""
     return Log(
         lr=t.optimizer.param_groups[0]["lr"],
         read=loader.consumed(),
@@ -138,7 +138,7 @@ def to_log(t: Training, loader: TrainLoader) -> Log:
 
 
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
-    """This rank's batches, from where `state` stands."""
+    """Return this rank's data loader, positioned at `state`."""
     cfg = t.cfg
     total = cfg.steps * cfg.global_batch_size
     loader = TrainLoader(

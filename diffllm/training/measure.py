@@ -26,10 +26,10 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], DataFailed | None]:
-    """Measure the model on the held-out sample and on tasks, as far as they are due.
+    """Measure the model on the held-out sample and on tasks, if due.
 
-    Every rank must call this. Returns values by metric name, and the error, the same on every rank,
-    if one of them cannot read its part of the sample.
+    Every rank must call this. Returns values by metric name, and an error on every rank if a rank
+    cannot read the sample.
     """
     values, failure = {}, None
     if due.sample:
@@ -44,10 +44,11 @@ def measure(
 
 
 def sample_losses(t: Training, data: Prepared) -> dict[str, float]:
-    """Compute `eval/loss` of the held-out sample in nats per token, and `eval/bits_per_byte` if the
-    text is known; of a mixture also those of each source. Every rank must call this.
+    """Compute `eval/loss` in nats per token and `eval/bits_per_byte`. Every rank must call this.
 
-    The samples of all sources together have `eval.sequences` sequences.
+    A mixture also gets the values of each source. Bits are missing if the text is unknown.
+
+    Each source gets `eval.sequences` / number of sources, rounded up, at most its whole split.
     """
     found = {}
     for name, part, sequences in heldout_samples(t.cfg, data):
@@ -59,8 +60,7 @@ def sample_losses(t: Training, data: Prepared) -> dict[str, float]:
 
 
 def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """List the samples that are evaluated during training: of all data under no name, then of each
-    source of a mixture under its own, with how many sequences they have."""
+    """Return (source, data, sequences) of each held-out sample; "" stands for all data."""
     wanted = cfg.eval.sequences
     share = -(-wanted // max(1, len(data.sources)))
     return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
@@ -72,7 +72,7 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
     Raises DataFailed on every rank if one cannot read its part.
 
     Args:
-        sequences: at most this many, spread evenly over the split.
+        sequences: maximum number, spread evenly over the split.
     """
     cfg = t.cfg
     tokens = data.manifest.splits["heldout"].tokens
@@ -98,7 +98,7 @@ def sample_batches(cfg: TrainConfig, data: Prepared, sequences: int) -> Iterator
 def measure_documents(
     t: Training, data: Prepared, here: Process
 ) -> tuple[DocumentLosses | None, signal.Signals | None]:
-    """Compute the loss of each of `eval.tokens` held-out documents with targets.
+    """Compute the loss of each held-out document with targets, for about `eval.tokens` tokens.
 
     Every rank must call this, after the last step. Returns the losses, or None and the signal that
     stopped all ranks at one batch. Raises DataFailed on every rank if one cannot read its part.

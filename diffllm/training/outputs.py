@@ -1,4 +1,4 @@
-"""What a run writes besides its checkpoints: its description, sinks, and the words at its end."""
+"""Outputs of a run: run.json, metric sinks, checkpoints, generated text and summary."""
 
 import signal
 from collections.abc import Callable
@@ -32,9 +32,9 @@ from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text
 
 SETTLE_S = 60
-"""Seconds that a run which ends with an error waits for the checkpoint that is being written."""
+"""Seconds to wait for an unfinished checkpoint when a run fails."""
 Report = Callable[[Path], str]
-"""Writes the report on a run directory and returns its path, or the reason why there is none."""
+"""Writes the report of a run directory; returns its path or the reason why it is missing."""
 
 
 def open_outputs(
@@ -74,7 +74,7 @@ def open_sinks(
 
 
 def give_up(out: Outputs, error: UserError) -> None:
-    """Close the outputs of a run that ends with an error of its own."""
+    """Close the outputs of a run that failed with a UserError."""
     out.checkpoints.settle(SETTLE_S)
     if out.sinks:
         out.sinks.close()
@@ -91,8 +91,10 @@ def say_stopped(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Close the outputs of a run that a signal stopped after `step`, and leave a marker by which a
-    scheduler requeues it."""
+    """Close the outputs of a run that a signal stopped after `step`.
+
+    After SIGTERM or SIGUSR1, also write the requeue marker for the launch script.
+    """
     if claimed.directory and number in REQUEUE:
         request_requeue(claimed.path, number, step)
     named = cfg.run.dir or cfg.run.name
@@ -106,7 +108,7 @@ def say_stopped(
 
 
 def diverged_text(reason: str, step: int) -> str:
-    """Say that a run has diverged, why, and what to try."""
+    """Return the message for a diverged run: reason and possible fixes."""
     return (
         f"diverged: stopped after step {step}, saved: {reason}; a smaller optim.lr, "
         "other data or train.skip_step=off would go another way"
@@ -121,7 +123,7 @@ def finish(
     losses: DocumentLosses | None,
     report: Report | None,
 ) -> None:
-    """Write the results of a run that has ended, and show them; does nothing on other ranks than 0.
+    """Write and show the results of a run that has ended; on rank 0 only.
 
     Args:
         summary: the content of summary.json, the sample of text included.

@@ -1,4 +1,4 @@
-"""One process of a run: what it holds, how it begins and how it ends."""
+"""Per-process state of a run: its creation and its end."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from diffllm.training.provenance import command
 
 
 class Process(NamedTuple):
-    """What one process of a run holds from its first to its last moment."""
+    """Per-process state that lasts for the whole run."""
 
     world: World
     stop: StopRequest
@@ -35,7 +35,7 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
     """Begin to watch the other ranks, and to log."""
     watch, log = Watch(world, cfg.distributed.timeout, stop), RunLog()
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
-    if not in_sweep():  # a sweep logs what its jobs write to standard error
+    if not in_sweep():  # a sweep logs the stderr of its jobs
         log.copy_stderr(errors_only=world.rank > 0)
         log.write(f"{started()}\n" * (world.rank == 0))
     return Process(world, stop, watch, display, log)
@@ -44,8 +44,8 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
     """End this process's part in a run, with or without an error.
 
-    A missing rank is named. A run directory in which nothing was trained is removed, after that:
-    stack traces of the missing rank go into it.
+    Name a missing rank first: its stack traces go into the run directory. After a UserError, remove
+    the run directory if this process created it and it contains no run.
     """
     try:
         if error is None:
@@ -65,24 +65,23 @@ def leave(here: Process, error: BaseException | None, directory: RunDirectory | 
 
 
 def in_sweep() -> bool:
-    """Whether a sweep has started this process."""
+    """Return whether a sweep has started this process."""
     return "DIFFLLM_SWEEP_JOB" in os.environ
 
 
 def log_file(path: Path) -> Path:
-    """Return the log of the run at `path`; that of a sweep's run lies next to it."""
+    """Return the log file of the run at `path`; in a sweep, it lies next to the directory."""
     return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
 
 
 def started() -> str:
-    """Say when and where this process was started, and with what command."""
+    """Return start time, host and command line as text."""
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"{when} on {socket.gethostname()}: {command(sys.orig_argv)}"
 
 
 def last_words(error: BaseException, rank: int) -> str:
-    """Return the last lines of a log for an error; nothing on other ranks than 0 for an error that
-    all ranks share."""
+    """Return the last lines of the log for an error; for an error of all ranks, on rank 0 only."""
     if isinstance(error, StoppedEarly):
         text = f"stopped by {error.args[0].name} before the first step\n"
     elif isinstance(error, UserError):

@@ -1,7 +1,7 @@
 """From device tensors of steps to lines in metrics.jsonl, wandb and the terminal.
 
-Nothing is read from the device between logged steps: `Record.add` keeps a step's tensors, and
-`Record.write` reads the scalars of all kept steps in one copy.
+Step results are read only at logged, evaluated or saved steps. `Record.add` keeps device tensors;
+`Record.write` reads loss, gradient norm and skip flag of all kept steps in one copy.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from diffllm.training.step import StepResult
 
 
 class Log(NamedTuple):
-    """What a logged step reports besides its result."""
+    """Values of a logged step that are not in its `StepResult`."""
 
     lr: float
     param_norm: Tensor
@@ -40,16 +40,16 @@ class Log(NamedTuple):
     bits_per_nat: float | None
     """Bits per byte of text that equal a loss of 1 nat per token; None if unknown."""
     waited_s: float
-    """Seconds that this rank has waited for data in this run."""
+    """Seconds that this rank has waited for data since this start of the run."""
 
 
 class Record:
     """The record of a run: collects on every rank, writes on rank 0.
 
-    Its first interval, of which speed is a mean, begins when it is made.
+    Speed is measured per interval; the first interval begins when the record is created.
 
     Args:
-        sinks: None on other ranks than 0.
+        sinks: None except on rank 0.
     """
 
     def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
@@ -85,11 +85,11 @@ class Record:
     def write(self, step: int, values: dict[str, float], log: Log | None) -> None:
         """Read all kept steps, count their spikes, and write their lines.
 
-        Every rank must call this. Raises KeyError for a metric without a row.
+        Every rank must call this. Raises KeyError for a metric that is not in `metrics/table.py`.
 
         Args:
             values: measurements at this step by metric name.
-            log: given at a logged step, whose line also has training, performance and spikes.
+            log: values of a logged step; adds training, performance and spike metrics.
         """
         line = {**values, **(log.read if log else {}), **self._read(step)}
         if log:
@@ -102,8 +102,7 @@ class Record:
             self.display.print(f"step {step}: {'  '.join(said)}")
 
     def _read(self, step: int) -> dict[str, float]:
-        """Read all kept steps in one copy; write the statistics of earlier steps, and return those
-        of `step`."""
+        """Read all kept steps; write the statistics of earlier steps, return those of `step`."""
         if not self.last or not self.pending:
             return {}
         found: dict[str, float] = {}
@@ -172,7 +171,7 @@ def grad_norm_by_group(norms: Norms) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory that this process has held: on the GPU, or resident on a CPU."""
+    """Return this process's peak memory in GiB: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

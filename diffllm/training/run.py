@@ -1,4 +1,4 @@
-"""One run, from a typed config to a summary: the whole path on one page."""
+"""One run, from a typed config to a summary."""
 
 import signal
 from collections.abc import Callable
@@ -34,14 +34,15 @@ from diffllm.training.start import Claimed, begin, claim, meet, prepare_data
 from diffllm.training.summary import describe, headline, summarise
 
 MakeTasks = Callable[[Tokenizer], Tasks]
-"""Makes the questions of tasks for a tokenizer; raises ConfigError for tasks that do not fit."""
+"""Makes the run's tasks for a tokenizer; raises ConfigError for tasks that do not fit."""
 
 
 class Outcome(NamedTuple):
     """Result of a launch: exactly one field is set."""
 
     summary: dict[str, Any] | None = None
-    """The content of summary.json, equal on all ranks, if the run is finished or has diverged."""
+    """The content of summary.json if the run is finished or has diverged; only "sample" may differ
+    between ranks."""
     stopped: signal.Signals | None = None
     """The signal that stopped the run."""
 
@@ -51,12 +52,12 @@ def run(
 ) -> Outcome:
     """Prepare, build, train and report, in every process of a launch.
 
-    Raises UserError if something outside the code is wrong; existing files then stay as they were.
+    Raises UserError if something outside the code is wrong.
     """
     cfg.check_world(environment()[1])
     check_named(cfg)
     check_installed(cfg.metrics)
-    world = join(cfg.distributed)  # before a signal handler: none of ours could run in this wait
+    world = join(cfg.distributed)  # first: Python signal handlers cannot run while `join` waits
     stop = StopRequest()
     try:
         with unfailing():
@@ -80,7 +81,7 @@ def stopped_early(cfg: TrainConfig, world: World, number: signal.Signals) -> Out
 def in_process(
     cfg: TrainConfig, here: Process, make_tasks: MakeTasks | None, report: Report | None
 ) -> Outcome:
-    """Claim the run directory and train; however this ends, leave in order."""
+    """Claim the run directory and train; always call `leave`."""
     directory: RunDirectory | None = None
     try:
         claimed = claim(cfg, here)
@@ -103,7 +104,7 @@ def train_claimed(
     make_tasks: MakeTasks | None,
     report: Report | None,
 ) -> Outcome:
-    """Train from where the claimed directory stands, to the end or to a signal, and summarise."""
+    """Train from the checkpoint, weights or step 0 to the end or a signal; return the outcome."""
     device, data = prepare_data(cfg, here)
     state = begin(cfg, here, claimed, data)
     meet(cfg, here, device, claimed.path)

@@ -21,27 +21,27 @@ class Due(NamedTuple):
     sample: bool = False
     """Compute the loss of the held-out sample."""
     tasks: bool = False
-    """Ask the tasks of eval.suites."""
+    """Evaluate the tasks of eval.suites."""
     save: bool = False
     """Save a checkpoint."""
     profile: bool = False
     """Trace the step, or warm the profiler up for the next one."""
     last: bool = False
-    """End the run."""
+    """Whether this is the last step of the run."""
 
     @property
     def diagnose(self) -> bool:
-        """Whether the blocks measure anything."""
+        """Whether blocks measure anything."""
         return self.statistics or self.probes
 
 
 def every(interval: int, step: int) -> bool:
-    """Whether an action with this interval is due at `step`, counted from 1; 0 means never."""
+    """Return whether an action with this interval is due at `step`, from 1; 0 means never."""
     return interval > 0 and step % interval == 0
 
 
 def due(cfg: TrainConfig, step: int) -> Due:
-    """Return what is due at `step`, counted from 1.
+    """Return the actions that are due at `step`, counted from 1.
 
     The first step is logged; the last one is logged, evaluated and saved.
     """

@@ -1,7 +1,6 @@
 """The start of a run, from its claim on the run directory to the meeting of the ranks.
 
-Every rank calls `claim`, `prepare_data`, `begin` and `meet`, in this order: each takes what the one
-before returns.
+Every rank calls `claim`, `prepare_data`, `begin` and `meet`, in this order.
 """
 
 import math
@@ -37,7 +36,7 @@ from diffllm.training.weights import check_same_tokens, weights_of
 
 
 class Claimed(NamedTuple):
-    """A run directory, and where its run continues; equal on all ranks but for rank 0's holds."""
+    """The claimed run directory; equal on all ranks except `directory` and `saved`."""
 
     path: Path
     ended: dict[str, Any] | None
@@ -45,9 +44,9 @@ class Claimed(NamedTuple):
     checkpoint: Path | None
     """The checkpoint that the run resumes."""
     ranks: int
-    """The number of ranks that wrote the checkpoint."""
+    """The number of ranks that wrote the checkpoint; 0 without a checkpoint."""
     weights: Path | None
-    """The source of the parameters of a run that resumes no checkpoint."""
+    """The weights that a new run starts from."""
     directory: RunDirectory | None
     """Rank 0's lock on the directory; None on other ranks."""
     saved: dict[str, Any] | None
@@ -77,9 +76,9 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
 def claim_on_rank_0(
     cfg: TrainConfig,
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
-    """Lock the run directory and find where its run continues.
+    """Lock the run directory and find the checkpoint or weights to start from.
 
-    Returns what all ranks must know as JSON values, and the lock with the content of state.json.
+    Returns JSON values for all ranks; and, for rank 0, the lock and the content of state.json.
     """
     directory = claim_directory(cfg)
     try:
@@ -103,8 +102,10 @@ def claim_on_rank_0(
 
 
 def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepared]:
-    """Choose the device, and prepare the corpus, which may take hours: no process group exists yet
-    whose collectives could time out."""
+    """Choose the device and prepare the corpus.
+
+    Preparation may take hours, so it runs before collectives could time out.
+    """
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
@@ -113,7 +114,9 @@ def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepare
         raise ConfigError("prepare.num_nodes is of diffllm prepare: a run prepares on one node")
     data = prepare(cfg.data, cfg.prepare)
     check_fit(cfg, data)
-    packing_counts(data, cfg.data, cfg.seq_len)  # packs: longer than a collective may wait
+    packing_counts(
+        data, cfg.data, cfg.seq_len
+    )  # packing may take longer than a collective may wait
     check_same(here.world, "corpus", corpus_facts(data))
     return device, data
 
@@ -142,8 +145,10 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
 
 
 def resumed_state(cfg: TrainConfig, claimed: Claimed, data: Prepared) -> tuple[LoopState, Changes]:
-    """Return the checkpoint's loop state, and how its order of data differs from this run's;
-    without a checkpoint the state of a new run. Raises CheckpointError if they do not fit."""
+    """Return the loop state and changes of the data order: from the checkpoint, or of a new run.
+
+    Raises CheckpointError if the checkpoint does not fit this run.
+    """
     order, path, saved = data_order(cfg, data), claimed.checkpoint, claimed.saved
     if path is None or saved is None:
         return LoopState(order=order), {}
@@ -164,7 +169,7 @@ def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> N
 
 
 def ended_text(summary: dict[str, Any]) -> str:
-    """Say how a run ended that is started again, and how to train further."""
+    """Describe how the existing run ended, and how to train it further."""
     if summary.get("stopped"):
         return (
             f"diverged and {stopped_text(summary)}; a larger train.max_consecutive_skips or other "

@@ -25,7 +25,7 @@ OVER_TARGETS = ("nll", "train/z_loss")
 
 
 class StepResult(NamedTuple):
-    """Device tensors of one optimizer step, equal on all ranks; the host has not read them."""
+    """Device tensors of one optimizer step, equal on all ranks up to rounding; not yet read."""
 
     nll: Tensor
     """Mean cross-entropy of the global batch, nats per token."""
@@ -62,7 +62,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     means = mean_losses(done, t.tokens, counted)
     grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
-    if mesh.size(0) > 1:  # replicas sum norms of their own; rounding must not part them
+    if mesh.size(0) > 1:  # replicas' norms may differ by rounding; the decision must not
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = copies(t.params) if due.update else None
     update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
@@ -81,7 +81,10 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Sums over a rank's micro-batches of one step, on the device."""
+    """Results of a step's micro-batches, on the device.
+
+    `train_step` sums `losses` and `routed` over ranks in place.
+    """
 
     names: tuple[str, ...]
     """Names of the losses."""
@@ -96,11 +99,11 @@ class Passed(NamedTuple):
 def forward_backward(
     t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counted: Tensor | None
 ) -> Passed:
-    """Run both passes of this rank's micro-batches; gradients are added up in the parameters.
+    """Run forward and backward of this rank's micro-batches; accumulate the gradients.
 
     Args:
         probe: query positions of explicit maps, (N,) int64 on the device; None without a probe.
-        counted: targets of the global batch that the loss is a mean over; None for all.
+        counted: number of targets over which the loss is averaged; None for all targets.
     """
     losses = torch.zeros((), device=t.device)
     routed = torch.zeros((), dtype=torch.int64, device=t.device)
@@ -138,15 +141,15 @@ def count_targets(batches: Iterable[Batch], device: torch.device) -> Tensor:
     own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
     counted = moved(own, device)
     dist.all_reduce(counted)
-    return counted.clamp_min(1)  # losses of no targets are 0, and 0 / 0 would be NaN
+    return counted.clamp_min(1)  # without targets the losses are 0, and 0 / 0 would be NaN
 
 
 def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """Return a micro-batch's part of the step's objective, whose gradients ranks average.
+    """Scale a micro-batch's objective so that averaging gradients over ranks gives the step's.
 
     Args:
-        counted: targets of the global batch that the loss is a mean over; None for all. The
-            router's losses are means over all tokens, because all of them are routed.
+        counted: number of targets over which the loss is averaged; None for all targets. Router
+            losses are averaged over all tokens, because all tokens are routed.
     """
     over_tokens = dist.get_world_size() / (cfg.global_batch_size * cfg.seq_len)
     if counted is None:
@@ -182,7 +185,7 @@ def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Ten
     """Return the weighted terms of the objective besides the cross-entropy, by metric name.
 
     Args:
-        means: unweighted scalars by metric name; those of the router only with experts.
+        means: unweighted scalars by metric name; router losses only with experts.
     """
     weights = {
         "train/z_loss": cfg.model.z_loss,

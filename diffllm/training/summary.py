@@ -170,7 +170,7 @@ def summarise(
     """Return the numbers of a run that has ended; None for numbers that are not finite.
 
     Args:
-        losses: those of its held-out documents; None if the run has diverged and stopped.
+        losses: losses of held-out documents; None if the run stopped because it diverged.
     """
     entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
     bits = samples_of(cfg, data).bits_per_nat(state.step * cfg.global_batch_size)

@@ -12,7 +12,7 @@ from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.mixture.samples import mean_bits_per_nat
 
 
-def test_a_corpus_has_the_mean_bytes_of_its_training_tokens(
+def test_bits_per_nat_of_corpus_uses_mean_bytes_per_token(
     prepared: TokenData, make_config: Callable[..., DataConfig]
 ) -> None:
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()
@@ -23,7 +23,7 @@ def test_a_corpus_has_the_mean_bytes_of_its_training_tokens(
     )
 
 
-def test_a_mixture_has_those_of_what_was_read(
+def test_mixture_bits_per_nat_weights_sources_by_tokens_read(
     tmp_path: Path, make_config: Callable[..., DataConfig], prepared: TokenData
 ) -> None:
     words, digits = sample_documents(60), [f"{i * i} {i}" * 20 for i in range(60)]

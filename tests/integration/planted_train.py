@@ -112,7 +112,7 @@ def main(fault: Fault, words: list[str]) -> int:
     try:
         return entry.main()
     finally:
-        # A signal may end the run before the fault strikes, but then nothing was trained.
+        # Without a trained step, a signal ended the run before the fault.
         if fault.kind != "none" and rank == fault.rank and trained.is_set() and not STRUCK:
             os.write(2, b"planted_train.py: the fault did not strike\n")
             os._exit(99)
@@ -129,7 +129,7 @@ def strike(result: Any = None) -> Any:
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute that exists: code that has moved must not make a fault vanish."""
+    """Replace an existing attribute; fail if code has moved, or the fault would vanish."""
     assert hasattr(owner, name), f"{owner} has no {name}"
     setattr(owner, name, value)
 

@@ -77,7 +77,7 @@ class MixedSequences(Dataset[Batch | DataError]):
         return found
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte that equal 1 nat per token, over all text before a sample."""
+        """Return the bits per byte that equal 1 nat per token, as `Samples` says."""
         splits = [data.manifest.splits["train"] for data in self.data.sources.values()]
         return mean_bits_per_nat(splits, [n * self.seq_len for n in self.order.counts(sample)])
 
@@ -128,8 +128,10 @@ class MixedSequences(Dataset[Batch | DataError]):
 
 
 def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
-    """Return the bits per byte that equal 1 nat per token over so many `tokens` of each split; None
-    if nothing was read or the text of a split is not known."""
+    """Return the bits per byte that equal 1 nat per token, if `tokens` were read from each split.
+
+    Returns None if nothing was read or the text of a split is unknown.
+    """
     each = [
         (count * split.share_predicted, split.bits_per_byte(1.0))
         for split, count in zip(splits, tokens, strict=True)

@@ -1,4 +1,4 @@
-"""The choice of the attention kernel that trains on a device, and the mask that it takes.
+"""The attention kernel that trains on a device, and the form of its mask.
 
 `ops.attend` calls the kernel.
 
