@@ -187,9 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compare", action="store_true", help="compare two directories")
     parser.add_argument("first", type=Path, help="a checkout, or the first directory to compare")
-    parser.add_argument(
-        "second", type=Path, help="output directory, or the second directory to compare"
-    )
+    parser.add_argument("second", type=Path, help="output directory, or the second to compare")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     if not args.compare:
