@@ -3,13 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from diffllm.version import VERSION
+
 if TYPE_CHECKING:
     from diffllm.config import load_config
     from diffllm.evaluation.load import load_model
     from diffllm.model import build_model
     from diffllm.tools.python import train
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["build_model", "load_config", "load_model", "train"]
 
 _HOMES = {

@@ -14,7 +14,7 @@ import diffllm
 ROOT = Path(diffllm.__file__).parent
 BOTTOM = ("diffllm.registry", "diffllm.errors", "diffllm.torch_versions", "diffllm.bounds")
 FLOORS = (
-    ("errors", "torch_versions"),
+    ("errors", "torch_versions", "version"),
     ("bounds", "printing", "registry"),
     ("files", "model", "optim", "statistics"),
     ("tasks",),

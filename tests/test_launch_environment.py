@@ -183,6 +183,14 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
             other.result()
 
 
+def test_broadcast_with_a_used_key_fails_because_other_ranks_would_read_the_old_value() -> None:
+    world = World(0, 2, 0, dist.HashStore())
+    assert world.broadcast_and_keep("stage", lambda: (1, "kept")) == (1, "kept")
+    assert World(1, 2, 1, world.store).broadcast_and_keep("stage", lambda: (2, "")) == (1, None)
+    with pytest.raises(AssertionError, match="the key stage was used before"):
+        world.broadcast_from_rank0("stage", lambda: 2)
+
+
 class NoSignal:
     """A process that nobody has asked to stop."""
 

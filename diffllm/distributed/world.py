@@ -67,6 +67,7 @@ class World:
         The second result, such as an open file, stays on rank 0; other ranks get None.
         """
         if self.rank == 0:
+            assert not self.store.check([key]), f"the key {key} was used before"
             try:
                 result, kept = choose()
             except UserError as error:

@@ -10,8 +10,6 @@ from diffllm.errors import UserError
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
 from diffllm.printing import echo
 
-open_closed_descriptors()  # before the imports that open files
-
 COMMANDS = {
     "train": "train a decoder, or with -m a sweep of them; the same as python train.py",
     "prepare": "make a corpus's tokenizer and token shards ahead of a run",
@@ -86,6 +84,7 @@ def bring(words: list[str], composes: bool) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand, whose exit code is returned; 2 for what a user can mend."""
+    open_closed_descriptors()  # before the imports that open files
     args = sys.argv[1:] if argv is None else argv
     never_fail()
     try:

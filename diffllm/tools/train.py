@@ -10,7 +10,9 @@ from contextlib import redirect_stdout
 from typing import NoReturn
 
 from diffllm.distributed.launcher import end_with_torchrun, environment, set_variables
+from diffllm.metrics.streams import open_closed_descriptors
 
+open_closed_descriptors()  # before the imports that open files
 end_with_torchrun()  # before the imports that take seconds
 set_variables()
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")

@@ -15,6 +15,7 @@ import torch
 
 from diffllm.config.overrides import SECRET
 from diffllm.distributed.consistency import code_version
+from diffllm.version import VERSION
 
 PACKAGES = (
     "torch", "numpy", "hydra-core", "omegaconf", "torchdata", "datasets", "sentencepiece", "wandb",
@@ -33,7 +34,7 @@ def provenance() -> dict[str, Any]:
     """Collect the command, the code's version and commit, and the environment, as JSON values."""
     return {
         "command": command(sys.orig_argv),
-        "diffllm": {"version": installed("diffllm"), "hash": code_version()["diffllm"]},
+        "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
         "git": git_state(Path(__file__).parents[1]) or git_state(Path.cwd()),
         "environment": {
             "host": socket.gethostname(),
@@ -70,15 +71,13 @@ def command(argv: list[str]) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute, of those that are installed."""
-    return {name: version for name in PACKAGES if (version := installed(name))}
-
-
-def installed(name: str) -> str | None:
-    """Return the version of an installed package; None if it is missing."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

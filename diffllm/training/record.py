@@ -98,6 +98,7 @@ class Record:
             self.sinks.write(step, step * self.tokens_per_step, line)
         if log:
             self.display.show(step, line, (self.steps - step) * line["perf/step_ms"] / 1e3)
+            self._begin_interval(step, log.waited_s)
         elif said := measured(line):
             self.display.print(f"step {step}: {'  '.join(said)}")
 
@@ -124,13 +125,11 @@ class Record:
         return found
 
     def _logged(self, step: int, log: Log) -> dict[str, float]:
-        """Return training, performance and spikes, and begin the next interval."""
+        """Return the values of training, performance and spikes since the last logged step."""
         assert self.last is not None
         assert self.last.update_norm is not None
         count = step - self.logged_step
         elapsed = time.perf_counter() - self.since - self.paused_s
-        waited = log.waited_s - self.waited_s
-        self._begin_interval(step, log.waited_s)
         speed = count * self.tokens_per_step / elapsed
         self.speeds.append(speed)
         line = {
@@ -141,7 +140,7 @@ class Record:
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
-            "perf/data_ms": 1e3 * waited / count,
+            "perf/data_ms": 1e3 * (log.waited_s - self.waited_s) / count,
             "perf/peak_memory_gib": peak_memory_gib(self.device),
             **self.spikes.metrics(),
         }

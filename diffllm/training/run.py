@@ -47,12 +47,14 @@ class Outcome(NamedTuple):
     """The signal that stopped the run."""
 
 
-def run(
-    cfg: TrainConfig, make_tasks: MakeTasks | None = None, report: Report | None = None
-) -> Outcome:
+def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -> Outcome:
     """Prepare, build, train and report, in every process of a launch.
 
     Raises UserError if something outside the code is wrong.
+
+    Args:
+        make_tasks: the tasks of `eval.suites`; None without tasks.
+        report: writes the report at the end; None for `run.report=false`.
     """
     cfg.check_world(environment()[1])
     check_named(cfg)
