@@ -16,14 +16,14 @@ from diffllm.printing import to_stderr
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, complete after every write.
+    """metrics.jsonl: one JSON object per line, complete after every write.
 
-    Lines that a full disk does not take are kept, and written once it does. Raises CheckpointError
-    where the file cannot be made.
+    Lines that do not fit on a full disk are kept and written later. Raises CheckpointError if the
+    file cannot be created.
 
     Args:
-        path: the file; lines past `last_step`, and a line cut short, are dropped.
-        last_step: where the run continues; 0 starts the file anew.
+        path: the file; lines after `last_step` and incomplete lines are dropped.
+        last_step: the step to resume after; 0 starts a new file.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -58,7 +58,7 @@ class MetricsFile:
             )
 
     def _write_waiting(self) -> str | None:
-        """Write what waits, in order; why not, if something is left."""
+        """Write waiting lines in order; return the error if one fails."""
         while self.waiting:
             line = self.waiting[0]
             try:
@@ -75,7 +75,7 @@ class MetricsFile:
         return None
 
     def close(self) -> None:
-        """Try once more what still waits."""
+        """Write waiting lines once more, then close."""
         problem = self._write_waiting()
         if problem:
             to_stderr(f"warning: {self.path} lacks its last {len(self.waiting)} lines: {problem}")

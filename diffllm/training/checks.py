@@ -1,5 +1,5 @@
 """Conditions of a start: equal configs and tokens on all ranks, data that fits, a fit tokenizer,
-and a learning rate that goes on smoothly."""
+and a learning rate that changes smoothly."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ OF_THE_MACHINE = (
 
 
 def shared_config(cfg: TrainConfig) -> dict[str, Any]:
-    """The config by dotted key, without what may differ between the ranks' machines."""
+    """Return the config by dotted key, without keys that may differ between machines."""
     flat = flatten(yaml_dict(cfg))
     return {key: value for key, value in flat.items() if not of_the_machine(key)}
 
@@ -47,7 +47,7 @@ def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Hashes that identify prepared tokens, which machines may have prepared apart."""
+    """Return hashes that identify the tokens prepared on a machine."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -86,8 +86,8 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
 
 
 def check_sample(cfg: TrainConfig, data: Prepared, sequences: int, whose: str) -> None:
-    """Raise DataError if a held-out sample of so many sequences has no loss, for all of its targets
-    are only context; `whose` names its source."""
+    """Raise DataError if a held-out sample has only context and no targets; `whose` names its
+    source."""
     eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
     if not predicts_something(data.split("heldout"), cfg.seq_len, sequences, eos_id):
         size = f"{sequences} sequence{'s' * (sequences != 1)} of {cfg.seq_len} tokens"

@@ -22,7 +22,7 @@ KEPT = "as in the checkpoint"
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> Choice:
-    """Choose the dtype of the computation; left open, bfloat16 on devices with units for it."""
+    """Choose the compute dtype; "auto" takes bfloat16 if the device has bf16 units."""
     if precision is not Precision.auto:
         return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
@@ -41,7 +41,7 @@ def chosen_compile(
     flops: float = 0.0,
     kept: bool | None = None,
 ) -> Choice:
-    """Whether blocks and loss are compiled; left open, they are on GPUs and in long runs on CPUs.
+    """Choose whether to compile; by default on GPUs, and on CPUs for long runs.
 
     Args:
         compile: the config's value; None leaves it open.
@@ -109,7 +109,7 @@ def compiler_fault() -> str:
 
 
 def for_json(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
-    """Return choices as run.json has them: {"value": ..., "reason": ...} by name."""
+    """Return choices as JSON: {"value": ..., "reason": ...} by name."""
     return {
         name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
     }

@@ -1,4 +1,4 @@
-"""A run's directory: its name, its identity, whether it may be used."""
+"""The directory of a run: its name, its lock and its files."""
 
 import json
 import os
@@ -32,13 +32,15 @@ FOR_GOOD = ("init_match", "weights")
 """Facts in run.json that the first start of a run decides."""
 
 LONGEST_NAME = 230
-"""Bytes of a name: of the 255 that a file system takes, the ends of logs' names are left."""
+"""Maximum bytes of a name: file systems allow 255, and log files append suffixes."""
 NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
-    """Rank 0's hold on `outputs/<name>/`; one process at a time. Raises ConfigError if the
-    directory is in use or cannot be written."""
+    """Rank 0's lock on a run directory, for one process at a time.
+
+    Raises ConfigError if the directory is in use or cannot be written.
+    """
 
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
@@ -47,7 +49,7 @@ class RunDirectory:
         self.lock = hold(path, "run directory", "run.dir=...")
 
     def check(self) -> None:
-        """Compare with the run that is here, if any; nothing is changed."""
+        """Compare the config with the existing run, if any; write no file."""
         check_own_files(self.path)
         if self.cfg.resume == "never" and self.has_run:
             raise ConfigError(
@@ -101,12 +103,12 @@ class RunDirectory:
             changes: changes of the data order; config changes are already in `self.changes`.
         """
         self.changes |= changes or {}
-        if self.changes:  # first: once config.yaml is new, nothing would tell of them
+        if self.changes:  # before config.yaml: its old values are lost then
             self._note_changes(step)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         (self.path / "diverged.json").unlink(missing_ok=True)  # of an older version's
         if not self.checkpoints:
-            (self.path / SAVED).unlink(missing_ok=True)  # it says that there are some
+            (self.path / SAVED).unlink(missing_ok=True)  # it claims a checkpoint
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
             files = tokenizer_files(tokenizer)
@@ -119,13 +121,13 @@ class RunDirectory:
             remove(leftover)
 
     def _note_changes(self, step: int) -> None:
-        """Add a line to changes.jsonl: from this step on, what differs from the run before it."""
+        """Add the changes from `step` on to changes.jsonl."""
         lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         write_atomic(self.path / "changes.jsonl", text)
 
     def withdraw(self) -> None:
-        """Remove what this process made of the directory, if no training came of it."""
+        """Release the lock; remove the files that this process created if no step was trained."""
         if self.has_run:
             self.lock.release(remove=not self.config_file.is_file())  # or it is no run of ours
         else:
@@ -137,8 +139,7 @@ class RunDirectory:
         (self.path / REQUEUE_FILE).unlink(missing_ok=True)
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
-        """Write run.json: parameters, corpus, device and the like of the latest start; of a run
-        that continues, what its first start decided stays."""
+        """Write run.json for the latest start; a resumed run keeps `FOR_GOOD`."""
         file, kept = self.path / "run.json", {}
         if continues:
             before = read_record(file) or {}
@@ -151,10 +152,10 @@ class RunDirectory:
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError where a start would write into what is no file of this run's.
+    """Raise CheckpointError if a start would write to a file that is not the run's own.
 
-    Through a symbolic link in place of a file another's would be overwritten. A link to a directory
-    is a user's choice of a disk, and has to lead to one.
+    A symbolic link in place of a file is refused. A link in place of a directory must lead to a
+    directory, for example on another disk.
     """
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
@@ -175,8 +176,8 @@ def check_own_files(run: Path) -> None:
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     """Return the summary of the run at `path` if it has ended, and `cfg` does not take it further.
 
-    A run that stopped because it had diverged goes on with other settings, or where more updates in
-    a row may be skipped. Raises CheckpointError where a file is damaged.
+    A diverged run resumes with other settings or a larger train.max_consecutive_skips. Raises
+    CheckpointError if a file is damaged.
     """
     found = read_ending(path)
     if found and found.get("stopped"):
@@ -185,8 +186,10 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def steps_made(path: Path) -> int | None:
-    """Return the steps after which the run at `path` was finished; None until it is. Raises
-    CheckpointError where its summary.json does not say."""
+    """Return the steps of a finished run; None if it is unfinished.
+
+    Raises CheckpointError if summary.json lacks them.
+    """
     summary = read_summary(path)
     if summary is None:
         return None
@@ -197,8 +200,7 @@ def steps_made(path: Path) -> int | None:
 
 
 def choose_path(cfg: TrainConfig) -> Path:
-    """Return run.dir, or outputs/[<sweep>/]<name>, where none is set with a name of variant and
-    time."""
+    """Return run.dir or outputs/[<sweep>/]<name>; the default name is variant and time."""
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
         raise ConfigError(
@@ -222,7 +224,7 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raise ConfigError for what cannot be the name of a directory with files named after it."""
+    """Raise ConfigError for an invalid directory name."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"{key}={name!r} must be letters, digits and _ . , + - and not begin with a dot"
@@ -234,7 +236,7 @@ def check_name(key: str, name: str) -> None:
 
 
 def fresh(path: Path) -> Path:
-    """Return a path at which nothing lies: this one, or it with the first number behind it."""
+    """Return an unused path: `path`, or `path` with the first free number appended."""
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     return next(p for name in names if not os.path.lexists(p := path.with_name(name)))
 
@@ -242,7 +244,7 @@ def fresh(path: Path) -> Path:
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
     """Hold the directory of a run; raises ConfigError as RunDirectory does.
 
-    A run without a name takes a fresh one, also where another starts in the same second.
+    An unnamed run gets an unused path, even if two start in the same second.
     """
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
@@ -262,6 +264,6 @@ def request_requeue(path: Path, number: signal.Signals, step: int | None) -> Non
     """Leave the marker that lets a launch script put the job back into the queue.
 
     Args:
-        step: that was saved last on the way out; None where nothing was.
+        step: the last saved step; None if nothing was saved.
     """
     write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

@@ -56,8 +56,7 @@ def is_public(name: str) -> bool:
 
 
 def command(argv: list[str]) -> str:
-    """Join a command line as a shell reads it; the value of an option named like a secret is left
-    out, for diffllm may be called from a program that takes one."""
+    """Join a command line for a shell; hide the values of options that look like secrets."""
     shown = []
     hide_next = False
     for word in argv:
@@ -70,7 +69,7 @@ def command(argv: list[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that compute, of those that are installed."""
+    """Return the versions of those `PACKAGES` that are installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -81,8 +80,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return the commit of a directory with tracked files, and whether tracked files differ from
-    it; None without git, or for a directory that is none of a repository's own."""
+    """Return commit and dirty flag of a tracked directory; None without git or tracked files."""
     try:
         if not git(directory, "ls-files", "--", "."):  # a wheel in a repository's ignored .venv
             return None

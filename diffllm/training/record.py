@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.distributed.gradients import Norms
-from diffllm.metrics.diagnostics import named_values
+from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, measured
 from diffllm.metrics.mfu import mfu, peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.model.groups import group_of
-from diffllm.model.stats import Stats
 from diffllm.training.build import Training
 from diffllm.training.state import LoopState
 from diffllm.training.step import StepResult

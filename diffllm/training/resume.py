@@ -1,4 +1,4 @@
-"""Whether a run may continue, and from what."""
+"""The decision whether a run may resume, and from which checkpoint."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +16,16 @@ from diffllm.training.directory import RunDirectory
 from diffllm.training.state import LoopState
 
 MAKE_TOKENS = ("corpus", "tokenizer")
-"""Values of an order of data that its tokens follow from."""
+"""Keys of the data order that determine the tokens."""
 
 
 class Continuation(NamedTuple):
-    """The point from which a run goes on: a start from nothing unless given."""
+    """The point from which a run resumes; step 0 by default."""
 
     ended: dict[str, Any] | None = None
     """The summary of a run that has ended: nothing is left to do."""
     checkpoint: Path | None = None
-    """A checkpoint of which every file is as it was written."""
+    """A checkpoint whose files are verified."""
     saved: dict[str, Any] | None = None
     """The content of that checkpoint's state.json, which is read nowhere else."""
 
@@ -33,9 +33,10 @@ class Continuation(NamedTuple):
 def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
     """Decide whether `cfg` may continue the run of `directory`, and from which checkpoint.
 
-    Config and files are judged here, the order of data, for which the corpus has to be prepared, by
-    `continued`. Raises ConfigError if another config began the run, or resume=never and there
-    is one; CheckpointError if no checkpoint can be used, or the one that `resume` names cannot.
+    This checks config and files; `continued` checks the data order once the corpus is prepared.
+
+    Raises ConfigError for another config, or for resume=never with an existing run, and
+    CheckpointError if no checkpoint, or not the one that `resume` names, can be used.
     """
     directory.check()
     if ended := directory.ending():
@@ -61,7 +62,7 @@ def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
 def check_nothing_lost(run: Path) -> None:
     """Raise CheckpointError for a run without checkpoints that had some.
 
-    One that was killed before its first checkpoint was complete begins anew by itself.
+    A run killed before its first checkpoint starts again from step 0.
     """
     lost = read_record(run / SAVED) or read_summary(run)
     if lost is None:
@@ -74,10 +75,10 @@ def check_nothing_lost(run: Path) -> None:
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """The checkpoint that `resume` means, every file verified; None for a start from nothing.
+    """Return the newest verified checkpoint that `resume` selects; None to start from step 0.
 
-    Of several, the newest that is whole; those skipped are named on stderr. `own` are those in the
-    run's directory, oldest first. Raises CheckpointError if none is whole, or the one named is not.
+    Skipped checkpoints are named on stderr. `own` are the run's checkpoints, oldest first. Raises
+    CheckpointError if none is whole, or the named one is not.
     """
     if cfg.resume == "never":
         return None
@@ -94,10 +95,10 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
 def continued(
     path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str], former: str = ""
 ) -> tuple[LoopState, Changes]:
-    """The state after a checkpoint, and how the order of data differs from the one it was in.
+    """Return the state of a checkpoint, and the changes of the data order since then.
 
-    Another order begins at its first sample. Raises CheckpointError if it differs in keys that are
-    not allowed to, or state.json lacks something.
+    A changed order starts at its first sample. Raises CheckpointError for a change that is not
+    allowed, or if state.json lacks a key.
 
     Args:
         path: the checkpoint, for messages.

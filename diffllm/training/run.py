@@ -115,6 +115,7 @@ def train_claimed(
         keep_memory()
     compile = agreed_compile(cfg, device, state.compiled)
     if cfg.compile is not None or state.compiled is None:
+        # Otherwise keep the run's mode: a compiler may be missing on this machine only.
         state.compiled = compile.value
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
     t = build(cfg, device, document_end, ignores_targets(data, cfg.data), compile)

@@ -41,7 +41,7 @@ class LoopState:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "LoopState":
-        """Make the state that `state_dict` gave these values of."""
+        """Build the state from the output of `state_dict`."""
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
         names = ("step", "data", "wandb_id")
@@ -52,10 +52,10 @@ class LoopState:
 
 
 def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
-    """Start an asynchronous checkpoint; every rank calls it.
+    """Start an asynchronous checkpoint. Every rank must call this.
 
     Args:
-        final: nothing is trained behind it, so that its failure ends the run.
+        final: whether this is the run's last checkpoint, whose failure ends the run.
     """
     rng = rng_tensors(t.device)
     shapes = {name: list(param.shape) for name, param in t.params.items()}
@@ -69,7 +69,7 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
 
     Args:
         state: the content of its state.json, see `continued`.
-        ranks: the number of ranks that wrote it; others go on with generators of their own.
+        ranks: number of ranks that wrote the checkpoint; other ranks keep their own generators.
     """
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})
@@ -86,7 +86,7 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """This rank's random number generators, uint8."""
+    """Return this rank's random generator states, uint8."""
     rng = {f"rng.cpu.{dist.get_rank()}": torch.get_rng_state()}
     if device.type == "cuda":
         rng[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state(device)

@@ -11,9 +11,15 @@ from torch import Tensor
 from diffllm.config import TrainConfig
 from diffllm.data.sequences import Batch
 from diffllm.distributed.gradients import Norms, change_norm, copies, finish_gradients
-from diffllm.metrics.diagnostics import chosen, expert_load, merge, probe_positions, reduce_stats
+from diffllm.metrics.diagnostics import (
+    Stats,
+    chosen,
+    expert_load,
+    merge,
+    probe_positions,
+    reduce_stats,
+)
 from diffllm.model.documents import moved
-from diffllm.model.stats import Stats
 from diffllm.model.transformer import TrainOutput
 from diffllm.optim import learning_rate, update
 from diffllm.training.build import Training

@@ -1,4 +1,4 @@
-"""The texts that a person reads at the start and at the end of a run, and the facts in them."""
+"""The texts at the start and at the end of a run, and the facts in them."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from diffllm.training.loop import Trained
 from diffllm.training.state import LoopState
 
 FEW_HELDOUT = 1000
-"""Held-out tokens whose loss says little."""
+"""Fewer held-out tokens give a noisy loss."""
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
@@ -60,20 +60,20 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
 
 
 def weights_text(weights: dict[str, Any]) -> str:
-    """Say where the weights come from that a run starts with, and how their model differs."""
+    """Describe the origin of the weights and the model's differences."""
     step = f", step {weights['step']:,}" if weights["step"] is not None else ""
     differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
     return f"weights of {weights['path']}{step}{differs}; optimizer and data begin anew"
 
 
 def training_text(split: Split) -> str:
-    """Say how many tokens there are to train on, and how many of them are no prompts."""
+    """Return the number of training tokens and the share that is predicted."""
     predicted = f", {split.share_predicted:.0%} of them to be predicted" * split.masked
     return f"{split.tokens:,} training tokens{predicted}"
 
 
 def heldout_text(data: Prepared) -> str:
-    """Say how much text is held out, where from, and if it is little."""
+    """Return the size and origin of the held-out text, with a warning if it is small."""
     tokens = data.manifest.splits["heldout"].tokens
     few = tokens < FEW_HELDOUT
     return (
@@ -113,13 +113,13 @@ def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
 
 
 def packing_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Say what packing made of the training split, where something is packed."""
+    """Describe the packing of the training split, if any."""
     counts = packing_counts(data, cfg.data, cfg.seq_len)
     return [f"packing: {counts.text()}"] if counts else []
 
 
 def packing_facts(cfg: TrainConfig, data: Prepared) -> dict[str, float] | None:
-    """The numbers of the same; None where nothing is packed."""
+    """Return packing counts for run.json; None without packing."""
     counts = packing_counts(data, cfg.data, cfg.seq_len)
     return counts.numbers() if counts else None
 
@@ -199,8 +199,8 @@ def summarise(
 
 
 def heldout_numbers(losses: DocumentLosses | None, sources: Sequence[str]) -> dict[str, float]:
-    """The loss of all documents, and of those of each source of a mixture, in nats a token and in
-    bits a byte of text; NaN where none was measured."""
+    """Return held-out losses in nats per token and bits per byte, of all documents and each source;
+    NaN if not measured."""
     if losses is None:
         ends = ["", *(f"/{name}" for name in sources)]
         names = [f"heldout_{unit}{end}" for unit in ("loss", "bits_per_byte") for end in ends]
@@ -256,7 +256,7 @@ def summary_text(
 
 
 def heldout_words(summary: dict[str, Any]) -> str:
-    """Say what the held-out loss is, beside that of a model that knows no context."""
+    """Compare the held-out loss with the unigram entropy."""
     if summary.get("stopped"):
         return "not measured: the run diverged"
     loss, entropy = summary["heldout_loss"], summary["heldout_unigram_entropy"]
@@ -272,8 +272,7 @@ def heldout_words(summary: dict[str, Any]) -> str:
 
 
 def sources_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say what the held-out loss of each source of a mixture is, in a row; none without sources,
-    and where the run diverged."""
+    """Format the held-out losses of sources as a row; empty without losses."""
     own, bits = below(summary, "heldout_loss"), below(summary, "heldout_bits_per_byte")
     words = [
         f"{name} {loss:.3f}" + ("" if bits[name] is None else f" ({bits[name]:.2f} bits a byte)")

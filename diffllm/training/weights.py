@@ -20,10 +20,10 @@ from diffllm.training.build import Training
 
 
 def weights_of(cfg: TrainConfig) -> Path | None:
-    """Return what a run starts from, a whole checkpoint or a directory of transformers, checked
-    against its model; None where `resume` does not ask for weights.
+    """Return the checkpoint or Hugging Face directory to start from, after checking its model;
+    None unless `resume` asks for weights.
 
-    Raises ConfigError or CheckpointError for weights that the model cannot have.
+    Raises ConfigError or CheckpointError for weights that do not fit the model.
     """
     path = named_in(cfg.resume)
     if path is None:
@@ -54,8 +54,8 @@ def shapes_of(origin: Origin, checkpoint: Path | None) -> Any:
 
 
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
-    """Raise ConfigError where the data is of another tokenizer than the weights, unless
-    run.allow_changes has `tokenizer`."""
+    """Raise ConfigError if the data is of another tokenizer than the weights, unless
+    run.allow_changes contains `tokenizer`."""
     of_weights = Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash
     if of_weights != data.manifest.pieces_hash and not is_allowed(
         "tokenizer", cfg.run.allow_changes
@@ -68,9 +68,9 @@ def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
 
 
 def start_from(t: Training, path: Path) -> dict[str, Any]:
-    """Fill the parameters, sharded or not, and what routers have learnt; every rank calls it.
+    """Load parameters and router state. Every rank must call this.
 
-    Returns what is to be told of it: "path", "step" or None, and how its model differs.
+    Returns "path", "step" (or None) and "differs" for run.json.
     """
     origin = origin_of(path)
     tensors = {**t.params, **t.model.router_state()}
@@ -86,8 +86,10 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
 
 
 def copy_directory(t: Training, tensors: Mapping[str, Tensor], origin: Origin) -> None:
-    """Copy this rank's parts of the parameters of a directory of transformers, one after another;
-    what it does not hold, as a router's bias, stays as it begins."""
+    """Copy this rank's parts of the parameters of a Hugging Face directory, one after another.
+
+    Tensors that the directory lacks keep their initial values.
+    """
     assert origin.directory
     for name in origin.directory.names:
         if name not in tensors:
@@ -96,7 +98,7 @@ def copy_directory(t: Training, tensors: Mapping[str, Tensor], origin: Origin) -
 
 
 def copy_block(block: LocalBlock, whole: Tensor) -> None:
-    """Copy the part of a whole tensor that a block is."""
+    """Copy this rank's block of a whole tensor."""
     local, offset, _ = block
     part = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
     local.copy_(whole[part])
