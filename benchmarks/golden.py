@@ -1,16 +1,15 @@
 """Golden runs: check that two commits train bit for bit alike.
 
     git worktree add ../before HEAD~1
-    python benchmarks/golden.py ../before golden/before     # runs every case with that code
-    python benchmarks/golden.py . golden/after
-    python benchmarks/golden.py --compare golden/before golden/after
+    python benchmarks/golden.py ../before ../golden/before     # runs every case with that code
+    python benchmarks/golden.py . ../golden/after
+    python benchmarks/golden.py --compare ../golden/before ../golden/after
 
 It compares each checkpoint's parameters, optimizer moments, random states and loop state; summary
 and metrics except timings and the wandb id; each rank's collectives and number of compiled graphs.
 """
 
 import argparse
-import io
 import json
 import os
 import subprocess
@@ -98,7 +97,6 @@ class FaultyAttention(StandardAttention):
         faulty = torch.is_grad_enabled() and self.passes == self.faults.nan_at
         return context * float("nan") if faulty else context
 '''
-YAML = "# @package model.attention\n# Fails.\ndefaults: [faulty_schema, _self_]\n"
 
 
 def write_corpus(path: Path, word: str) -> None:
@@ -113,7 +111,8 @@ def run_cases(code: Path, place: Path, cases: list[str]) -> None:
     """Run cases with the code of a checkout, in a new directory."""
     (place / "plugin/attention").mkdir(parents=True)
     (place / "plugin/golden_plugin.py").write_text(PLUGIN)
-    (place / "plugin/attention/faulty.yaml").write_text(YAML)
+    yaml = "# @package model.attention\ndefaults: [faulty_schema, _self_]\n"
+    (place / "plugin/attention/faulty.yaml").write_text(yaml)
     write_corpus(place / "a.jsonl", "times")
     write_corpus(place / "b.jsonl", "plus")
     env = os.environ | {"PYTHONPATH": f"{code.resolve()}:plugin", "OMP_NUM_THREADS": "1"}
@@ -129,7 +128,9 @@ def run_cases(code: Path, place: Path, cases: list[str]) -> None:
             env["TRACE"] = f"trace-{name}-{start}"
             with open(place / f"{name}-{start}.out", "w") as out:
                 done = subprocess.run(command, cwd=place, env=env, stdout=out, stderr=out)
-            print(f"{name}, start {start}: exit code {done.returncode}", flush=True)
+            if done.returncode:
+                sys.exit(f"error: {name} has exit code {done.returncode}, see {out.name}")
+            print(f"{name}, start {start}: done", flush=True)
 
 
 def tensors(checkpoint: Path) -> dict[str, Any]:
@@ -147,11 +148,11 @@ def facts(place: Path, name: str) -> dict[str, Any]:
         found |= {f"{checkpoint.name} {key}": t for key, t in tensors(checkpoint).items()}
         loop = json.loads((checkpoint / "state.json").read_text())["loop"]
         found |= {f"{checkpoint.name} loop {key}": value for key, value in loop.items()}
-    for line in (place / name / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
-        found |= {f"metrics {values['step']} {key}": value for key, value in values.items()}
-    if (summary := place / name / "summary.json").exists():
-        found |= {f"summary {key}": v for key, v in json.loads(summary.read_text()).items()}
+    for file in (place / name).glob("metrics.jsonl"):
+        for values in map(json.loads, file.read_text().splitlines()):
+            found |= {f"metrics {values['step']} {key}": value for key, value in values.items()}
+    for file in (place / name).glob("summary.json"):
+        found |= {f"summary {key}": v for key, v in json.loads(file.read_text()).items()}
     for file in sorted(place.glob(f"trace-{name}-*.json")):
         trace = json.loads(file.read_text())
         found[f"{file.stem} graphs"] = trace["graphs"]
@@ -167,8 +168,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
-    if isinstance(a, io.BytesIO):
-        return a.getvalue() == b.getvalue()
     return repr(a) == repr(b)  # NaN equals NaN
 
 
@@ -178,8 +177,8 @@ def compare(before: Path, after: Path, cases: list[str]) -> bool:
     for name in cases:
         a, b = facts(before, name), facts(after, name)
         differ = [k for k in {**a, **b} if k not in a or k not in b or not same(a[k], b[k])]
-        print(f"{name}: {len(a)} values, {len(differ)} differ {differ[:5]}")
-        equal &= bool(a) and not differ
+        print(f"{name}: {len(a)} and {len(b)} values, {len(differ)} differ {differ[:5]}")
+        equal &= bool(a and b) and not differ
     return equal
 
 
@@ -190,10 +189,11 @@ def main() -> None:
     parser.add_argument("second", type=Path, help="output directory, or the second to compare")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
-    if not args.compare:
-        run_cases(args.first, args.second, args.cases)
-    elif not compare(args.first, args.second, args.cases):
-        sys.exit(1)
+    if args.compare:
+        sys.exit(not compare(args.first, args.second, args.cases))
+    if not (args.first / "train.py").is_file() or args.second.exists():
+        parser.error(f"{args.first} must contain train.py, and {args.second} must not exist")
+    run_cases(args.first, args.second, args.cases)
 
 
 if __name__ == "__main__":

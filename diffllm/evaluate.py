@@ -14,10 +14,6 @@ from diffllm.model.documents import Documents
 T = TypeVar("T")
 
 
-def unmasked(inputs: Tensor) -> None:
-    """Return None: documents are not masked."""
-
-
 @torch.no_grad()
 def heldout_loss(
     model: nn.Module,
@@ -25,7 +21,7 @@ def heldout_loss(
     shape: tuple[int, int],
     rounds: int,
     device: torch.device,
-    documents: Callable[[Tensor], Documents | None] = unmasked,
+    documents: Callable[[Tensor], Documents] | None = None,
 ) -> tuple[float, DataError | None]:
     """Compute the mean cross-entropy, in nats per token, over the batches of all ranks.
 
@@ -37,8 +33,8 @@ def heldout_loss(
         shape: (B, T) of every forward pass; short batches are padded with ignored targets, because
             sharded ranks must run passes of one shape.
         rounds: forward passes of every rank; at least the number of `batches`.
-        documents: returns the document boundaries of a CPU batch (B, T), moved to `device`; None
-            if unmasked.
+        documents: finds the documents of a CPU batch (B, T), with boundaries on `device`; None if
+            documents are not masked.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -49,7 +45,7 @@ def heldout_loss(
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
-        masked = documents(inputs)
+        masked = documents(inputs) if documents else None
         sums[0] += model(inputs.to(device), targets, documents=masked).loss.nll
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)
@@ -77,7 +73,7 @@ class DocumentSums:
         model: nn.Module,
         count: int,
         device: torch.device,
-        documents: Callable[[Tensor], Documents | None] = unmasked,
+        documents: Callable[[Tensor], Documents] | None = None,
     ):
         self.model, self.documents = model, documents
         self.sums = torch.zeros(count, dtype=torch.float64, device=device)
@@ -88,7 +84,7 @@ class DocumentSums:
         CPU. Ranks must add equally many batches. Negative targets are ignored."""
         inputs, targets, owners = batch
         device = self.sums.device
-        masked = self.documents(inputs)
+        masked = self.documents(inputs) if self.documents else None
         losses = self.model(inputs.to(device), targets.to(device), documents=masked, by_token=True)
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 

@@ -46,16 +46,16 @@ def wanted(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
     return {each: own.get(each.name, levels) for each, levels in found.items()}
 
 
-def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], Tasks] | None":
+def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
     """Check eval.suites, and return the maker of its tasks; None without tasks.
 
     The maker raises ConfigError for a task that does not fit the run.
     """
     found = wanted(cfg)
-    return (lambda tokenizer: Tasks(cfg, found, tokenizer)) if found else None
+    return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None
 
 
-class Tasks:
+class TasksWhileTraining:
     """The questions of a run's tasks, always the same, made once."""
 
     def __init__(

@@ -134,7 +134,7 @@ break, more than so many are a new level."""
 FINEST = 1e-6
 """Nats, or relative change of a norm, that float32 does not resolve: no scale is smaller."""
 COUNTS = ("seen", "judged", "total", "in_a_row", "last")
-"""The numbers that a checkpoint holds beside the points and distances."""
+"""The counts in a checkpoint, next to the points and distances."""
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """The model of a run on its device, sharded over the ranks, with its optimizer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,14 +37,17 @@ class Training:
     guard: Guard
     choices: dict[str, Choice]
     """Settings that may depend on device or model size, by name, each with its reason."""
+    micro_batch_size: int
+    """Sequences per micro-batch of this rank."""
     micro_batches: int
     """Micro-batches of this rank per step."""
     tokens: int
     """Tokens of the global batch, ignored targets included."""
     compiled: bool
     """Whether blocks and loss are compiled."""
-    document_end: int | None = None
-    """The token that ends a document; None if documents are not masked."""
+    documents: Callable[[Tensor], Documents] | None = None
+    """Finds the documents of a CPU batch (b, T) and moves their boundaries to the device; None if
+    documents are not masked."""
     ignores_targets: bool = False
     """Whether some targets may be negative, so that a step must count the others."""
 
@@ -50,12 +55,6 @@ class Training:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the computation; parameters and their gradients are float32."""
         return self.choices["precision"].value
-
-    def documents(self, inputs: Tensor) -> Documents | None:
-        """Document boundaries of a CPU batch (b, T), moved to the device; None if unmasked."""
-        if self.document_end is None:
-            return None
-        return Documents.of(inputs, self.document_end).to(self.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds as tensors, by flat name."""
@@ -135,6 +134,10 @@ def allocated(
     guard = Guard(cfg.train.skip_step, window128().window, WINDOW128_SIGMAS, device)
     of_model = model.choices(device, dtype, documents=document_end is not None)
     choices = {**choices, **weights.choices, **of_model}
+    micro_batch_size, micro_batches = cfg.micro_batches(dist.get_world_size())
+    documents = None
+    if document_end is not None:
+        documents = partial(masked_documents, document_end, device)
     return Training(
         cfg=cfg,
         device=device,
@@ -145,9 +148,15 @@ def allocated(
         optimizer=optimizer,
         guard=guard,
         choices=choices,
-        micro_batches=cfg.micro_batches(dist.get_world_size())[1],
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
         tokens=cfg.global_batch_size * cfg.seq_len,
         compiled=choices["compile"].value,
-        document_end=document_end,
+        documents=documents,
         ignores_targets=ignores_targets,
     )
+
+
+def masked_documents(end: int, device: torch.device, inputs: Tensor) -> Documents:
+    """Find the documents of a CPU batch (b, T), which end with the token `end`, on `device`."""
+    return Documents.of(inputs, end).to(device)

@@ -67,5 +67,5 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
     if isinstance(first, DataError):
         raise first
     tokens, _ = first
-    baseline = variant_config(BASELINE)
-    return write_factors(cfg.model, baseline, tokens.to(t.device), t.documents(tokens))
+    baseline, documents = variant_config(BASELINE), t.documents(tokens) if t.documents else None
+    return write_factors(cfg.model, baseline, tokens.to(t.device), documents)

@@ -144,7 +144,7 @@ def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoade
     loader = TrainLoader(
         training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total),
         global_batch_size=cfg.global_batch_size,
-        micro_batch_size=cfg.micro_batches(dist.get_world_size())[0],
+        micro_batch_size=t.micro_batch_size,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         num_workers=cfg.data.num_workers,

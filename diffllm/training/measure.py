@@ -77,22 +77,25 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
     cfg = t.cfg
     tokens = data.manifest.splits["heldout"].tokens
     sequences = min(sequences, (tokens - 1) // cfg.seq_len)
-    micro = cfg.micro_batches(dist.get_world_size())[0]
-    rounds, shape = -(-sequences // (micro * dist.get_world_size())), (micro, cfg.seq_len)
-    batches = sample_batches(cfg, data, sequences)
+    rounds = -(-sequences // (t.micro_batch_size * dist.get_world_size()))
+    batches, shape = sample_batches(t, data, sequences), (t.micro_batch_size, cfg.seq_len)
     loss, failure = heldout_loss(t.model, batches, shape, rounds, t.device, t.documents)
     t.weights.reshard()
     raise_together(failure)
     return loss
 
 
-def sample_batches(cfg: TrainConfig, data: Prepared, sequences: int) -> Iterator[Batch]:
+def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batch]:
     """Yield this rank's micro-batches of a held-out sample; raises DataError while iterating."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    micro = cfg.micro_batches(world_size)[0]
-    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
-    stream = data.split("heldout")
-    yield from heldout_batches(stream, cfg.seq_len, micro, sequences, rank, world_size, eos_id)
+    yield from heldout_batches(
+        data.split("heldout"),
+        t.cfg.seq_len,
+        t.micro_batch_size,
+        sequences,
+        dist.get_rank(),
+        dist.get_world_size(),
+        eos_id=data.manifest.eos_id if t.cfg.data.whole_documents else None,
+    )
 
 
 def measure_documents(
@@ -110,7 +113,7 @@ def measure_documents(
     chosen = together(
         lambda: heldout_documents(data.split("heldout"), eos_id, cfg.eval.tokens, whole=whole)
     )
-    shape = cfg.seq_len, cfg.micro_batches(world_size)[0]
+    shape = cfg.seq_len, t.micro_batch_size
     rounds, tokens = chosen.rounds(*shape, world_size), int(chosen.lengths.sum())
     batches = chosen.batches(*shape, rank, world_size)
     zeros = torch.zeros(shape[::-1], dtype=torch.int64)

@@ -48,7 +48,7 @@ def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
     saved = read_state(checkpoint)
     if saved["loop"] is None:
         raise CheckpointError(
-            f"{checkpoint} holds parameters alone, so that no run can go on from it; "
+            f"{checkpoint} holds parameters alone, so no run can resume from it; "
             f"resume={OF_WEIGHTS}{checkpoint} starts one from them"
         )
     if (made := step_of(checkpoint)) > cfg.steps:
@@ -69,7 +69,7 @@ def check_nothing_lost(run: Path) -> None:
         return
     raise CheckpointError(
         f"{run} has saved step {lost.get('step', lost.get('steps'))}, but {run / 'checkpoints'} "
-        "has no checkpoint: is its disk mounted? To go on without it: another run.name, "
+        "has no checkpoint: is its disk mounted? To train without it: another run.name, "
         f"resume=CHECKPOINT, or delete {run} to begin anew"
     )
 
@@ -120,8 +120,8 @@ def continued(
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
-            f"the checkpoint belongs to another order of data ({described(changes)}); to go on "
-            f"from it all the same: run.allow_changes=[{','.join([*allowed, *refused])}]"
+            f"the checkpoint belongs to another order of data ({described(changes)}); to "
+            f"resume from it anyway: run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
     if changes.keys() - {"global_batch_size"}:
         state.data = {}

@@ -172,11 +172,10 @@ def ended_text(summary: dict[str, Any]) -> str:
     """Describe how the existing run ended, and how to train it further."""
     if summary.get("stopped"):
         return (
-            f"diverged and {stopped_text(summary)}; a larger train.max_consecutive_skips or other "
-            "settings, with run.allow_changes, go on"
+            f"diverged and {stopped_text(summary)}; to resume it: a larger "
+            "train.max_consecutive_skips or other settings, with run.allow_changes"
         )
     loss = summary.get("heldout_loss") or math.nan  # of older versions, not None
     ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "it diverged"
-    return (
-        f"is finished: {summary['steps']} steps, {ended}; more steps= go on with run.allow_changes"
-    )
+    more = "more steps= and run.allow_changes train it further"
+    return f"is finished: {summary['steps']} steps, {ended}; {more}"

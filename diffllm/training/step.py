@@ -116,11 +116,11 @@ def forward_backward(
     stats: Stats = {}
     for i in range(t.micro_batches):
         batch = next(batches)
-        documents = None if t.document_end is None else t.documents(batch[0])
+        documents = t.documents(batch[0]) if t.documents else None
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
-        scaled(t.cfg, out, counted).backward()
+        scaled(t, out, counted).backward()
         parts = loss_parts(out)
         losses = losses + torch.stack(list(parts.values())).detach()
         routed = routed + out.routed.counts if out.routed else routed
@@ -150,20 +150,20 @@ def count_targets(batches: Iterable[Batch], device: torch.device) -> Tensor:
     return counted.clamp_min(1)  # without targets the losses are 0, and 0 / 0 would be NaN
 
 
-def scaled(cfg: TrainConfig, out: TrainOutput, counted: Tensor | None) -> Tensor:
+def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
     """Scale a micro-batch's objective so that averaging gradients over ranks gives the step's.
 
     Args:
         counted: number of targets over which the loss is averaged; None for all targets. Router
             losses are averaged over all tokens, because all tokens are routed.
     """
-    over_tokens = dist.get_world_size() / (cfg.global_batch_size * cfg.seq_len)
+    over_tokens = dist.get_world_size() / t.tokens
     if counted is None:
         return out.objective * over_tokens
     over_counted = dist.get_world_size() / counted
     objective = out.objective * over_counted
     if out.routed:
-        moe = cfg.model.moe
+        moe = t.cfg.model.moe
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
         objective = objective + routing * (over_tokens - over_counted)
     return objective
