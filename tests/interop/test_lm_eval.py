@@ -1,50 +1,141 @@
-"""lm-evaluation-harness runs on an export by its own transformers class, on tasks of local files,
-and its numbers are those that the run's model gives one text at a time."""
+"""The documented commands export a run and evaluate the export with lm-eval on local task files;
+lm-eval's numbers are those that the run's model computes for one text at a time."""
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lm_eval_tasks import ROWS, check_samples, write_tasks
+import torch
 
 import diffllm
-from diffllm.tools import main
+from diffllm.data import Tokenizer
+from diffllm.model import Transformer
+from diffllm.model.generate import generate
 
 pytest.importorskip("lm_eval")
 transformers = pytest.importorskip("transformers", "5")
 pytestmark = pytest.mark.slow
 
+PAGE = Path(diffllm.__file__).parents[1] / "docs" / "evaluation.md"
+TEXTS = {
+    "task": "texts", "dataset_path": "json", "test_split": "test",
+    "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}  # fmt: skip
+CONTINUED = {
+    "task": "continued", "dataset_path": "json", "test_split": "test",
+    "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "x",
+    "target_delimiter": "", "metric_list": [{"metric": "exact_match"}],
+    "generation_kwargs": {"until": ["\n\n\n\n"], "max_gen_toks": 12, "do_sample": False},
+}  # fmt: skip
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "mine": [
+        {"question": f"def f{i}(x):\n    return", "choices": [f"x + {i}", "y", "12"],
+         "answer": i % 3}
+        for i in range(6)
+    ],
+    "texts": [{"text": f"def g{i}(y):\n    return y + {i}\n\n# something\n" * (i + 1)}
+              for i in range(4)],
+    "continued": [{"prompt": f"def h{i}(z):"} for i in range(4)],
+}  # fmt: skip
 
-def samples(directory: Path, task: str) -> list[dict]:
+
+def section() -> str:
+    """The section of docs/evaluation.md about lm-eval."""
+    return PAGE.read_text().partition("## lm-evaluation-harness\n")[2].partition("\n## ")[0]
+
+
+def command(start: str) -> list[str]:
+    """The words of the last documented command that starts like this, of this environment."""
+    blocks = re.findall(r"^```\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", "").splitlines()
+    name, *words = shlex.split([line for line in lines if line.startswith(start)][-1])
+    return [str(Path(sys.executable).with_name(name)), *words]
+
+
+def write_tasks(directory: Path) -> None:
+    """Write the documented task, one of each other kind of request, and their documents."""
+    directory.mkdir()
+    (documented,) = re.findall(r"^```yaml\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
+    (directory / "mine.yaml").write_text(documented)
+    for task in (TEXTS, CONTINUED):
+        files = {"data_files": {"test": f"tasks/{task['task']}.jsonl"}}
+        content = json.dumps({**task, "dataset_kwargs": files})  # YAML, too
+        (directory / f"{task['task']}.yaml").write_text(content)
+    for name, rows in ROWS.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def samples(directory: Path, task: str) -> list[dict[str, Any]]:
     (file,) = directory.rglob(f"samples_{task}_*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return sorted(lines, key=lambda line: line["doc_id"])
 
 
+@torch.no_grad()
+def log_likelihood(model: Transformer, ids: list[int], start: int) -> float:
+    """The sum of the log-probabilities of ids[start:]."""
+    found = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    return found.gather(1, torch.tensor(ids[1:])[:, None])[start - 1 :].sum().item()
+
+
+def choice_scores(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[float]:
+    """The log-likelihoods of a row's choices behind its question, one text at a time."""
+    start = len(tokenizer.encode(row["question"]))
+    texts = [f"{row['question']} {choice}" for choice in row["choices"]]
+    return [log_likelihood(model, tokenizer.encode(text), start) for text in texts]
+
+
+def text_score(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any]) -> float:
+    """The log-likelihood of a row's text behind the end of a document."""
+    ids = [tokenizer.eos_id, *tokenizer.encode(row["text"])]
+    assert len(ids) < model.cfg.seq_len
+    return log_likelihood(model, ids, 1)
+
+
+def continuation(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
+    """The 12 greedy tokens behind a row's prompt, or those up to the end of a document."""
+    ids = tokenizer.encode(row["prompt"])
+    (tokens,) = generate(
+        model, [ids], max_new_tokens=12, temperature=0.0, vocab_size=tokenizer.vocab_size,
+        stop_token=tokenizer.eos_id,
+    )  # fmt: skip
+    return tokens[len(ids) :]
+
+
 @pytest.mark.parametrize("variant", ["diff_v2", "standard"])
-def test_numbers_are_those_of_single_texts(
+def test_documented_commands_on_local_tasks_give_numbers_of_single_texts(
     make_run: Callable[..., Path], tmp_path: Path, variant: str
 ) -> None:
-    run = make_run("run", f"attention={variant}")
-    assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}"]) == 0
+    (tmp_path / "outputs").mkdir()
+    run = make_run("outputs/mine", f"attention={variant}")
     write_tasks(tmp_path / "tasks")
-    command = [
-        sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
-        f"pretrained={tmp_path / 'hf'},trust_remote_code=True,dtype=float32,max_length=288",
-        "--include_path", str(tmp_path / "tasks"), "--tasks", "choices,texts,continued",
-        "--device", "cpu", "--batch_size", "4", "--output_path", str(tmp_path / "out"),
-        "--log_samples",
-    ]  # fmt: skip
-    more = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **more}, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    model, tokenizer = diffllm.load_model(run)
-    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    evaluation = command("lm_eval")
+    evaluation[evaluation.index("mine")] = "mine,texts,continued"
+    more = ["--device", "cpu", "--batch_size", "4", "--output_path", "out", "--log_samples"]
+    offline = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    for words in (command("diffllm export"), [*evaluation, *more]):
+        ended = subprocess.run(
+            words, cwd=tmp_path, env={**os.environ, **offline}, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
     found = {task: samples(tmp_path / "out", task) for task in ROWS}
-    check_samples(found, model, tokenizer, fast)
+    model, tokenizer = diffllm.load_model(run)
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "mine-hf", trust_remote_code=True)
+    for row, line in zip(ROWS["mine"], found["mine"], strict=True):
+        likelihoods = [float(answer[0]) for answer in line["filtered_resps"]]
+        assert likelihoods == pytest.approx(choice_scores(model, tokenizer, row), abs=1e-3)
+    for row, line in zip(ROWS["texts"], found["texts"], strict=True):
+        (answer,) = line["filtered_resps"]
+        answer = float(answer[0] if isinstance(answer, list) else answer)
+        assert answer == pytest.approx(text_score(model, tokenizer, row), abs=1e-2)
+    for row, line in zip(ROWS["continued"], found["continued"], strict=True):
+        tokens = continuation(model, tokenizer, row)
+        assert line["filtered_resps"] == [fast.decode(tokens, skip_special_tokens=True)]

@@ -207,6 +207,25 @@ def test_report_reads_results_without_a_checksum_and_says_so(runs: Path) -> None
     )
 
 
+def test_report_reads_results_of_removed_evaluations(runs: Path) -> None:
+    for run in runs.iterdir():
+        right = 0.5 if run.name.startswith("standard") else 0.75
+        about = {"shortened": 0, "shots": 0, "version": 1.0, "interval": [0.25, 0.9]}
+        values = {"acc,none": right, "bits_per_byte,none": 2 * right}
+        scores = [{"of": of, "value": value, **about} for of, value in values.items()]
+        key = {"evaluation": "lm_eval-mine", "checkpoint": str(run), "limit": None}
+        first = {"key": key, "unit": "metric of lm-eval", "scores": scores}
+        keep(results_of(run, 20) / "lm_eval-mine.jsonl", first, [{"values": values}])
+        write_result(run, score("entries 3", right, level={"entries": 3}), name="phonebook")
+    comparison = compared(runs)
+    harness, _, phonebook = comparison.evaluated
+    assert (harness.name, phonebook.name) == ("lm_eval-mine", "phonebook")
+    assert [line.of for line in harness.lines] == ["acc,none", "bits_per_byte,none"]
+    for line, factor in ((harness.lines[0], 1), (harness.lines[1], 2), (phonebook.lines[-1], 1)):
+        assert [cell and cell.mean.mean for cell in line.cells] == [0.5 * factor, 0.75 * factor]
+    assert "lm_eval-mine, metric of lm-eval" in page(comparison)
+
+
 def test_tokens_to_a_level_are_told(runs: Path) -> None:
     for variant, reached in (("standard", [None, 20, None]), ("diff_v2", [10, 20, 20])):
         for seed, at in enumerate(reached):
