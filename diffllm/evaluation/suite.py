@@ -16,11 +16,11 @@ from diffllm.evaluation.results import keep, kept, results_of
 from diffllm.files import user_path
 from diffllm.files.records import finite
 from diffllm.tasks.own_file import OwnFile
-from diffllm.tasks.task import TASKS, Level
+from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Level
 
 NEEDLES = [{"needles": n, "asked": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
-    "claims": dict.fromkeys(("needle", "mqar", "phonebook", "induction", "noisy_kv", "icl"), ()),
+    "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
     "checkpoint": dict.fromkeys(("position", "outliers", "quantise"), ()),
     "needle_4k": {"needle": [{"length": 4000, **needles} for needles in NEEDLES]},
     "needle_64k": {
@@ -69,6 +69,8 @@ def named(name: str) -> Evaluation:
         return EVALUATIONS[name]
     if name in TASKS:
         return Answers(TASKS[name])
+    if name in REMOVED:
+        raise ConfigError(f"tasks: {name} {REPLACED}")
     known = ", ".join(sorted([*TASKS, *EVALUATIONS]))
     raise ConfigError(f"tasks: {name} must be one of {known}, or a {' or '.join(JSON_LINES)} file")
 

@@ -172,6 +172,9 @@ def tokens_of(example: Example, count: Count) -> int:
 
 TASKS: dict[str, Task] = {}
 """Tasks by name."""
+REMOVED = ("induction", "noisy_kv", "phonebook")
+"""Tasks of older versions, which configs of runs may name."""
+REPLACED = "was removed; use needle, mqar, icl or a task of your own (docs/evaluation.md)"
 T = TypeVar("T", bound=type[Task])
 
 

@@ -144,7 +144,8 @@ def test_what_cannot_be_is_one_line(
         ([f"run={run}", "limit=0"], "limit=0 must be at least 1"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is neither a run nor a sweep"),
-        ([f"run={short}", "tasks=[phonebook]"], "the task phonebook needs"),
+        ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
+        ([f"run={run}", "tasks=[phonebook]"], "tasks: phonebook was removed; use needle, mqar"),
         ([], "missing run=..."),
     ):
         capsys.readouterr()
@@ -285,10 +286,10 @@ def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(
 ) -> None:
     decode = Tokenizer.decode
     monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
-    assert main(["evaluate", f"run={run}", "tasks=[phonebook]"]) == 2
+    assert main(["evaluate", f"run={run}", "tasks=[needle]"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: the run's tokenizer cannot spell ' ")
-    assert "an answer of the task phonebook: it makes" in error
+    assert "an answer of the task needle: it makes" in error
     assert not (run / "evaluation").exists()
 
 

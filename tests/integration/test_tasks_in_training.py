@@ -52,6 +52,8 @@ def read(run: Path) -> dict[int, dict[str, float]]:
     ("words", "said"),
     [
         (["eval.suites=[nedle]"], "eval.suites: nedle must be one of"),
+        (["eval.suites=[induction]"], "eval.suites: induction was removed; use needle"),
+        (["data.task=noisy_kv", "data.level={}"], "data.task=noisy_kv was removed; use needle"),
         (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 90}}"], "the task mqar at"),
         (["eval.levels={mqar: {pairs: 4}}"], "eval.levels: mqar is not in eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),

@@ -29,7 +29,7 @@ def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("task", ["mqar", "phonebook", "noisy_kv", "induction", "icl", "needle"])
+@pytest.mark.parametrize("task", ["mqar", "icl", "needle"])
 def test_documents_are_examples_with_their_answers(tmp_path: Path, task: str) -> None:
     found = texts(tmp_path, f"data.task={task}")
     whole = texts(tmp_path, f"data.task={task}", "data.answers_only=false")
@@ -117,7 +117,7 @@ def test_tokens_are_prepared_and_a_saved_config_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("data.task=mqr", "data.task=mqr is none of icl, induction, mqar"),
+        ("data.task=mqr", "data.task=mqr is none of icl, mqar, needle"),
         ("data.level={pair: 4}", "data.level: mqar has no pair; it has pairs"),
         ("data.level={pairs: x}", "data.level: pairs=x must be a whole number"),
         ("data.level={pairs: 1048577}", "pairs=1048577 must be a whole number, at most 1,048,576"),
@@ -127,6 +127,16 @@ def test_tokens_are_prepared_and_a_saved_config_is_read(tmp_path: Path) -> None:
 def test_settings_that_cannot_be(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
         load_config([*WORDS, word])
+
+
+def test_removed_task_cannot_be_prepared_but_its_config_is_read(tmp_path: Path) -> None:
+    words = [*WORDS, f"data.cache_dir={tmp_path}", "data.task=phonebook", "data.level={entries: 6}"]
+    cfg = load_config(words)
+    said = "data.task=phonebook was removed; use needle, mqar, icl or a task of your own"
+    with pytest.raises(ConfigError, match=said):
+        prepare(cfg.data)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    assert load_run_config(tmp_path).data == cfg.data
 
 
 @pytest.mark.parametrize("pairs", [0, 9000])
