@@ -41,6 +41,12 @@ SHAPES = {
     "B": {"dim": 512, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 1376,
           "vocab": 16384, "batch": 4, "seq": 1024},
 }  # fmt: skip
+KEYS = {
+    "dim": "model.dim", "layers": "model.n_layers", "heads": "model.n_heads",
+    "kv_heads": "model.n_kv_heads", "head_dim": "model.head_dim", "ffn": "model.ffn_dim",
+    "vocab": "model.vocab_size", "seq": "seq_len",
+}  # fmt: skip
+"""Keys of diffllm's config by the names of a shape's sizes."""
 SEGMENTS = ("A:fp32:eager", "A:fp32:compiled", "A:bf16:eager", "A:bf16:compiled",
             "B:bf16:eager", "B:bf16:compiled")  # fmt: skip
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -93,11 +99,9 @@ def batches(job: Job) -> Iterator[tuple[Any, Any]]:
 
 def config(job: Job, *more: str) -> Any:
     """Return a config of diffllm with the sizes and settings of a job."""
-    from shapes import KEYS
-
     from diffllm.config import load_config
 
-    words = [f"{KEYS[name]}={size}" for name, size in vars(job).items() if name in KEYS]
+    words = [f"{key}={getattr(job, name)}" for name, key in KEYS.items()]
     words += [f"attention={job.attention}", f"precision={'bf16' if job.bf16 else 'fp32'}"]
     words += [f"global_batch_size={job.batch}", f"compile={job.compiled}"]
     return load_config(["model=mini", *words, f"optim.lr={ADAMW['lr']}", *more])
@@ -105,7 +109,7 @@ def config(job: Job, *more: str) -> Any:
 
 def diffllm_step(job: Job) -> None:
     """Run `train_step` alone, without data loading, statistics and log lines."""
-    from measuring import join_alone
+    from harness.measuring import join_alone
 
     from diffllm.training.build import build
     from diffllm.training.step import train_step
@@ -229,7 +233,7 @@ def litgpt(job: Job) -> None:
 
 def transformers(job: Job) -> None:
     """Train Llama, or DiffLlama for diff_v1, in a plain loop."""
-    from steps import their_model
+    from harness.steps import their_model
 
     kind = "DiffLlama" if job.attention == "diff_v1" else "Llama"
     model = job.compile(their_model(kind, config(job)))
@@ -347,7 +351,7 @@ def table(results: dict[str, Row]) -> tuple[list[str], list[list[str]]]:
 
 def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
     """Measure all contestants in all segments and rounds; write all results, print a table."""
-    from measuring import markdown, write
+    from harness.measuring import markdown, write
 
     from diffllm.training.provenance import git_state
 

@@ -12,16 +12,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import decoding
-import shapes
-import steps
-from harness.breakdown import part_of, span_and_busy
+from harness import decoding, steps
+from harness.kernels import part_of, span_and_busy
+from harness.machine import test_outcomes as outcomes_of
+from harness.plain_llama import PlainLlama
 from harness.records import Records, newest, read
 from harness.running import Group, Measurement, Runner
-from harness.single import test_outcomes as outcomes_of
 from harness.stages import GPU, SMALL, STAGES, stage
 from harness.table import table
-from plain_llama import PlainLlama
 
 from diffllm import build_model, load_config
 from diffllm.model.attention.base import KVCache
@@ -259,7 +257,7 @@ def tiny(*words):
 
 def test_full_attention_counts_every_key_and_causal_attention_half():
     cfg = tiny("attention=standard").model
-    causal, full = shapes.flops_per_token(cfg)
+    causal, full = steps.flops_per_token(cfg)
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len
     products = causal - maps * (cfg.seq_len + 1) / (2 * cfg.seq_len)
     with torch.device("meta"):

@@ -8,15 +8,14 @@ import time
 from typing import Any
 
 import torch
-from measuring import Step, join_alone, seconds, synchronize
-from shapes import described, flops_per_token, mfus
-from steps import ours, plain, theirs
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.choice import ASKED, Choice
-from harness.breakdown import breakdown
+from harness.kernels import breakdown
+from harness.measuring import Step, join_alone, seconds, synchronize
+from harness.steps import described, flops_per_token, mfus, ours, plain, theirs
 from harness.worker import State
 
 WARM = 3

@@ -1,16 +1,25 @@
-"""Facts about the machine, and ceilings of its speed."""
+"""Facts about the machine, ceilings of its speed, and the tests that need a GPU."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from measuring import Step, meta, seconds
 
+from harness.measuring import Step, meta, seconds
+from harness.records import ROOT
 from harness.worker import State
 
+FAILURES = 20
+"""Failed tests that a result names."""
 PACKAGES = ("triton", "transformers", "flash_attn", "numpy", "hydra-core")
 
 
@@ -76,3 +85,59 @@ def repeated(work: Step, device: torch.device) -> float:
     """Seconds that `work` takes, the mean of ten times after three that warm up."""
     seconds(work, device, 3)
     return seconds(work, device, 10)
+
+
+def tests(state: State, file: str, limit: float, at_once: int) -> dict[str, Any]:
+    """Run the gpu-marked tests of a file: how many ended how, and which failed and why.
+
+    Args:
+        limit: seconds after which they are killed; tests that have ended by then count.
+        at_once: tests at the same time on a GPU.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-m", "gpu", file]
+    command += ["-p", "no:cacheprovider", "--tb=line"]
+    if state["device"] == "cuda" and importlib.util.find_spec("xdist"):
+        command += ["-n", str(at_once)]
+    ended = "in time"
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=with_path(), stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            ended = f"killed after {limit:.0f} s"
+        output.seek(0)
+        text = output.read()
+    print(text, flush=True)  # into the worker's log
+    outcomes = test_outcomes(text)
+    failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
+    lines = re.findall(r"^(?:FAILED|ERROR) (\S+) - (.*)$", text, re.MULTILINE)
+    return {
+        "counts": dict(Counter(outcomes.values())),
+        "ended": ended,
+        "failed": failed[:FAILURES],
+        "reasons": {name: reason[:200] for name, reason in lines[:FAILURES]},
+        "exit_code": process.returncode,
+    }
+
+
+def test_outcomes(text: str) -> dict[str, str]:
+    """Outcome by test, read from the output of `pytest -v`, with workers of xdist or without."""
+    outcomes = {}
+    for line in text.splitlines():
+        alone = re.match(r"(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", line)
+        shared = re.match(r"\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S+::.+?)\s*$", line)
+        if alone:
+            outcomes[alone[1]] = alone[2]
+        elif shared:
+            outcomes[shared[2]] = shared[1]
+    return outcomes
+
+
+def with_path() -> dict[str, str]:
+    """This process's environment, with the package on PYTHONPATH, as it may not be installed."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import ratios
-
+from harness.measuring import ratios
 from harness.records import Records
 from harness.worker import Reply, Worker, together
 

@@ -113,7 +113,7 @@ def stage_a(s: Sizes, out: Path) -> list[Measurement | Group]:
     def kernels(name: str, arm: str, widths: tuple[int, ...], backends: list[str]) -> Measurement:
         shape = {"words": [*s.dense, *ARMS[arm]], "widths": list(widths), "tokens": s.kernel_tokens}
         return Measurement(
-            f"{name} of {arm}", "harness.single.kernels", {**shape, "backends": backends}
+            f"{name} of {arm}", "harness.kernels.kernels", {**shape, "backends": backends}
         )
 
     return [
@@ -134,7 +134,7 @@ def tests_of(file: str, limit: float) -> Measurement:
     large = "plan" in file  # models of 1.3B parameters that are trained
     limit = 1.6 * limit if large else limit
     arguments = {"file": file, "limit": limit, "at_once": 2 if large else 4}
-    return Measurement(f"tests of {file}", "harness.single.tests", arguments, limit + 60, 60)
+    return Measurement(f"tests of {file}", "harness.machine.tests", arguments, limit + 60, 60)
 
 
 def gpu_tests() -> list[str]:
@@ -214,24 +214,24 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement | Group]:
     alone["Qwen3Moe, bf16 weights"] = peer(s, "Qwen3Moe", large, precision="bf16 weights")
     return [
         Group("mixture", experts, s.rounds, s.repeats, s.at_once, ("standard",)),
-        Measurement("decoding", "harness.single.decoding", decoding(s, 1), 150),
+        Measurement("decoding", "harness.decoding.decoding", decoding(s, 1), 150),
         Group("documents", documents, s.rounds, s.repeats, s.at_once),
-        Measurement("training run", "harness.single.training_run", training, 260, 150),
+        Measurement("training run", "harness.training.training_run", training, 260, 150),
         Measurement(
             "diagnostics",
-            "harness.single.diagnostics",
+            "harness.training.diagnostics",
             {"words": [*s.diagnosed, *ARMS["diff_v2"]], "rounds": s.diagnostics_rounds},
         ),
         *(
             Measurement(
                 f"memory of {arm}{', checkpointing' * checkpointing}",
-                "harness.single.memory",
+                "harness.training.memory",
                 {"attention": arm, "checkpointing": checkpointing, "words": s.remembered},
                 200,
             )
             for arm, checkpointing in (("standard", False), ("diff_v2", False), ("diff_v2", True))
         ),
-        Measurement("decoding, 8 sequences", "harness.single.decoding", decoding(s, 8), 150),
+        Measurement("decoding, 8 sequences", "harness.decoding.decoding", decoding(s, 8), 150),
         # Too large to be side by side: groups of one, without turns.
         *(
             Group(f"large mixture, {name}", {name: config}, s.rounds, s.repeats)

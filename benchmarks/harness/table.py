@@ -4,11 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import memory
-from decoding import table as decoding_table
-from measuring import markdown, with_quartiles
-
 from diffllm.plan.estimate import GIB
+from harness.decoding import table as decoding_table
+from harness.measuring import markdown, with_quartiles
 from harness.records import newest, read
 from harness.stages import STAGES
 
@@ -16,6 +14,7 @@ STEPS = (
     "", "ms", "tokens a second", "time (quartiles)", "MFU, causal", "MFU, full attention",
     "peak GiB", "first steps, s",
 )  # fmt: skip
+MEMORY = ("attention", "checkpointing", "plan, GiB", "measured, GiB", "measured over plan")
 KERNELS = ("kernels of ", "other kernels of ")
 """How the names of tables of kernels begin."""
 
@@ -51,12 +50,12 @@ def of_stage(lines: dict[str, dict[str, Any]]) -> Iterable[str]:
         rows = [[n, *(f"{result[part]:,.1f}" for part in parts)] for n, result in broken.items()]
         yield f"### Milliseconds of a step\n\n{markdown(('', *parts), rows)}\n"
     peaks = [
-        memory.row({**line["config"], **line["result"]})
+        memory_row({**line["config"], **line["result"]})
         for name, line in good.items()
         if name.startswith("memory")
     ]
     if peaks:
-        yield f"### Peak memory\n\n{markdown(memory.COLUMNS, peaks)}\n"
+        yield f"### Peak memory\n\n{markdown(MEMORY, peaks)}\n"
     for name, line in good.items():
         if name.startswith("decoding"):
             yield f"### {name}\n\n{decoding_table(line['result'])}\n"
@@ -82,6 +81,18 @@ def step_row(name: str, result: dict[str, Any]) -> list[str]:
         *("" if share is None else f"{100 * share:.1f}%" for share in shares),
         "" if peak is None else f"{peak / GIB:.1f}",
         f"{result['first_steps_s']:.0f}",
+    ]
+
+
+def memory_row(result: dict[str, Any]) -> list[str]:
+    """The cells of a peak of memory."""
+    plan, peak = result["plan"], result["measured"]
+    return [
+        f"`{result['attention']}`",
+        "yes" if result["checkpointing"] else "no",
+        f"{plan / GIB:.2f}",
+        "not on a CPU" if peak is None else f"{peak / GIB:.2f}",
+        "" if peak is None else f"{peak / plan:.2f}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The time of a step, divided among its parts by the kernels that the profiler saw."""
+"""The time of a step or of one attention layer, by the kernels that the profiler saw."""
 
 import re
 from collections import Counter
@@ -6,9 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measuring import synchronize
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from diffllm.config import load_config
+from diffllm.model.documents import Documents
+from diffllm.training.choices import for_json
+from harness.decoding import random_model
+from harness.measuring import synchronize
+from harness.steps import DOCUMENT_END, with_documents
+from harness.worker import State
 
 LOSS = "_ChunkedLoss"
 """The autograd function under which all of the loss runs, its gradients too."""
@@ -110,3 +117,77 @@ def span_and_busy(ranges: list[tuple[float, float]]) -> tuple[float, float]:
         else:
             end = max(end, high)
     return end - ranges[0][0], busy + end - start
+
+
+def kernels(
+    state: State, words: list[str], widths: list[int], backends: list[str], tokens: int
+) -> dict[str, Any]:
+    """The attention kernels that one layer runs in a forward pass, a backward pass and a decoding
+    step, by width of heads, backend and mask; the error of a case that cannot run in its place.
+
+    Args:
+        tokens: of the sequence; two of them are a batch.
+    """
+    found: dict[str, Any] = {}
+    for width in widths:
+        for backend in backends:
+            for masked in (False, True):
+                name = f"d={width} {backend}{' documents' if masked else ''}"
+                more = [f"model.head_dim={width}", f"model.attention.backend={backend}"]
+                try:
+                    found[name] = kernels_of([*words, *more], tokens, masked, state["device"])
+                except Exception as error:
+                    reason = (str(error).strip().splitlines() or [""])[0][:200]
+                    found[name] = {"error": f"{type(error).__name__}: {reason}"}
+    return found
+
+
+def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[str, Any]:
+    """Choices that the config leaves to the device, and milliseconds by attention kernel of a
+    forward pass, a backward pass and a decoding step.
+
+    Args:
+        masked: whether documents are masked.
+        name: of the device.
+    """
+    device = torch.device(name)
+    cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
+    dtype = torch.bfloat16
+    cfg.model.attention.prepare(cfg.model, device, dtype, masked)
+    chosen = cfg.model.attention.choices(cfg.model, device, dtype, masked)
+    model = random_model(cfg.model, device, dtype)
+    attention = model.layers[0].attention
+    inputs = torch.randint(1, cfg.model.vocab_size, (2, tokens))
+    documents = None
+    if masked:
+        documents = Documents.of(with_documents(inputs, tokens // 8), DOCUMENT_END).to(device)
+    rope, mask = model.whole_sequences(inputs.to(device), documents, dtype)
+    x = torch.randn(2, tokens, cfg.model.dim, device=device, dtype=dtype, requires_grad=True)
+    attention(x, rope, mask).sum().backward()  # compiles, and tries kernels out
+    out: list[torch.Tensor] = []
+    passes = {
+        "forward": kernel_times(lambda: out.append(attention(x, rope, mask)), device),
+        "backward": kernel_times(lambda: out[0].backward(torch.ones_like(out[0])), device),
+    }
+    if not masked:
+        passes["decoding"] = decoding_kernels(attention, model, tokens, device)
+    named = {
+        key: {n: ms for n, ms in times.items() if part_of(n).startswith("attention")}
+        or dict(list(times.items())[:3])
+        for key, times in passes.items()
+    }
+    return {"chosen": for_json(chosen), **named}
+
+
+@torch.no_grad()
+def decoding_kernels(
+    attention: Any, model: Any, tokens: int, device: torch.device
+) -> dict[str, float]:
+    """Milliseconds by kernel of a decoding step with `tokens` - 1 keys before it."""
+    cache = attention.new_cache(1, tokens, torch.bfloat16, device)
+    cache.k.normal_()
+    cache.v.normal_()
+    cache.length = tokens - 2
+    x = torch.randn(1, 1, model.cfg.dim, device=device, dtype=torch.bfloat16)
+    attention(x, model.rope(tokens - 2, 1), None, cache)
+    return kernel_times(lambda: attention(x, model.rope(tokens - 1, 1), None, cache), device)

@@ -1,10 +1,9 @@
-"""Times, their spread, results as JSON and Markdown: shared by all benchmarks."""
+"""Times, their spread, results as JSON and Markdown."""
 
 import importlib.util
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 
 from diffllm.config import load_config
 from diffllm.distributed.world import join
-from diffllm.errors import UserError
 
 Step = Callable[[], None]
 
@@ -74,19 +72,6 @@ def alone(name: str | None = None) -> Iterator[torch.device]:
         torch.distributed.destroy_process_group()
 
 
-def run_alone(main: Callable[[torch.device], None]) -> None:
-    """Call `main` with this machine's device, in a process group of one.
-
-    What a user can mend ends in one line and status 2.
-    """
-    try:
-        with alone() as device:
-            main(device)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done all its work; on a CPU nothing is to be waited for."""
     if device.type == "cuda":
@@ -101,24 +86,6 @@ def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
         step()
     synchronize(device)
     return (time.perf_counter() - start) / repeats
-
-
-def in_turns(
-    steps: dict[str, Step], rounds: int, device: torch.device, warmup: int = 3
-) -> dict[str, list[float]]:
-    """Alternate between steps; return the seconds of each in every round after `warmup` ones."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(rounds + warmup):
-        for name, step in steps.items():
-            elapsed = seconds(step, device)
-            if round_ >= warmup:
-                times[name].append(elapsed)
-    return times
-
-
-def fastest(times: dict[str, list[float]], names: Iterable[str]) -> str:
-    """The name with the smallest median."""
-    return min(names, key=lambda name: statistics.median(times[name]))
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:

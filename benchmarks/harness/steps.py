@@ -1,22 +1,18 @@
-"""Training steps of ours and of peers, which are timed in turns."""
+"""Training steps of ours and of peers, their shape and their FLOPs."""
 
-import statistics
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from measuring import Step, fastest, in_turns, markdown, ratios
-from plain_llama import PlainLlama
-from shapes import Flops, mfus
 
 from diffllm.config import TrainConfig
-from diffllm.model import ModelConfig
-from diffllm.training.build import Training, build
+from diffllm.metrics.mfu import mfu, peak_flops
+from diffllm.model import ModelConfig, Transformer
+from diffllm.training.build import build
 from diffllm.training.choices import chosen_precision
 from diffllm.training.step import train_step
+from harness.measuring import Step
+from harness.plain_llama import PlainLlama
 
-PRECISIONS = ("float32", "bf16 autocast", "bf16 weights")
-TRIES = 3
 DOCUMENT_END = 0
 """The token that ends a document in steps that mask documents."""
 
@@ -60,16 +56,12 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
     """
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
-    return step_of(build(cfg, device, DOCUMENT_END if document_length else None), document_length)
-
-
-def step_of(t: Training, document_length: int | None = None) -> Step:
-    """A step of what the trainer has built."""
+    t = build(cfg, device, DOCUMENT_END if document_length else None)
     # Where documents begin is found out on the host.
-    where = torch.device("cpu") if document_length else t.device
+    where = torch.device("cpu") if document_length else device
 
     def step() -> None:
-        train_step(t, iter(micro_batches(t.cfg, where, document_length)), 0)
+        train_step(t, iter(micro_batches(cfg, where, document_length)), 0)
 
     return step
 
@@ -81,7 +73,7 @@ def theirs(
 
     Args:
         name: e.g. "Llama".
-        precision: one of PRECISIONS.
+        precision: "float32", "bf16 autocast" or "bf16 weights".
     """
     with device:
         model = their_model(name, cfg)
@@ -132,7 +124,7 @@ def their_experts(m: ModelConfig) -> dict[str, Any]:
 
 
 def plain(cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False) -> Step:
-    """A step of `plain_llama.PlainLlama`, which is about as fast as torch without a framework."""
+    """A step of `PlainLlama`, which is about as fast as torch without a framework."""
     with device:
         model = PlainLlama(cfg.model)
 
@@ -171,45 +163,44 @@ def peer_step(
     return step
 
 
-def best_precision(
-    name: str, cfg: TrainConfig, device: torch.device, precisions: Sequence[str] = PRECISIONS
-) -> str:
-    """The precision in which a peer is fastest as it comes; printed with the others' times."""
-    if len(precisions) == 1:
-        return precisions[0]
-    tried = in_turns({p: theirs(name, cfg, p, device) for p in precisions}, TRIES, device)
-    text = ", ".join(f"{p} {1e3 * statistics.median(times):.0f} ms" for p, times in tried.items())
-    print(f"\n{name} as it comes: {text}", flush=True)
-    return fastest(tried, precisions)
+def described(cfg: TrainConfig) -> str:
+    """The shape in one line."""
+    m, (batch, count) = cfg.model, cfg.micro_batches(1)
+    experts = f"{m.moe.n_experts} experts of {m.moe.expert_dim}, top {m.moe.top_k}"
+    return (
+        f"{m.n_layers} layers, {m.dim} wide, {m.n_heads}/{m.n_kv_heads} heads of {m.head_dim}, "
+        f"{experts if m.moe.n_experts else f'SwiGLU of {m.ffn_dim}'}, vocabulary {m.vocab_size}, "
+        f"{count} x {batch} x {cfg.seq_len} tokens a step"
+    )
 
 
-def against(
-    best: str,
-    times: dict[str, list[float]],
-    tokens: int,
-    flops: Flops,
-    device: torch.device,
-) -> dict[str, dict[str, float]]:
-    """Every step's speed over that of `best`, paired by round; printed as a Markdown table.
+class Flops(NamedTuple):
+    """Training FLOPs a token by the two conventions."""
 
-    Args:
-        tokens: of a step.
-        flops: of one token, the same for all: peers have the shape of ours.
-    """
-    results, rows = {}, []
-    for name, values in times.items():
-        median, ratio = statistics.median(values), ratios(times[best], values)
-        result = {"ms": 1e3 * median, "tokens_per_s": tokens / median}
-        result |= mfus(flops, tokens / median, device)
-        results[name] = result | {
-            "ratio": ratio["median"],
-            "ratio_min": ratio["min"],
-            "ratio_max": ratio["max"],
-        }
-        shares = [f"{100 * result[key]:.1f}%" for key in result if key.startswith("mfu")]
-        paired = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
-        rows.append([name, f"{1e3 * median:,.0f}", f"{tokens / median:,.0f}", *shares, paired])
-    known = ["MFU, causal", "MFU, full attention"] if mfus(flops, 1, device) else []
-    columns = ["", "ms a step", "tokens a second", *known, f"speed against {best} (min to max)"]
-    print(f"\n{markdown(columns, rows)}", flush=True)
-    return results
+    causal: float
+    """Attention over the (S + 1) / 2 keys that a query sees on average: `diffllm.metrics.mfu`'s."""
+    full: float
+    """Attention over all S keys, as torchtitan and others count."""
+
+
+def flops_per_token(model: ModelConfig) -> Flops:
+    """Training FLOPs a token of a model at its seq_len, by both conventions."""
+    with torch.device("meta"):
+        built = Transformer(model)
+    causal, keys = built.flops_per_token(), model.seq_len
+    # Maps take time in proportion to (S + 1) / 2 keys, which at 2 S - 1 is S.
+    extra = (
+        layer.attention.flops_per_token(2 * keys - 1) - layer.attention.flops_per_token(keys)
+        for layer in built.layers
+    )
+    return Flops(causal, causal + sum(extra))
+
+
+def mfus(flops: Flops, tokens_per_s: float, device: torch.device) -> dict[str, float]:
+    """Shares of the device's peak; empty where the peak is not known."""
+    if not (peak := peak_flops(device)):
+        return {}
+    return {
+        "mfu_causal": mfu(flops.causal, tokens_per_s, peak),
+        "mfu_full": mfu(flops.full, tokens_per_s, peak),
+    }

@@ -1,7 +1,5 @@
 """Decoding over a growing context, each variant against standard attention.
 
-    python benchmarks/decoding.py [shape] [--lengths 512 ... 8192] [--tokens 64] [--json FILE]
-
 Tokens are made one after another, as generation does, each with one key more than the one before:
 no length comes twice, so what a kernel has to plan or compile for a new length is in the times. The
 context of each range begins with random keys and values. Variants alternate after every few tokens
@@ -9,31 +7,27 @@ in one process, and every token is read by the host. A ratio is the median over 
 
 Beside the time stand the bytes that a token has to read (weights and the cache) and its FLOPs, and
 how many FLOPs there are to a byte. Time over standard's below the ratio of FLOPs, near that of
-bytes, is what decoding that memory bounds looks like. `--batch` decodes several sequences at once.
-Weights are random; without flags the model is `mini`.
+bytes, is what decoding that memory bounds looks like.
+Weights are random.
 """
 
-import argparse
-import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.distributed.launcher import MKL_MODE, strict_mode
-
-os.environ.setdefault(MKL_MODE, strict_mode())  # as train.py
-
 import torch
-from measuring import cells, markdown, ratios, seconds, with_quartiles, write
-from shapes import VARIANTS, add_shape, described, flops_per_token, positive, shape_words
 
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, Transformer
 from diffllm.model.attention.base import KVCache
+from harness.measuring import cells, markdown, ratios, seconds, with_quartiles
+from harness.steps import flops_per_token
+from harness.worker import State
 
+VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+"""The compared variants; ratios are taken to the first."""
 TURN = 8
 """Tokens that a variant makes before the next one's turn."""
 WARMUP = 4
@@ -130,30 +124,11 @@ def growing(
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_shape(parser)
-    parser.add_argument(
-        "--lengths", type=positive, nargs="+", default=[512, 1024, 2048, 4096, 8192]
-    )
-    parser.add_argument("--tokens", type=positive, default=64, help="made from each length on")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    args.model = args.model or "mini"
-    args.batch = args.batch or 1
-    args.seq = max(args.lengths) + args.tokens
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results = measured(shape_words(args), args.lengths, args.tokens, args.batch, device)
-    print(f"\n{table(results)}")
-    if args.json:
-        shape = described(load_config(shape_words(args)))
-        write(args.json, device, results, shape=shape, batch=args.batch, tokens=args.tokens)
-
-
-def measured(
-    words: list[str], lengths: list[int], tokens: int, batch: int, device: torch.device
+def decoding(
+    state: State, words: list[str], lengths: list[int], tokens: int, batch: int
 ) -> list[dict[str, Any]]:
-    """Measure every variant at every length."""
+    """Measure every variant at every length; the reply of a worker."""
+    device = torch.device(state["device"])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     models = {}
     for variant in VARIANTS:
@@ -203,7 +178,3 @@ def rows(results: list[dict[str, Any]]) -> Iterator[list[str]]:
 def table(results: list[dict[str, Any]]) -> str:
     """All results, as Markdown."""
     return markdown(COLUMNS, rows(results))
-
-
-if __name__ == "__main__":
-    main()
