@@ -31,9 +31,11 @@ from diffllm.config.overrides import (
     nearest,
     one_line,
     suggest,
+    unknown_key,
 )
 from diffllm.config.plugins import add_named_directory, directories, load, named
 from diffllm.config.recipes import with_recipes
+from diffllm.config.removed import REMOVED
 from diffllm.config.schema import TrainConfig
 from diffllm.config.steps import choose_length
 from diffllm.config.values import check_paths, check_values, leaves
@@ -190,8 +192,8 @@ def schemas_of(cfg: TrainConfig) -> dict[str, str]:
 
 
 def check_allowed(cfg: TrainConfig) -> None:
-    """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has."""
-    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens"]
+    """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has or had."""
+    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens", *REMOVED]
     for name in cfg.run.allow_changes:
         if not any(is_allowed(key, [name]) for key in keys):
             raise ConfigError(f"run.allow_changes: unknown key {name}{suggest(name, keys)}")
@@ -205,4 +207,4 @@ def check_fields(cfg: TrainConfig) -> None:
             key = f"{prefix}{unknown}"
             beside = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
             close = nearest(key, [*beside, *(name for name, _, _ in leaves(cfg))])
-            raise ConfigError(f"unknown key {key}{suggest(key, close or beside)}")
+            raise ConfigError(unknown_key(key, close or beside))

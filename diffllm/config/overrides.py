@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from diffllm.config.removed import REMOVED, removal
 from diffllm.data.config import READ_BY, Point, SourceConfig
 from diffllm.errors import ConfigError
 from diffllm.registry import SCHEMAS
@@ -153,6 +154,13 @@ def suggest(name: str, known: list[str]) -> str:
     return f"; did you mean {'one of ' * (len(close) > 1)}{', '.join(close)}?"
 
 
+def unknown_key(key: str, known: list[str], where: str = "") -> str:
+    """Say that a key was removed, or that it is unknown and which keys are known."""
+    if key in REMOVED:
+        return removal(key, where)
+    return f"unknown key {key}{where}{suggest(key, known)}"
+
+
 def nearest(key: str, known: list[str]) -> list[str]:
     """Return the keys that end as this one does, or contain it, or look like it; none otherwise."""
     section, _, own = key.rpartition(".")
@@ -235,6 +243,8 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = one_line(cause)
+    if (removed := getattr(cause, "full_key", None)) in REMOVED:
+        return removal(removed)
     chosen = [word for word in words if word.partition("=")[0].lstrip("+") in (*GROUPS, *OPEN)]
     culprit = first_that_fails([*chosen, *(word for word in words if word not in chosen)])
     if culprit is None:  # an interpolation, which is resolved when its value is asked for
@@ -252,7 +262,7 @@ def explain(error: Exception, words: list[str]) -> str:
         names = known_keys(compose("train", overrides=chosen))
         if place := next((place for place in OPEN if key.startswith(f"{place}.")), None):
             return unknown_name(key, place, names)
-        return f"unknown key {key}{suggest(key, nearest(key, names) or sisters(key, names))}"
+        return unknown_key(key, nearest(key, names) or sisters(key, names))
     return f"{culprit}: {text}"
 
 
@@ -288,7 +298,7 @@ def fault_of(file: str, group: str, error: Exception) -> str | None:
         if unknown:
             names = known_keys(compose("train"))
             close = nearest(place[1], names) or sisters(place[1], names)
-            return f"unknown key {place[1]} in {file}{suggest(place[1], close)}"
+            return unknown_key(place[1], close, f" in {file}")
         reason = one_line(error).rpartition("raised while composing config: ")[2]
         return f"{place[1]} in {file}: {reason}"
     return None

@@ -15,6 +15,7 @@ from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
 from diffllm.config.compose import compose_config, typed
 from diffllm.config.plugin_code import LOADED, version_changes
 from diffllm.config.plugins import NAME
+from diffllm.config.removed import without_removed
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
@@ -82,6 +83,7 @@ def load_run_config(path: Path) -> TrainConfig:
             raise ValueError("it has an interpolation, not a value")
         if "'???'" in repr(content):  # OmegaConf would take the default
             raise ValueError("it has the value ???, which means that a value is missing")
+        content = without_removed(content)
         check_registered(path, content)
         base, values = base_of(content)
         return typed(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]

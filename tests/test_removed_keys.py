@@ -1,0 +1,123 @@
+"""A removed key names its replacement; a saved config that holds it at its default still loads."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from diffllm.config import compose, load_config
+from diffllm.config.removed import REMOVED, Removed
+from diffllm.config.saved import load_run_config
+from diffllm.errors import CheckpointError, ConfigError
+from diffllm.sweep.names import parse
+from diffllm.sweep.plan import plan_sweep
+from diffllm.tools import main
+
+OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed keys of our own, and a directory of YAMLs that is not known yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
+    for key, default in OLD.items():
+        monkeypatch.setitem(REMOVED, key, Removed(default, "use something else"))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("prepare.old=2", "prepare.old"),
+        ("prepare.old=1", "prepare.old"),
+        ("+prepare.old=2", "prepare.old"),
+        ("prepare={old: 2}", "prepare.old"),
+        ("+model.old=b", "model.old"),
+        ("old.inner=3", "old"),
+        ("old={inner: 3}", "old"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_removed_key_on_command_line_is_one_line_and_exit_code_2(
+    word: str, key: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "model=tiny", word, "steps=1"]) == 2
+    assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
+
+
+def test_removed_key_in_experiment_names_key_and_file() -> None:
+    file = Path("mine/experiment/x.yaml")
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\nprepare:\n  old: 2\n")
+    said = f"prepare.old in {file.absolute()} was removed; use something else"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(["experiment=x"], config_dir="mine")
+
+
+def test_removed_key_in_recipe_names_replacement() -> None:
+    Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["a.txt"], "old": True}))
+    with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
+        load_config(["data=r.yaml"])
+
+
+def test_removed_key_in_sweep_names_replacement_before_a_run_starts() -> None:
+    words = ["model=tiny", "run.sweep=mine", "prepare.old=1,2"]
+    with pytest.raises(ConfigError, match=r"^prepare\.old was removed; use something else$"):
+        plan_sweep(parse(words)[0], 1)
+
+
+def test_removed_key_set_in_python_names_replacement() -> None:
+    cfg = load_config(["model=tiny"])
+    cfg.prepare.old = 2  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^prepare\.old was removed; use something else$"):
+        compose.checked(cfg)
+
+
+def saved(**changes: Any) -> Path:
+    """Write config.yaml of a run in which some keys have other values; return the directory."""
+    content = OmegaConf.to_container(
+        OmegaConf.structured(load_config(["model=tiny"])), enum_to_str=True
+    )
+    assert isinstance(content, dict)
+    for key, value in changes.items():
+        *sections, name = key.split("__")
+        inner = content
+        for section in sections:
+            inner = inner[section]
+        inner[name] = value
+    Path("config.yaml").write_text(yaml.safe_dump(content))
+    return Path()
+
+
+def test_saved_config_with_removed_keys_at_their_defaults_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
+    assert load_run_config(run) == load_config(["model=tiny"])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_saved_config_that_allowed_a_change_of_a_removed_key_loads() -> None:
+    cfg = load_run_config(saved(run__allow_changes=["data.old"]))
+    assert cfg.run.allow_changes == ["data.old"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prepare__old": 2}, "prepare.old=2"),
+        ({"data__old": True}, "data.old=True"),
+        ({"old": {"inner": 3}}, "old={'inner': 3}"),
+    ],
+)
+def test_saved_config_with_removed_key_at_another_value_is_refused(
+    changes: dict[str, Any], said: str
+) -> None:
+    run = saved(**changes)
+    said = f"config.yaml is not a config of this version: {said} was removed; use something else"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load_run_config(run)
