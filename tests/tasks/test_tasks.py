@@ -11,7 +11,7 @@ from tiers import slow_but
 
 from diffllm.errors import ConfigError
 from diffllm.evaluation import suite
-from diffllm.tasks import icl
+from diffllm.tasks import generators
 from diffllm.tasks.task import TASKS, Example, Level, Task, levels_of, task
 
 LENGTH = 2048
@@ -167,7 +167,7 @@ def test_needles_lie_at_all_depths_and_lengths_are_kept() -> None:
 
 
 def test_icl_asks_the_same_in_other_orders_and_names() -> None:
-    ways = icl.ORDERS * len(icl.LABELS)
+    ways = generators.ORDERS * len(generators.LABELS)
     given = examples("icl", {"shots": 16}, 2 * ways)
     for rule in (given[:ways], given[ways:]):
         assert len({last_line(example) for example in rule}) == 1

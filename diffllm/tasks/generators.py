@@ -1,0 +1,263 @@
+"""The tasks that come with the package: many-shot classification, associative recall, needles.
+
+Words mean nothing: two syllables of a consonant and a vowel each, as "bako". They are of one
+length, so that no answer stands out by its size, and no tokenizer knows them as something else.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from diffllm.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
+
+CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
+SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
+ORDERS, LABELS = 4, (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
+"""Orders of the shots, and names of labels, that each rule of `icl` is asked with."""
+QUERIES = 4
+"""Most queries of an example of `mqar`."""
+NEEDLES, ASKED, DEPTHS = 6, 2, 5
+DIGITS = 4
+SHARES = (0.96, 0.72, 0.5, 0.36, 0.25)
+"""Lengths of the context over the model's."""
+ROOM = 24
+"""Tokens of a context that are left free, for what joins its parts and an answer's last tokens."""
+SUBJECTS = (
+    "The old man", "A small bird", "The tall tree", "My sister", "The green boat", "A quiet dog",
+    "The long road", "Our teacher", "The cold rain", "A bright star",
+)  # fmt: skip
+VERBS = (
+    "goes to", "looks at", "waits for", "thinks of", "moves past", "stands near", "turns from",
+    "sings about", "sleeps by", "comes back to",
+)  # fmt: skip
+OBJECTS = (
+    "the river", "the market", "an open door", "the hill", "the stone wall", "a garden", "the sea",
+    "the last house", "the field", "a window",
+)  # fmt: skip
+
+
+def words(rng: random.Random, count: int, pool: Sequence[int] | None = None) -> list[str]:
+    """Draw so many different words.
+
+    Args:
+        pool: numbers of the words to draw from; all of them by default.
+
+    Raises ValueError for more than there are.
+    """
+    every = range(len(SYLLABLES) ** 2)
+    numbers = every if pool is None else pool
+    if len(numbers) > len(every):
+        raise ValueError(f"there are {len(every):,} words, not {len(numbers):,}")
+    if len(numbers) < count:
+        raise ValueError(f"{count:,} different words are wanted of {len(numbers):,}")
+    places = (divmod(number, len(SYLLABLES)) for number in rng.sample(numbers, count))
+    return [SYLLABLES[first] + SYLLABLES[second] for first, second in places]
+
+
+def pool(level: Level) -> range | None:
+    """Return the numbers of the words that a level draws from; None for all."""
+    return range(int(level["words"])) if "words" in level else None
+
+
+@task("icl", shots=(4, 8, 16, 32, 64, 128))
+class Icl(Task):
+    """Many-shot classification in context, whose order and labels should not matter.
+
+    A word's label follows from the consonant of its first syllable, by a rule drawn for the
+    example. Each run of ORDERS * len(LABELS) examples asks the same of the same shots, in several
+    orders and with several sets of label names.
+    """
+
+    by = ("order", "labels")
+
+    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        for i in range(number):
+            rule, way = divmod(i, ORDERS * len(LABELS))
+            rng = random.Random(f"{self.name}/{level['shots']}/{seed}/{rule}")
+            yield self.asked(rng, int(level["shots"]), rule, *divmod(way, len(LABELS)))
+
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        return self.asked(rng, int(level["shots"]), rng.randrange(2), rng.randrange(ORDERS), 0)
+
+    def asked(self, rng: random.Random, shots: int, rule: int, order: int, names: int) -> Example:
+        """Make an example of a rule, in one order and with one pair of names."""
+        consonants = rng.sample(CONSONANTS, 2 * (len(CONSONANTS) // 2))
+        half = len(consonants) // 2
+        of_label = (consonants[:half], consonants[half:])
+        labels = [0, 1] * (shots // 2)
+        shown = [(self.word(rng, of_label[label]), label) for label in labels]
+        right = rule % 2
+        first = rng.choice(of_label[right])
+        query = self.word(rng, [first])
+        seen = {each for each, _ in shown if each.startswith(first)}
+        if len(seen) == len(VOWELS) ** 2 * len(CONSONANTS):
+            raise ValueError(f"{shots:,} shots leave no other word that begins with {first}")
+        while query in seen:
+            query = self.word(rng, [first])
+        # A shot of the query's own consonant tells the rule; one is always among them.
+        place = rng.choice([i for i, (_, label) in enumerate(shown) if label == right])
+        shown[place] = (self.word(rng, [first]), right)
+        random.Random(f"{order}").shuffle(shown)
+        named = LABELS[names]
+        lines = [f"{each} -> {named[label]}" for each, label in shown]
+        prompt = "\n".join([*lines, f"{query} ->"])
+        candidates = (f" {named[0]}", f" {named[1]}")
+        facts = {"rule": rule, "order": order, "labels": "/".join(named)}
+        return Example(prompt, candidates, right, facts)
+
+    def word(self, rng: random.Random, consonants: list[str]) -> str:
+        first = rng.choice(consonants) + rng.choice(VOWELS)
+        return first + rng.choice(CONSONANTS) + rng.choice(VOWELS)
+
+
+@task("mqar", pairs=(4, 8, 16, 32, 64, 128, 256))
+class Mqar(Task):
+    """Multi-query associative recall (Arora et al., arXiv 2312.04927): pairs of a key and a value,
+    then keys again. Only the last query is scored; earlier queries come with their answers.
+
+    All stands in one line, in which every word, the first too, follows a space: as a key and as a
+    value it is the same tokens.
+
+    A level's `words` are those that keys and values are drawn from; all 8,100 where it has none. Of
+    few words each can be a token of its own.
+    """
+
+    optional = ("words",)
+
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        pairs = int(level["pairs"])
+        drawn = words(rng, 2 * pairs, pool(level))
+        keys, values = drawn[:pairs], drawn[pairs:]
+        asked = rng.sample(range(pairs), rng.randint(1, min(QUERIES, pairs // 2)))
+        told = [f" {keys[i]} {values[i]}" for i in range(pairs)]
+        answered = [f" {keys[i]} {values[i]}" for i in asked[:-1]]
+        last = asked[-1]
+        # Values told again would be answers by frequency.
+        open_ones = [i for i in range(pairs) if i not in asked]
+        candidates, answer = shuffled_candidates(
+            rng, f" {values[last]}", [f" {values[i]}" for i in open_ones]
+        )
+        prompt = ",".join([*told, *answered, f" {keys[last]}"])
+        return Example(prompt, candidates, answer, {"place": last / max(1, pairs - 1)})
+
+    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
+        """Make pairs, and all of them once more in another order; values follow from their keys."""
+        pairs = int(level["pairs"])
+        drawn = words(rng, 2 * pairs, pool(level))
+        told = list(zip(drawn[:pairs], drawn[pairs:], strict=True))
+        asked = [(f", {key}", f" {value}") for key, value in rng.sample(told, pairs)]
+        first, *others = chain.from_iterable(asked)
+        return (",".join(f" {key} {value}" for key, value in told) + first, *others)
+
+
+@task("needle", length=(), needles=(), asked=())
+class Needle(Task):
+    """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
+
+    N sentences that tell a city's magic number lie in text about nothing; R of them are asked for,
+    one after the other, and the last one is scored. Needles lie at depths that divide the text
+    evenly, and the asked one is any of them: where it lies says nothing. The candidates are the
+    numbers of all needles that have not been told again.
+
+    A level's `words` are those that cities are named by; all 8,100 where it has none.
+    """
+
+    by = ("depth",)
+    optional = ("words",)
+
+    def levels(self, length: int) -> list[Level]:
+        shortest = 100
+        lengths = sorted({max(shortest, round(share * length)) for share in SHARES})
+        return [{"length": tokens, **needles_in(tokens)} for tokens in lengths if tokens <= length]
+
+    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        """Make examples, each needle of a text the last of one, so that a text is read once."""
+        needles = int(level["needles"])
+        for text in range(-(-number // needles)):
+            rng = self.generator(level, seed, text)
+            told = self.told(rng, level, count)
+            for last in range(min(needles, number - text * needles)):
+                yield told.asked(rng, last)
+
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        return self.told(rng, level, count).asked(rng, rng.randrange(int(level["needles"])))
+
+    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
+        """Make a text with its needles, and ask for all of them; only numbers follow."""
+        told = self.told(rng, {**level, "asked": level["needles"]}, count)
+        pieces = [told.text]
+        for city in rng.sample(sorted(told.needle_of), len(told.needle_of)):
+            pieces[-1] += f" {question(city)}"
+            pieces += [f" {told.needle_of[city]}", "."]
+        return tuple(pieces[:-1])
+
+    def told(self, rng: random.Random, level: Level, count: Count) -> "Told":
+        """Draw a text with its needles."""
+        needles, asked = int(level["needles"]), int(level["asked"])
+        cities = [name.capitalize() for name in words(rng, needles, pool(level))]
+        drawn = rng.sample(range(10**DIGITS), needles)
+        needle_of = {
+            city: f"{number:0{DIGITS}d}" for city, number in zip(cities, drawn, strict=True)
+        }
+        said = [sentence(*pair) for pair in needle_of.items()]
+        tail = " ".join(said[:asked])  # any of them; all are about as long
+        hay = haystack(rng, int(level["length"]) - ROOM - count(" ".join([*said, tail])), count)
+        places = [round((i + 0.5) * len(hay) / needles) for i in range(needles)]
+        text: list[str] = []
+        for i, straw in enumerate(hay):
+            text += [said[n] for n, place in enumerate(places) if place == i]
+            text.append(straw)
+        text += [said[n] for n, place in enumerate(places) if place >= len(hay)]
+        return Told(" ".join(text), needle_of, asked)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A text with needles."""
+
+    text: str
+    needle_of: dict[str, str]
+    """Cities, in the order of the text, to their numbers."""
+    count: int
+    """How many of them are asked for."""
+
+    def asked(self, rng: random.Random, last: int) -> Example:
+        """Make the example whose last question is that for one city; those before it are answered,
+        and their numbers no candidates: told again, they would be answers by frequency."""
+        cities = list(self.needle_of)
+        city = cities.pop(last)
+        before = rng.sample(cities, self.count - 1)
+        answered = [sentence(other, self.needle_of[other]) for other in before]
+        others = [f" {self.needle_of[other]}" for other in cities if other not in before]
+        candidates, answer = shuffled_candidates(rng, f" {self.needle_of[city]}", others)
+        prompt = " ".join([self.text, *answered, question(city)])
+        bucket = min(DEPTHS - 1, int(DEPTHS * (last + 0.5) / len(self.needle_of)))
+        return Example(prompt, candidates, answer, {"depth": bucket / (DEPTHS - 1)})
+
+
+def sentence(city: str, number: str) -> str:
+    return f"{question(city)} {number}."
+
+
+def question(city: str) -> str:
+    return f"The magic number of {city} is"
+
+
+def needles_in(tokens: int) -> Level:
+    """Return how many needles lie in so many tokens, and are asked for."""
+    if tokens >= 400:
+        return {"needles": NEEDLES, "asked": ASKED}
+    return {"needles": 3 if tokens >= 150 else 2, "asked": 1}
+
+
+def haystack(rng: random.Random, tokens: int, count: Count) -> list[str]:
+    """Draw sentences of about so many tokens together."""
+    hay: list[str] = []
+    used = 0
+    while True:
+        sentence = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
+        used += count(f" {sentence}")
+        if used > tokens:
+            return hay
+        hay.append(sentence)
