@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffllm.errors import CheckpointError
-from diffllm.heldout import DocumentLosses, document_losses, path_of
+from diffllm.evaluation.heldout import DocumentLosses, document_losses, path_of
 
 SOME = DocumentLosses(
     nats=np.array([20.0, 6.0, 4.0]),

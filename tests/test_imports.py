@@ -18,7 +18,7 @@ FLOORS = (
     ("bounds", "printing", "registry"),
     ("files", "model", "optim", "statistics"),
     ("tasks",),
-    ("analysis", "data", "distributed", "evaluate", "heldout", "metrics"),
+    ("analysis", "data", "distributed", "metrics"),
     ("checkpoint",),
     ("layouts",),
     ("config",),
@@ -182,14 +182,15 @@ TRAINING = (
 """The modules of `training`; each imports only from earlier layers."""
 
 
-def test_training_does_not_import_reports_or_evaluation():
+def test_training_does_not_import_reports_and_of_evaluation_only_the_heldout_loss():
     files = modules("training")
     assert len(files) > 10
     for path in files:
         for name in imports_of(path):
             assert name.count(".") > 1, f"{path} imports {name}; import from its module instead"
             other = ("analysis", "evaluation", "report", "study", "sweep", "tools")
-            assert not below(name, *(f"diffllm.{each}" for each in other)), f"{path}: {name}"
+            allowed = below(name, "diffllm.evaluation.heldout")
+            assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 
 
 def test_no_import_within_training_runs_upwards():

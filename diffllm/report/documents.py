@@ -3,8 +3,8 @@
 import numpy as np
 
 from diffllm.errors import CheckpointError
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.files.records import LARGEST
-from diffllm.heldout import DocumentLosses, document_losses
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld

@@ -12,8 +12,7 @@ from diffllm.data import Prepared, heldout_batches, heldout_documents
 from diffllm.data.sequences import Batch
 from diffllm.distributed.failures import DataFailed, raise_together, together
 from diffllm.distributed.stop import Agreement
-from diffllm.evaluate import DocumentSums, heldout_loss, read
-from diffllm.heldout import DocumentLosses
+from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch
 from diffllm.model.transformer import Transformer
 from diffllm.training.build import Training
 from diffllm.training.process import Process
@@ -122,7 +121,7 @@ def measure_documents(
     agreement = Agreement(here.stop, cfg.distributed.timeout)
     t.model.eval()
     for done in range(rounds):
-        batch, error = read(batches, empty)
+        batch, error = next_batch(batches, empty)
         failure = failure or error
         if stopping := agreement.all_reduce_flags().stopping:
             agreement.close()

@@ -15,7 +15,7 @@ from diffllm.config.saved import yaml_dict
 from diffllm.data import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.errors import AgreedByAll, UserError
-from diffllm.heldout import DocumentLosses
+from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks
 from diffllm.metrics.tensorboard import EventFiles

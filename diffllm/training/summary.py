@@ -20,7 +20,7 @@ from diffllm.data import (
 )
 from diffllm.data.samples import Samples
 from diffllm.data.shards import Split
-from diffllm.heldout import DocumentLosses
+from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.dtypes import dtype_name

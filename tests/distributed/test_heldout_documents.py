@@ -12,7 +12,7 @@ from test_training_ranks import BASE, END, Stream
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.data import heldout_documents
-from diffllm.evaluate import DocumentSums
+from diffllm.evaluation.heldout import DocumentSums
 from diffllm.training.build import build
 
 LENGTHS = (70, 1, 3, 24, 5, 2, 49, 1, 1, 8, 17)

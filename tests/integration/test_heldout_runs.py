@@ -13,7 +13,7 @@ from runs import metric_lines, overrides_of, prepared_corpus
 
 from diffllm.config import load_config
 from diffllm.data import TokenData, prepare
-from diffllm.heldout import document_losses
+from diffllm.evaluation.heldout import document_losses
 
 STEPS = 3
 LAST = f"step-{STEPS:08d}"

@@ -11,7 +11,7 @@ import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader
 
-from diffllm.heldout import DocumentLosses, document_losses
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.report.comparison import compare
 from diffllm.report.gap_statistics import gap_lines, holm_sentence, p_text
 from diffllm.report.page import page
