@@ -18,7 +18,7 @@ import matplotlib
 
 from diffllm.report.rows import Row
 from diffllm.report.style import RC, SMALL, row_styles, to_svg
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 from diffllm.study.file import load_study
 from diffllm.study.page import draw_rules, markdown, verdict_text
 from diffllm.study.verdict import judge

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from diffllm.statistics.arm_comparison import Share, compare_arms, diverged_more, fisher
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, LEAST_SEEDS, bootstrap, withheld
-from diffllm.statistics.equivalence import equivalence
-from diffllm.statistics.families import holm
-from diffllm.statistics.gaps import paired, pairing_pays_above, seed_correlation, welch
-from diffllm.statistics.outcomes import Share, diverged_more, fisher, outcome
-from diffllm.statistics.spread import Spread, pairs, pooled, trend
-from diffllm.statistics.survival import Times, sooner
+from diffllm.statistics.estimates import Times, sooner
+from diffllm.statistics.gap_tests import equivalence, holm, paired, seed_correlation, welch
+from diffllm.statistics.power_analysis import pairing_pays_above
+from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled, trend
 
 
 def by_seed(values):
@@ -128,26 +127,26 @@ def test_shares_have_exact_intervals():
 def test_a_diverged_run_is_an_outcome():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
-    found = outcome(better, base)
+    found = compare_arms(better, base)
     assert found.paired.seeds == 3
     assert found.welch.base_seeds == 4
     assert (found.own, found.base) == (Share(1, 4), Share(0, 4))
     assert found.paired.p < 0.01
     assert found.p == 1
     assert found.favours_diverging
-    assert outcome({**better, 3: math.nan}, base) == found
-    other_way = outcome(base, better)
+    assert compare_arms({**better, 3: math.nan}, base) == found
+    other_way = compare_arms(base, better)
     assert other_way.favours_diverging
     assert other_way.p == 1
-    worse = outcome({seed: 5 + 0.1 * seed**2 for seed in range(3)} | {3: math.inf}, base)
+    worse = compare_arms({seed: 5 + 0.1 * seed**2 for seed in range(3)} | {3: math.inf}, base)
     assert not worse.favours_diverging
     assert worse.p == worse.paired.p < 0.05
-    both = outcome(better, {**base, 3: None})
+    both = compare_arms(better, {**base, 3: None})
     assert both.p == both.paired.p
 
 
 def test_an_arm_that_diverged_whole_still_has_its_share():
-    found = outcome({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
+    found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
 
@@ -157,10 +156,10 @@ def test_an_arm_that_diverged_whole_still_has_its_share():
 
 def test_the_spread_of_seeds_is_pooled():
     found = pooled([by_seed([1.0, 3.0]), by_seed([1.0, 2.0, 3.0]), {0: 9.0}])
-    assert found == Spread(pytest.approx(math.sqrt(4 / 3)), 3)
+    assert found == SeedSpread(pytest.approx(math.sqrt(4 / 3)), 3)
     assert pooled([{0: 1.0}]) is None
     assert pooled([by_seed([4.0, 4.0])]).sd == 0
-    low, high = Spread(1.0, 10).interval
+    low, high = SeedSpread(1.0, 10).interval
     assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
 
 

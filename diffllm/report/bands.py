@@ -8,8 +8,8 @@ import numpy as np
 
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run, Series
-from diffllm.statistics.intervals import CONFIDENCE
-from diffllm.statistics.spread import pooled_variance
+from diffllm.statistics.estimates import CONFIDENCE
+from diffllm.statistics.seed_variance import pooled_variance
 
 Array = np.ndarray
 POINTS = 300

@@ -10,7 +10,7 @@ from diffllm.report.bands import Array, Band, band_of
 from diffllm.report.numbers import finite
 from diffllm.report.rows import EqualGap, Row
 from diffllm.report.runs import Run, Series
-from diffllm.statistics.intervals import estimate
+from diffllm.statistics.estimates import estimate
 
 LOSS = "eval/loss"
 MACHINE = ("device", "ranks", "torch", "compiled")

@@ -13,8 +13,8 @@ from diffllm.report.keys import ATTENTION, MATCHES, distinguish, match_of, overr
 from diffllm.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.report.rows import Row, make_rows, row_values
 from diffllm.report.runs import Run, load_run
-from diffllm.statistics.families import holm
-from diffllm.statistics.outcomes import outcome
+from diffllm.statistics.arm_comparison import compare_arms
+from diffllm.statistics.gap_tests import holm
 
 
 @dataclass
@@ -184,7 +184,7 @@ def one_variant_notes(rows: list[Row]) -> list[str]:
 
 def measure(row: Row, base: Row, notes: list[str]) -> None:
     """Set a row's outcome, gap and baseline; a seed missing on one side is noted."""
-    row.against, row.outcome = base, (found := outcome(row.losses, base.losses))
+    row.against, row.outcome = base, (found := compare_arms(row.losses, base.losses))
     if found.paired is not None:
         row.gap, row.baseline = found.paired.estimate, base
         row.documents, row.no_documents = over_documents(row, base)

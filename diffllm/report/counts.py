@@ -1,8 +1,8 @@
 """Counts in words, with their exact intervals."""
 
 from diffllm.report.numbers import percent, short
-from diffllm.statistics.outcomes import Share
-from diffllm.statistics.rates import Rate
+from diffllm.statistics.arm_comparison import Share
+from diffllm.statistics.estimates import Rate
 
 
 def share_words(share: Share) -> str:

@@ -8,7 +8,7 @@ from diffllm.files.records import LARGEST
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:

@@ -11,8 +11,7 @@ from diffllm.report.find import listed
 from diffllm.report.numbers import finite
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
-from diffllm.statistics.intervals import Estimate, estimate
-from diffllm.statistics.survival import Times
+from diffllm.statistics.estimates import Estimate, Times, estimate
 
 ALL = "mean of all levels"
 LEVEL = 0.9

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from diffllm.report.find import listed
 from diffllm.report.numbers import MISSING, fixed, in_words
 from diffllm.report.rows import Row
-from diffllm.statistics.families import ALPHA
-from diffllm.statistics.gaps import FEWEST, Gap, pairing_pays_above
-from diffllm.statistics.outcomes import Share
+from diffllm.statistics.arm_comparison import Share
+from diffllm.statistics.gap_tests import ALPHA, FEWEST, Gap
+from diffllm.statistics.power_analysis import pairing_pays_above
 
 NAMED = 4
 """Gaps that a sentence names."""

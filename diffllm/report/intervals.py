@@ -19,7 +19,7 @@ from diffllm.report.style import (
     new_figure,
     place,
 )
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 TOP, RIGHT, BOTTOM = 24, 14, 36
 LINE = 26

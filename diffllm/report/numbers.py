@@ -4,7 +4,7 @@ from typing import Any
 
 from diffllm.files.records import finite
 from diffllm.metrics.display import duration
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 MISSING = "–"
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))

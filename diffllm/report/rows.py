@@ -10,9 +10,8 @@ from diffllm.metrics.table import METRICS, metric_of
 from diffllm.report.keys import Keys, as_text
 from diffllm.report.numbers import finite
 from diffllm.report.runs import Run
-from diffllm.statistics.intervals import Estimate, estimate
-from diffllm.statistics.outcomes import Outcome, Share
-from diffllm.statistics.rates import Rate
+from diffllm.statistics.arm_comparison import ArmComparison, Share
+from diffllm.statistics.estimates import Estimate, Rate, estimate
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
@@ -64,7 +63,7 @@ class Row:
     """The row that the gap is measured from; None where `gap` is."""
     against: "Row | None" = None
     """The row that `outcome` is against."""
-    outcome: Outcome | None = None
+    outcome: ArmComparison | None = None
     """Its runs against those of the baseline, diverged ones too; None where they cannot be
     compared."""
     documents: Estimate | None = None

@@ -41,7 +41,7 @@ from diffllm.report.numbers import short
 from diffllm.report.runs import Run, Series
 from diffllm.report.style import RowStyle, scales, to_svg
 from diffllm.report.text import gap_sentence
-from diffllm.statistics.families import ALPHA
+from diffllm.statistics.gap_tests import ALPHA
 
 ORDER = (
     TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,

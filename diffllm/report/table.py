@@ -26,7 +26,7 @@ from diffllm.report.numbers import (
     short,
 )
 from diffllm.report.rows import Row, measured
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 EQUAL = {
     "": "held-out loss minus the baseline's where both had spent equal {}, read off evaluations "

@@ -12,7 +12,7 @@ from diffllm.report.gap_statistics import NAMED, holm_sentence
 from diffllm.report.groups import in_short, keys_apart
 from diffllm.report.numbers import MISSING, ascii_minus, compact, finite, fixed
 from diffllm.report.rows import Row
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 WIDTH = 100
 """Columns of a terminal that a table takes at most."""

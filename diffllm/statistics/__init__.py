@@ -1,1 +1,1 @@
-"""Statistics over seeds and documents: intervals, tests of gaps, families, power. Numbers only."""
+"""Statistics over seeds and documents: intervals, tests of gaps, power. Numbers only, no runs."""

@@ -1,28 +1,29 @@
-"""The gap between two arms with the error of the held-out documents and of the seeds together, and
-the loss of one model with that of the documents alone.
+"""Bootstrap intervals over held-out documents: of a gap between arms, or of one model's loss.
 
-An interval over seeds takes the held-out text as it is: other documents would have given another
-gap. Here both are drawn anew.
+An interval over seeds alone takes the held-out text as given, but other documents would have given
+another gap. Here documents and seeds are both drawn anew.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 
-from diffllm.statistics.intervals import CONFIDENCE, Estimate
+from diffllm.statistics.estimates import CONFIDENCE, Estimate
 
 DRAWS = 2000
 LEAST_SEEDS = 8
-"""From so many seeds on the interval covers the truth in more than 90 of 100 cases, where seeds
-alone vary too; with fewer it is withheld. docs/statistics.md has the table."""
+"""Fewest seeds with which the interval covers the truth in more than 90 of 100 cases, even if only
+seeds vary; with fewer it is withheld. docs/statistics.md has the table."""
 LEAST_DOCUMENTS = 20
-"""Fewer documents say too little of others."""
+"""Fewest documents for the interval of a gap."""
 LEAST_OF_ONE = 8
-"""Fewer documents give the loss of one model no interval."""
+"""Fewest documents for the interval of one model's loss."""
 CELLS = 4_000_000
-"""Weights that are in memory at a time."""
+"""Number of weights in memory at a time."""
 
 
 def withheld(seeds: int, documents: int) -> str:
-    """Why there is no interval from so many seeds and documents; "" if there is one."""
+    """Return why so many seeds and documents give no interval; "" if they give one."""
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds it can cover less than 90%"
     if documents < LEAST_DOCUMENTS:
@@ -33,22 +34,18 @@ def withheld(seeds: int, documents: int) -> str:
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Estimate | None:
-    """Mean gap in nats a token, own minus base, with the percentile interval over documents and
-    seeds.
+    """Return the mean gap in nats per token, own minus base, with its interval over documents and
+    seeds; None if `withheld` gives a reason.
 
-    A draw takes documents, the same for both arms and all seeds, and seeds, the same for both
-    arms, since runs of one seed are a pair. It takes one less than there are of each: with
-    replacement, the variance of such a mean is the unbiased one (Rao and Wu, 1988), which with few
-    seeds matters.
+    A draw takes the same documents for both arms and all seeds, and the same seeds for both arms,
+    because runs of one seed are a pair. Each draw takes one less than there are, with replacement:
+    the variance of such a mean is unbiased (Rao and Wu, 1988), which matters with few seeds.
 
     Args:
-        own, base: (seeds, documents), nats of every document, summed over its tokens; row i of
-            both is of one seed.
-        tokens: (documents,), how many tokens these are, the same in all runs.
-        draws: how many are made; deterministic given `seed`.
-
-    Returns:
-        None where `withheld` says why.
+        own, base: (seeds, documents), nats summed over the tokens of each document; row i of both
+            belongs to one seed.
+        tokens: (documents,), number of tokens of each document, the same in all runs.
+        draws: number of draws; deterministic given `seed`.
     """
     return None if withheld(*own.shape) else percentiles(own, base, tokens, draws, seed)
 
@@ -56,60 +53,58 @@ def bootstrap(
 def percentiles(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Estimate:
-    """`bootstrap` for any number of seeds above one, however badly it covers."""
+    """Compute `bootstrap` for any number of seeds above one, even if its coverage is poor."""
     difference = np.asarray(own, np.float64) - np.asarray(base, np.float64)
     weights = np.asarray(tokens, np.float64)
     n, documents = difference.shape
     rng, found = np.random.default_rng(seed), []
-    for count in chunks(draws, documents):
-        texts = drawn(rng, documents, count)
-        seeds = rng.multinomial(n - 1, np.full(n, 1 / n), size=count) / (n - 1)
+    for texts in drawn_documents(rng, documents, draws):
+        seeds = rng.multinomial(n - 1, np.full(n, 1 / n), size=len(texts)) / (n - 1)
         by_seed = (texts @ difference.T) / (texts @ weights)[:, None]
         found.append((by_seed * seeds).sum(axis=1))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
+    low, high = central(found, (1 - CONFIDENCE) / 2)
     mean = float((difference.sum(axis=1) / weights.sum()).mean())
-    return Estimate(mean, float(low), float(high), n)
+    return Estimate(mean, low, high, n)
 
 
 def of_documents(
     nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Return the 95% interval of a mean in nats a token over documents of one model.
+    """Return the 95% interval of one model's mean in nats per token over documents; None with fewer
+    than LEAST_OF_ONE documents.
 
-    Documents are drawn as for `bootstrap`; those without a token are left out. Percentiles lie as
-    far out as Student's t with n - 1 degrees of freedom does on a normal law (the expanded
-    percentile interval of Hesterberg, arXiv 1411.5279): without that 8 documents cover the truth in
-    88 of 100 cases, with it in 92.
+    Documents are drawn as for `bootstrap`; documents without tokens are ignored. The percentiles
+    are as extreme under a normal distribution as those of Student's t with n - 1 degrees of freedom
+    (the expanded percentile interval of Hesterberg, arXiv 1411.5279). Plain percentiles of 8
+    documents cover the truth in 88 of 100 cases, these in 92.
 
     Args:
-        nats: (documents,), each summed over its tokens; or the difference of two such sums.
-        tokens: (documents,), how many tokens these are.
-
-    Returns:
-        None of fewer than LEAST_OF_ONE documents.
+        nats: (documents,), summed over the tokens of each; or the difference of two such sums.
+        tokens: (documents,), number of tokens of each document.
     """
     there = np.asarray(tokens) > 0
     sums, weights = (np.asarray(x, np.float64)[there] for x in (nats, tokens))
     if len(sums) < LEAST_OF_ONE:
         return None
-    from scipy.special import ndtr, stdtrit  # a third of a second that others do not need
+    from scipy.special import ndtr, stdtrit
 
-    rng, found = np.random.default_rng(seed), []
-    for count in chunks(draws, len(sums)):
-        texts = drawn(rng, len(sums), count)
-        found.append((texts @ sums) / (texts @ weights))
-    tail = float(ndtr(stdtrit(len(sums) - 1, (1 - CONFIDENCE) / 2)))
+    draw = drawn_documents(np.random.default_rng(seed), len(sums), draws)
+    found = [(texts @ sums) / (texts @ weights) for texts in draw]
+    return central(found, float(ndtr(stdtrit(len(sums) - 1, (1 - CONFIDENCE) / 2))))
+
+
+def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
+    """Draw one document less than there are, `draws` times, in parts that fit into memory.
+
+    Yields how often each document is drawn, (part of the draws, documents).
+    """
+    size = max(1, CELLS // documents)
+    for start in range(0, draws, size):
+        count = min(size, draws - start)
+        yield rng.multinomial(documents - 1, np.full(documents, 1 / documents), size=count)
+
+
+def central(found: list[np.ndarray], tail: float) -> tuple[float, float]:
+    """Return the quantiles that leave `tail` of all draws on either side."""
     low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
     return float(low), float(high)
-
-
-def drawn(rng: np.random.Generator, documents: int, count: int) -> np.ndarray:
-    """Draw one document less than there are, `count` times: how often each, (count, documents)."""
-    return rng.multinomial(documents - 1, np.full(documents, 1 / documents), size=count)
-
-
-def chunks(draws: int, documents: int) -> list[int]:
-    """Sizes of parts of all draws that fit into memory."""
-    size = max(1, CELLS // documents)
-    return [min(size, draws - start) for start in range(0, draws, size)]

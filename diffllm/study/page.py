@@ -25,8 +25,8 @@ from diffllm.report.rows import Row
 from diffllm.report.runs import Series
 from diffllm.report.style import RC, WIDTH, RowStyle, row_styles, scales, to_svg
 from diffllm.report.text import ascii_minus, counted
-from diffllm.statistics.intervals import Estimate
-from diffllm.statistics.power import paired_power, welch_power
+from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.power_analysis import paired_power, welch_power
 from diffllm.study.file import Study
 from diffllm.study.verdict import EXPLORATORY, SHOWN, Arm, Tested, Verdict
 

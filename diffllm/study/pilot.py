@@ -11,7 +11,7 @@ from diffllm.report.comparison import read
 from diffllm.report.groups import Group
 from diffllm.report.numbers import finite
 from diffllm.report.rows import Row
-from diffllm.statistics.spread import Pairs, Spread, Trend, pairs, pooled, trend
+from diffllm.statistics.seed_variance import Pairs, SeedSpread, Trend, pairs, pooled, trend
 
 FIRST = 0.2
 """Share of a run whose evaluations say nothing of how the spread falls later."""
@@ -45,7 +45,7 @@ class Pilot:
 
     title: str
     arms: list[Arm]
-    spread: Spread
+    spread: SeedSpread
     """Between the seeds of an arm, nats a token."""
     pairs: Pairs | None
     """None where fewer than two arms share two seeds."""

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diffllm.errors import ConfigError
-from diffllm.statistics.families import ALPHA
-from diffllm.statistics.power import least_seeds, paired_power, welch_power
-from diffllm.statistics.spread import Spread
+from diffllm.statistics.gap_tests import ALPHA
+from diffllm.statistics.power_analysis import least_seeds, paired_power, welch_power
+from diffllm.statistics.seed_variance import SeedSpread
 from diffllm.study.pilot import Pilot
 
 FACTORS = (1, 2, 4)
@@ -71,7 +71,7 @@ class Need:
 
 def needs(pilot: Pilot, wanted: Wanted) -> list[Need]:
     """Reckon each design at the pilot's length and, where the trend can be told, at others."""
-    designs: list[tuple[str, Spread, Callable[..., float]]] = [
+    designs: list[tuple[str, SeedSpread, Callable[..., float]]] = [
         ("unpaired", pilot.spread, welch_power)
     ]
     if pilot.pairs and pilot.pairs.differences.sd:
@@ -89,7 +89,7 @@ def need(
     wanted: Wanted,
     factor: int,
     design: str,
-    spread: Spread,
+    spread: SeedSpread,
     test: Callable[..., float],
 ) -> Need:
     """Reckon one design at one length.

@@ -10,12 +10,9 @@ from diffllm.data.progress import track
 from diffllm.errors import ConfigError
 from diffllm.report.numbers import compact, finite
 from diffllm.report.runs import Run, load_run
-from diffllm.statistics.equivalence import equivalence
-from diffllm.statistics.families import holm
-from diffllm.statistics.gaps import Gap
-from diffllm.statistics.intervals import Estimate, estimate
-from diffllm.statistics.outcomes import Outcome, diverged_more, outcome
-from diffllm.statistics.survival import Times, sooner
+from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, diverged_more
+from diffllm.statistics.estimates import Estimate, Times, estimate, sooner
+from diffllm.statistics.gap_tests import Gap, equivalence, holm
 from diffllm.study.file import Rule, Study
 from diffllm.study.metric import number_of
 from diffllm.study.rates import Choice, choose_all
@@ -69,7 +66,7 @@ class Tested:
     """A rule and what came of it."""
 
     rule: Rule
-    outcome: Outcome
+    outcome: ArmComparison
     gap: Gap | None
     """By the test that the study names."""
     p: float | None
@@ -172,7 +169,9 @@ def value_of(runs: list[Run], study: Study) -> float | None:
 
 def apply_rules(study: Study, arms: dict[str, Arm]) -> list[Tested]:
     """Test every rule of a study, and adjust their p for their number."""
-    outcomes = [outcome(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules]
+    outcomes = [
+        compare_arms(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules
+    ]
     paired = study.test == "paired"
     gaps = [
         None if rule.kind == "log_rank" else each.paired if paired else each.welch
@@ -227,7 +226,7 @@ def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) 
     return UNDERPOWERED, f"{said}: neither shown nor refuted"
 
 
-def p_of(rule: Rule, outcome: Outcome, gap: Gap | None) -> float | None:
+def p_of(rule: Rule, outcome: ArmComparison, gap: Gap | None) -> float | None:
     """The one-sided p of a rule; 1 for what favours an arm that diverged more often."""
     if gap is None:
         return None
@@ -240,7 +239,7 @@ def p_of(rule: Rule, outcome: Outcome, gap: Gap | None) -> float | None:
 
 
 def decide(
-    rule: Rule, outcome: Outcome, gap: Gap | None, p_adjusted: float | None
+    rule: Rule, outcome: ArmComparison, gap: Gap | None, p_adjusted: float | None
 ) -> tuple[str, str]:
     """Return the verdict by one rule and a sentence that says why."""
     diverged = outcome.own.diverged + outcome.base.diverged

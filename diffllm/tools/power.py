@@ -6,8 +6,8 @@ from typing import Any
 
 from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import compact, fixed, short
-from diffllm.statistics.families import ALPHA
-from diffllm.statistics.gaps import pairing_pays_above
+from diffllm.statistics.gap_tests import ALPHA
+from diffllm.statistics.power_analysis import pairing_pays_above
 from diffllm.study.pilot import Pilot, read_pilot
 from diffllm.study.seeds import SHOWN, Need, Wanted, needs
 from diffllm.tools.arguments import a_path, parse, plugins_field

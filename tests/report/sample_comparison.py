@@ -15,7 +15,7 @@ from diffllm.report.comparison import Comparison, compare
 from diffllm.report.groups import Group
 from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 FOUR = ("standard", "gated", "diff_v1", "diff_v2")
 NINE = (

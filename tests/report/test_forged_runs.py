@@ -21,8 +21,8 @@ from diffllm.report.bands import over_seeds
 from diffllm.report.drawing import draw_curves
 from diffllm.report.runs import Metrics, Series, load_run
 from diffllm.report.style import RowStyle
-from diffllm.statistics.gaps import welch
-from diffllm.statistics.power import paired_power, student_power, welch_power
+from diffllm.statistics.gap_tests import welch
+from diffllm.statistics.power_analysis import paired_power, welch_power
 from diffllm.study.pilot import trend_of
 from diffllm.study.runs import deciding_runs, heldout_loss
 from tests.study.written_study import study_file, write_ended
@@ -84,7 +84,7 @@ def test_welch_does_not_depend_on_the_unit(unit: float):
     assert gap.p == pytest.approx(expected.p)
 
 
-@pytest.mark.parametrize("test", [welch_power, student_power, paired_power])
+@pytest.mark.parametrize("test", [welch_power, paired_power])
 def test_power_of_extreme_gaps_is_certain_or_chance(test: Callable[..., float]):
     assert test(1e308, 5e-324, 3) == 1
     assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)

@@ -8,7 +8,7 @@ import pytest
 from written_runs import metric_lines, sweep, write_run
 
 from diffllm import tools
-from diffllm.statistics.power import paired_power, welch_power
+from diffllm.statistics.power_analysis import paired_power, welch_power
 
 LOSSES = {"standard": [4.00, 4.02, 4.05], "diff_v2": [3.91, 3.96, 3.96]}
 """Variances 0.0019 / 3 and 0.0025 / 3: pooled 0.0022 / 3."""

@@ -16,7 +16,7 @@ import sample_comparison as sample
 
 from diffllm.report.evaluations import Cell, Evaluated, ScoreLine
 from diffllm.report.page import page
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -16,7 +16,7 @@ from diffllm.report.comparison import compare
 from diffllm.report.page import page
 from diffllm.report.table import cost_columns, csv_text, folded, table_columns
 from diffllm.report.text import table_text
-from diffllm.statistics.rates import Rate
+from diffllm.statistics.estimates import Rate
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.report import report

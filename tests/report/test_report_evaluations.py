@@ -16,7 +16,7 @@ from diffllm.report.evaluations import reaching
 from diffllm.report.page import page
 from diffllm.report.table import csv_text
 from diffllm.report.text import whole_text, with_interval
-from diffllm.statistics.intervals import Estimate, estimate
+from diffllm.statistics.estimates import Estimate, estimate
 
 KEY = {"evaluation": "mqar", "tokenizer": "t", "levels": [{"pairs": 4}, {"pairs": 8}]}
 EASY = {"standard": [0.5, 0.6, 0.7], "diff_v2": [0.6, 0.8, 0.75]}

@@ -20,8 +20,8 @@ from diffllm.report.sections import sections
 from diffllm.report.style import row_styles
 from diffllm.report.table import csv_text, table_columns
 from diffllm.report.text import one_line, table_text
+from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
-from diffllm.statistics.outcomes import Share
 
 LOSSES = {
     "standard": [4.00, 4.10, 4.20, 4.05],

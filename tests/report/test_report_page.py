@@ -24,7 +24,7 @@ from diffllm.report.rows import Row
 from diffllm.report.runs import Metrics, Run, Series
 from diffllm.report.style import RC, row_styles
 from diffllm.report.table import COLUMNS, Cell, table_columns
-from diffllm.statistics.intervals import Estimate
+from diffllm.statistics.estimates import Estimate
 
 CASES = {
     "one run": lambda: sample.compared(("diff_v2",), 1, 28),

@@ -14,7 +14,7 @@ from diffllm.errors import CheckpointError, ConfigError
 from diffllm.report.comparison import compare
 from diffllm.report.runs import Metrics, load_run
 from diffllm.report.table import COLUMNS, csv_text
-from diffllm.statistics.intervals import estimate
+from diffllm.statistics.estimates import estimate
 
 SPIKES = [
     f"{definition}/{series}_{what}"

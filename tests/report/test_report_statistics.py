@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from diffllm.statistics.gaps import paired
-from diffllm.statistics.intervals import Estimate, estimate
+from diffllm.statistics.estimates import Estimate, estimate
+from diffllm.statistics.gap_tests import paired
 
 T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
 """t(0.975, n - 1) for n values, from a printed table."""

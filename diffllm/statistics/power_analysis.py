@@ -1,36 +1,36 @@
-"""The power of t tests of a gap, and how many seeds reach one."""
+"""Power of t tests of a gap, and the number of seeds that reaches a given power."""
 
 import math
 from collections.abc import Callable
 
 import numpy as np
 
-from diffllm.statistics.families import ALPHA
+from diffllm.statistics.gap_tests import ALPHA
 
 MOST_SEEDS = 100_000
-"""More are not looked for."""
+"""Largest number of seeds that `least_seeds` tries."""
 SLICES = 64
 """Equally likely values that stand for a distribution."""
 CERTAIN = 30.0
-"""Noncentrality beyond the critical value from which on a test is sure to find a gap."""
+"""Noncentrality beyond the critical value from which a test is certain to find a gap."""
 FAR = 4.5
-"""Noncentrality from which on no gap is found with the wrong sign (less than one in 100,000), and
+"""Noncentrality from which no gap is found with the wrong sign (less than one in 100,000), and
 scipy's value for it can be NaN."""
 
 
 def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Probability that Welch's test of two samples of equal size and true spread finds a gap.
+    """Return the probability that Welch's test of two samples of equal size and spread finds a gap.
 
-    Its t is then Student's, with 2n - 2 degrees of freedom, but judged by the fewer that it
-    estimates: (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both variances. It
-    is independent of t and has a Beta((n - 1) / 2, (n - 1) / 2) distribution, over which this is a
+    Its t is Student's with 2n - 2 degrees of freedom, but its critical value uses the smaller
+    estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both variances. r is
+    independent of t and has a Beta((n - 1) / 2, (n - 1) / 2) distribution, over which this is a
     mean. With 3 seeds that costs a tenth of the power, with 8 nothing.
 
     Args:
         gap: the true difference of means.
         sd: standard deviation between seeds within an arm.
         seeds: n of each arm, two or more.
-        sides: 2 where a gap of either sign counts, 1 where its sign was said before.
+        sides: 2 if a gap of either sign counts, 1 if its sign was stated before.
     """
     from scipy.special import betaincinv
 
@@ -40,18 +40,8 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
     return t_power(abs(gap) / (sd * math.sqrt(2 / seeds)), 2 * seeds - 2, judged_by, alpha, sides)
 
 
-def student_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Probability that Student's test of two samples, which pools their variances, finds a gap.
-
-    Args:
-        sd, seeds: of each arm, as for `welch_power`.
-    """
-    df = 2 * seeds - 2
-    return t_power(abs(gap) / (sd * math.sqrt(2 / seeds)), df, np.array([df]), alpha, sides)
-
-
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Probability that a paired t test finds a gap.
+    """Return the probability that a paired t test finds a gap.
 
     Args:
         sd: standard deviation of the differences of pairs.
@@ -63,11 +53,11 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
 def t_power(
     noncentrality: float, df: float, judged_by: np.ndarray, alpha: float, sides: int
 ) -> float:
-    """Probability that a noncentral t passes the critical value.
+    """Return the probability that a noncentral t passes the critical value.
 
     Args:
-        df: of the noncentral t.
-        judged_by: degrees of freedom of the critical value; the mean over several.
+        df: degrees of freedom of the noncentral t.
+        judged_by: degrees of freedom of the critical value; the result is the mean over them.
     """
     from scipy.special import nctdtr, stdtrit
 
@@ -80,11 +70,22 @@ def t_power(
     return float(found.mean())
 
 
+def pairing_pays_above(seeds: int) -> float:
+    """Return the correlation above which a paired interval is narrower than an unpaired one.
+
+    Half widths are t(n - 1) s sqrt(2 (1 - r) / n) and t(2n - 2) s sqrt(2 / n).
+    """
+    from scipy.special import stdtrit
+
+    paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
+    return 1 - (unpaired / paired) ** 2
+
+
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
-    """The fewest seeds, two or more, with which `power` reaches `wanted`; None beyond a limit.
+    """Return the fewest seeds, two or more, whose power reaches `wanted`; None above MOST_SEEDS.
 
     Args:
-        power: of so many seeds; rises with them.
+        power: power by the number of seeds; increasing.
     """
     low, high = 1, 2
     while power(high) < wanted:

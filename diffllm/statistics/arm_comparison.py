@@ -1,17 +1,16 @@
-"""Two arms with all their runs, those that diverged among them.
+"""Comparison of two arms with all their runs, diverged ones included.
 
-A t test is of the runs that ended with a finite loss. It says nothing of the others, and leaving
-them out flatters the arm that has more of them. So the shares that diverged stand beside it, with
-an interval and a test of their own, and a gap in favour of the arm that diverged more often is
-never significant: its p counts as 1.
+Diverged runs have no finite loss, so a t test ignores them and flatters the arm that has more of
+them. Therefore the shares that diverged have an interval and a test of their own, and a gap in
+favour of the arm that diverged more often is never significant: its p is 1.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diffllm.statistics.gaps import Gap, Seed, paired, seed_correlation, welch
-from diffllm.statistics.intervals import CONFIDENCE
+from diffllm.statistics.estimates import CONFIDENCE
+from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, welch
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Share:
     @property
     def interval(self) -> tuple[float, float]:
         """Clopper and Pearson's 95% interval of the probability that a run diverges."""
-        from scipy.special import betaincinv
+        from scipy.special import betaincinv  # binomtest's root finder is exact to 2e-12 only
 
         k, n, tail = self.diverged, self.runs, (1 - CONFIDENCE) / 2
         low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
@@ -37,31 +36,31 @@ def diverged_more(own: Share, base: Share) -> bool:
 
 
 def fisher(own: Share, base: Share) -> float:
-    """Two-sided p of Fisher's exact test that both arms diverge equally often."""
+    """Return the two-sided p of Fisher's exact test that both arms diverge equally often."""
     if not own.diverged and not base.diverged:
         return 1.0
-    from scipy.stats import fisher_exact  # a second that few pages need
+    from scipy.stats import fisher_exact
 
     table = [[side.diverged, side.runs - side.diverged] for side in (own, base)]
     return float(fisher_exact(table).pvalue)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One arm against another."""
+class ArmComparison:
+    """One arm against another, diverged runs included."""
 
     paired: Gap | None
-    """Over the seeds that ended finite in both; None if there is none."""
+    """Over the seeds that ended finite in both; None without any."""
     welch: Gap | None
-    """Over all finite runs of either arm; None if one has none."""
+    """Over all finite runs of either arm; None if an arm has none."""
     correlation: float | None
-    """Between the arms over common seeds, from three on."""
+    """Between the arms over common seeds; None with fewer than three."""
     own: Share
     base: Share
 
     @property
     def favours_diverging(self) -> bool:
-        """Whether the gap is in favour of the arm of which a larger share diverged."""
+        """Whether the gap favours the arm of which a larger share diverged."""
         if self.paired is None:
             return False
         better, other = (self.own, self.base) if self.paired.mean < 0 else (self.base, self.own)
@@ -69,7 +68,7 @@ class Outcome:
 
     @property
     def p(self) -> float | None:
-        """The two-sided p that counts in a family; None where there is no test."""
+        """The two-sided p that counts in a family; None without a test."""
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p
 
@@ -79,23 +78,23 @@ class Outcome:
         return fisher(self.own, self.base)
 
 
-def outcome(own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]) -> Outcome:
+def compare_arms(
+    own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]
+) -> ArmComparison:
     """Compare two arms.
 
     Args:
-        own, base: final loss of every finished run by seed; None, NaN or infinity for one that
-            diverged. A run that has not finished is in neither.
+        own, base: final loss of every finished run by seed; None, NaN or infinity if it diverged.
+            Unfinished runs are in neither.
     """
-    first, second = finite_of(own), finite_of(base)
-    return Outcome(
+    first, second = (
+        {seed: loss for seed, loss in arm.items() if loss is not None and math.isfinite(loss)}
+        for arm in (own, base)
+    )
+    return ArmComparison(
         paired(first, second),
         welch(first, second),
         seed_correlation(first, second),
         Share(len(own) - len(first), len(own)),
         Share(len(base) - len(second), len(base)),
     )
-
-
-def finite_of(losses: Mapping[Seed, float | None]) -> dict[Seed, float]:
-    """The losses of runs that did not diverge."""
-    return {seed: loss for seed, loss in losses.items() if loss is not None and math.isfinite(loss)}

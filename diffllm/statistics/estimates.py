@@ -1,0 +1,128 @@
+"""Estimates of one arm: mean over seeds, rate of events, tokens until a level is reached."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95% interval; a single seed has no interval."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 1
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether the interval contains 0; a gap with such an interval shows no difference."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
+
+    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval.
+    Raises ValueError if there is no value.
+    """
+    if not len(values):
+        raise ValueError("an estimate needs at least one value")
+    sample = np.asarray(values, dtype=np.float64)
+    n, mean = len(sample), float(sample.mean())
+    if n == 1:
+        return Estimate(mean)
+    low, high = t_interval(mean, float(sample.std(ddof=1) / np.sqrt(n)), n - 1)
+    return Estimate(mean, low, high, n)
+
+
+def t_interval(
+    mean: float, error: float, df: float, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Return Student's t interval of a mean from its standard error and degrees of freedom."""
+    from scipy.special import stdtrit  # slow to import, and a single run does not need it
+
+    half = float(stdtrit(df, (1 + confidence) / 2)) * error
+    return mean - half, mean + half
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A number of rare events in a number of steps, one or more."""
+
+    count: int
+    steps: int
+
+    @property
+    def value(self) -> float:
+        """Events per thousand steps."""
+        return 1000 * self.count / self.steps
+
+    @property
+    def low(self) -> float:
+        """Lower end of the exact 95% Poisson interval (Garwood, Biometrika 28, 1936)."""
+        from scipy.special import gammaincinv
+
+        low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0
+        return 1000 * low / self.steps
+
+    @property
+    def high(self) -> float:
+        from scipy.special import gammaincinv
+
+        return 1000 * float(gammaincinv(self.count + 1, (1 + CONFIDENCE) / 2)) / self.steps
+
+
+@dataclass(frozen=True)
+class Times:
+    """Tokens after which each run of an arm reached a level, or after which it ended without."""
+
+    tokens: Sequence[float]
+    reached: Sequence[bool]
+
+    @classmethod
+    def of(cls, found: Iterable[tuple[float, bool]]) -> "Times":
+        """Make them of pairs of tokens and whether the level was reached then."""
+        pairs = list(found)
+        return cls([tokens for tokens, _ in pairs], [reached for _, reached in pairs])
+
+    @property
+    def count(self) -> int:
+        return sum(self.reached)
+
+    @property
+    def censored(self) -> Any:
+        """The times as scipy's `CensoredData`."""
+        from scipy.stats import CensoredData
+
+        return CensoredData.right_censored(self.tokens, ~np.array(self.reached, dtype=bool))
+
+    @property
+    def median(self) -> float | None:
+        """Tokens after which half of the runs had reached the level, by Kaplan and Meier's
+        estimate; None if fewer than half do."""
+        if not self.count:
+            return None
+        from scipy.stats import ecdf
+
+        missing = ecdf(self.censored).sf
+        half = missing.quantiles[missing.probabilities <= 0.5 + 1e-12]
+        return float(half[0]) if len(half) else None
+
+
+def sooner(own: Times, base: Times) -> float | None:
+    """Return the one-sided p of the log-rank test that `own` reaches the level in fewer tokens.
+
+    Returns None if the test is undefined: no run reached the level, or nothing varies.
+    """
+    if not own.count + base.count or not own.tokens or not base.tokens:
+        return None
+    from scipy.stats import logrank
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = logrank(own.censored, base.censored, alternative="greater")
+    return float(found.pvalue) if np.isfinite(found.statistic) else None

@@ -1,0 +1,198 @@
+"""Tests of the gap between two arms, paired by seed or as two independent samples (Welch)."""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from diffllm.statistics.estimates import CONFIDENCE, Estimate, t_interval
+
+Seed = TypeVar("Seed", bound=Hashable)
+
+ALPHA = 0.05
+"""Probability that a family without any true difference shows one or more by chance."""
+ROUNDING = 1e-12
+"""Share of the largest value below which a standard deviation counts as rounding error."""
+FEWEST = 3
+"""Fewest common seeds for a correlation: with two it is always 1 or -1."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A mean difference, own minus base, and its t test.
+
+    If seeds do not vary at all, chance and effect cannot be told apart: the interval is one point
+    and every p is 1.
+    """
+
+    mean: float
+    seeds: int
+    """Values of the own arm; of a paired gap, the pairs."""
+    base_seeds: int
+    """Values of the base."""
+    error: float | None = None
+    """Standard error of the mean; None if an arm has a single value."""
+    df: float | None = None
+    """Degrees of freedom: pairs - 1, or Welch and Satterthwaite's."""
+    zero_variance: bool = False
+    """Whether the values vary by no more than rounding."""
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+        """Return Student's t interval; None without a standard error."""
+        if self.error is None or self.df is None:
+            return None
+        return t_interval(self.mean, self.error, self.df, confidence)
+
+    @property
+    def estimate(self) -> Estimate:
+        low, high = self.interval() or (None, None)
+        return Estimate(self.mean, low, high, self.seeds)
+
+    @property
+    def low(self) -> float | None:
+        return self.estimate.low
+
+    @property
+    def high(self) -> float | None:
+        return self.estimate.high
+
+    def p_below(self, bound: float = 0.0) -> float | None:
+        """Return the one-sided p of "the gap is below `bound`"; None without a standard error."""
+        if self.error is None or self.df is None:
+            return None
+        if self.zero_variance:
+            return 1.0
+        from scipy.special import stdtr
+
+        return float(stdtr(self.df, (self.mean - bound) / self.error))
+
+    def p_above(self, bound: float = 0.0) -> float | None:
+        """Return the one-sided p of "the gap is above `bound`"; None without a standard error."""
+        return replace(self, mean=-self.mean).p_below(-bound)
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p of "the gap is not 0"; None without a standard error."""
+        below, above = self.p_below(), self.p_above()
+        return None if below is None or above is None else min(1.0, 2 * min(below, above))
+
+
+def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
+    """Return the mean of own - base over common seeds with the paired t test; None without any.
+
+    Runs of one seed see the same samples in the same order and start from the same initial values,
+    whatever their variant. The effect of that draw on both losses cancels in their difference.
+    If seeds do not correlate, pairing gains nothing and costs half of the degrees of freedom: see
+    `pairing_pays_above`.
+
+    Args:
+        own, base: finite losses by seed.
+    """
+    first, second = common_seeds(own, base)
+    if not len(first):
+        return None
+    differences, n = first - second, len(first)
+    mean = float(differences.mean())
+    if n == 1:
+        return Gap(mean, 1, 1)
+    deviation = float(differences.std(ddof=1))
+    none = deviation <= ROUNDING * largest_magnitude(first, second)
+    return Gap(mean, n, n, deviation / float(np.sqrt(n)), n - 1, none)
+
+
+def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
+    """Return the difference of two independent means with Welch's t test; None if an arm is empty.
+
+    Args:
+        own, base: finite losses by seed; all seeds of each arm count, common or not.
+    """
+    first, second = in_seed_order(own), in_seed_order(base)
+    sizes = len(first), len(second)
+    if not all(sizes):
+        return None
+    mean = float(first.mean() - second.mean())
+    if min(sizes) == 1:
+        return Gap(mean, *sizes)
+    deviations = [float(sample.std(ddof=1)) for sample in (first, second)]
+    if max(deviations) <= ROUNDING * largest_magnitude(first, second):
+        return Gap(mean, *sizes, 0.0, sum(sizes) - 2, zero_variance=True)
+    unit = max(deviations)  # so that no square underflows, as those of scipy's ttest_ind can
+    shares = [(d / unit) ** 2 / n for d, n in zip(deviations, sizes, strict=True)]
+    df = sum(shares) ** 2 / sum(s**2 / (n - 1) for s, n in zip(shares, sizes, strict=True))
+    return Gap(mean, *sizes, unit * math.sqrt(sum(shares)), df)
+
+
+def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
+    """Return Pearson's correlation of two arms over common seeds; None with fewer than three common
+    seeds, or if an arm does not vary."""
+    first, second = common_seeds(own, base)
+    if len(first) < FEWEST:
+        return None
+    floor = ROUNDING * largest_magnitude(first, second)
+    if min(first.std(ddof=1), second.std(ddof=1)) <= floor:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Two one-sided tests (Schuirmann, 1987) of a gap against ± a margin."""
+
+    p: float
+    """The larger of the two one-sided p, of "above -margin" and of "below margin"."""
+    low: float
+    """Lower end of the 1 - 2 alpha interval."""
+    high: float
+    inside: bool
+    """Whether this interval lies within ±margin: p is below alpha, or nothing varies."""
+
+
+def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
+    """Test whether a gap lies within ±margin; return None without a standard error.
+
+    Raises ValueError for a margin that is not above 0.
+    """
+    if not margin > 0:
+        raise ValueError(f"margin={margin} must be above 0")
+    interval, below, above = gap.interval(1 - 2 * alpha), gap.p_below(margin), gap.p_above(-margin)
+    if interval is None or below is None or above is None:
+        return None
+    low, high = interval
+    return Equivalence(max(below, above), low, high, -margin < low and high < margin)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return the adjusted p of a family of tests, in the same order (Holm, 1979).
+
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than
+    an earlier one, or larger than 1. The probability of any false positive is at most alpha,
+    however the tests depend on each other.
+    """
+    values = np.asarray(p, dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    steps = values[order] * np.arange(len(values), 0, -1)
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    return adjusted.tolist()
+
+
+def common_seeds(
+    own: Mapping[Seed, float], base: Mapping[Seed, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of both arms over common seeds, in one order."""
+    seeds = [seed for seed in own if seed in base]
+    return in_seed_order({s: own[s] for s in seeds}), in_seed_order({s: base[s] for s in seeds})
+
+
+def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
+    """Return float64 values in order of their seeds; raise ValueError unless all are finite."""
+    found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
+    if not np.isfinite(found).all():
+        raise ValueError("a loss that is not finite belongs to a diverged run; use compare_arms")
+    return found
+
+
+def largest_magnitude(*samples: np.ndarray) -> float:
+    return float(max(np.abs(sample).max() for sample in samples))
