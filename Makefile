@@ -82,8 +82,7 @@ gpu-data: $(READY)
 	$(BIN)/python benchmarks/harness/corpus.py
 
 docs: $(READY)
-	$(BIN)/python -m diffllm.metrics.document > docs/metrics.md
-	$(BIN)/python -m diffllm.config.document > docs/configuration.md
+	$(BIN)/python docs/generate.py
 
 lint: $(READY)
 	$(call stage,lint,$(BIN)/ruff check .)

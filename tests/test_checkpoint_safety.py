@@ -527,7 +527,7 @@ FORBIDDEN = {
 }
 GUARDED = [
     ("checkpoint/reader.py", "pickle.Unpickler"),  # of tensors' metadata, nothing else
-    ("config/steps.py", "OmegaConf.register_new_resolver"),  # arithmetic; saved configs have none
+    ("config/compose.py", "OmegaConf.register_new_resolver"),  # arithmetic; saved configs have none
 ]
 
 

@@ -13,9 +13,8 @@ from test_consolidate import trained_run
 from tiers import slow_but
 
 from diffllm.checkpoint import faults, newest_good, read_state
-from diffllm.config.recipes import overrides_of
 from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import MOST_NODES, read_yaml
+from diffllm.config.yaml_file import MOST_NODES, overrides_of, read_yaml
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.study.file import load_study
 from diffllm.tools import main

@@ -4,17 +4,13 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from tiers import families, slow_but
 
-import diffllm
 from diffllm.config.compose import compose_config, variants
-from diffllm.config.document import document
 from diffllm.config.help import choices, first_sentence, help_text, meanings, rows, sections_of
 
-ROOT = Path(diffllm.__file__).parents[1]
 LONGEST = 90
 """Characters of a line that says what a key or a choice is."""
 
@@ -70,13 +66,6 @@ def test_long_lines_go_on_below_themselves():
     lines = rows([("steps=10", "word " * 20), ("a_long_name=1", "words")], 50, column=8)
     assert lines.splitlines()[1].startswith(" " * 12 + "word")
     assert lines.splitlines()[-2:] == ["  a_long_name=1", " " * 12 + "words"]
-
-
-def test_the_documentation_is_what_the_config_says():
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    assert text == document(), "run `make docs`"
-    assert "`optim.lr`" in text
-    assert "### model.attention of gated, gated_headwise" in text
 
 
 def test_docstrings_under_fields_are_inherited_and_may_be_replaced():

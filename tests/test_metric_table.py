@@ -1,17 +1,11 @@
 """The table of metrics: every name has one row, and what is made of the rows follows them."""
 
-from pathlib import Path
-
 import pytest
 from wandb_file import examples
 
-from diffllm.metrics.document import document
 from diffllm.metrics.metric import Curve, Heatmap, Layers
 from diffllm.metrics.sinks import Sinks
 from diffllm.metrics.table import METRICS, SECTIONS, metric_of
-
-ROOT = Path(__file__).parents[1]
-
 
 NAMES = [metric.name for metric in METRICS]
 
@@ -61,8 +55,3 @@ def test_a_name_without_a_row_is_not_written(name):
     sinks = Sinks(None, None)
     with pytest.raises(KeyError, match="no row"):
         sinks.write(1, 64, {name: 0.5})
-
-
-def test_the_documentation_is_what_the_table_says():
-    assert (ROOT / "docs" / "metrics.md").read_text() == document(), "run `make docs`"
-    assert all(f"| `{metric.name}` |" in document() for metric in METRICS)

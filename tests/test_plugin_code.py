@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.config import load_config, plugin_code
+from diffllm.config import load_config, plugins
 from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.errors import CheckpointError, ConfigError
@@ -39,10 +39,10 @@ def mine(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    plugin_code.LOADED.clear()
+    plugins.LOADED.clear()
     yield tmp_path
     forget(tmp_path)
-    plugin_code.LOADED.clear()
+    plugins.LOADED.clear()
 
 
 def forget(directory: Path) -> None:
@@ -190,7 +190,7 @@ def test_run_resumes_with_other_plugin_code_only_if_allowed(run, tmp_path):
 
 
 def test_run_does_not_resume_without_a_plugin_of_its_own(run):
-    plugin_code.LOADED.clear()
+    plugins.LOADED.clear()
     with pytest.raises(ConfigError, match=r"plugins: own@\w+ there, own@not imported here"):
         begun(run).check()
 

@@ -1,11 +1,13 @@
-"""The README stays short, and the links of the documentation lead somewhere."""
+"""Documentation: length of the README, links, pages that are generated from the code."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 import diffllm
+from diffllm.metrics.table import METRICS
 
 ROOT = Path(diffllm.__file__).parents[1]
 MOST_LINES = 110
@@ -52,3 +54,15 @@ def test_every_guarantee_names_tests_that_are_there():
         first = (ROOT / named[0]).parent
         for name in named:
             assert (ROOT / name).exists() or (first / name).exists(), name
+
+
+def test_generated_pages_are_up_to_date():
+    """`make docs` writes both pages from the code."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    configuration, metrics = generate.configuration(), generate.metrics()
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration, "run `make docs`"
+    assert "### model.attention of gated, gated_headwise" in configuration
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics, "run `make docs`"
+    assert all(f"| `{metric.name}` |" in metrics for metric in METRICS)

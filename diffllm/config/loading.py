@@ -4,12 +4,19 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from diffllm.config.compose import bring, check_variant, compose_config, typed, variant_config
+from diffllm.config.compose import (
+    bring,
+    check_variant,
+    compose_config,
+    steps_of_epochs,
+    steps_of_tokens,
+    typed,
+    variant_config,
+)
 from diffllm.config.matching import match, widened
 from diffllm.config.origin import with_origin
 from diffllm.config.plugins import named
 from diffllm.config.schema import MOST_STEPS, TrainConfig
-from diffllm.config.steps import steps_of_epochs, steps_of_tokens
 from diffllm.config.values import check_paths
 from diffllm.errors import ConfigError
 from diffllm.files import user_path

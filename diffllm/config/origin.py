@@ -13,9 +13,9 @@ from typing import Any
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
-from diffllm.config.recipes import as_text
 from diffllm.config.saved import flatten, load_run_config
 from diffllm.config.values import OF_WEIGHTS
+from diffllm.config.yaml_file import as_text
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import user_path

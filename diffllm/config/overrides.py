@@ -1,15 +1,12 @@
 """Checks of overrides as they are written, and one line about those that cannot be composed."""
 
-import bisect
 import difflib
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -154,11 +151,11 @@ def suggest(name: str, known: list[str]) -> str:
     return f"; did you mean {'one of ' * (len(close) > 1)}{', '.join(close)}?"
 
 
-def unknown_key(key: str, known: list[str], where: str = "") -> str:
+def unknown_key(key: str, known: list[str]) -> str:
     """Say that a key was removed, or that it is unknown and which keys are known."""
     if key in REMOVED:
-        return removal(key, where)
-    return f"unknown key {key}{where}{suggest(key, known)}"
+        return removal(key)
+    return f"unknown key {key}{suggest(key, known)}"
 
 
 def nearest(key: str, known: list[str]) -> list[str]:
@@ -232,7 +229,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Explain a failed composition in one line: the key, the value, what is allowed."""
+    """Explain a failed composition in one line: Hydra's message, with the nearest known key."""
     if isinstance(error, OverrideParseException):
         word, text = error.override or "", one_line(error)
         if len(word) > LONGEST_QUOTED or text.startswith("LexerNoViableAltException"):
@@ -242,75 +239,32 @@ def explain(error: Exception, words: list[str]) -> str:
         shown = word if len(word) <= LONGEST_QUOTED else f"{word[:LONGEST_QUOTED]}..."
         return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = one_line(cause)
-    if (removed := getattr(cause, "full_key", None)) in REMOVED:
-        return removal(removed)
-    chosen = [word for word in words if word.partition("=")[0].lstrip("+") in (*GROUPS, *OPEN)]
-    culprit = first_that_fails([*chosen, *(word for word in words if word not in chosen)])
-    if culprit is None:  # an interpolation, which is resolved when its value is asked for
-        where = getattr(cause, "full_key", None)
-        return f"{where}: {text}" if where else text
-    culprit = culprit.lstrip("+~")
-    key = culprit.partition("=")[0]
-    unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
-    if key in GROUPS and (fault := fault_of(yaml_of(key, culprit.partition("=")[2]), key, error)):
-        return f"{culprit}: {fault}"
-    if (inner := re.search(r"Key '(\S+)' not in '(\w+)'", text)) and inner[2] in INNER:
-        name, names = inner[1], [f.name for f in fields(INNER[inner[2]])]
-        return f"{key}: unknown key {name}{suggest(name, nearest(name, names) or names)}"
-    if unknown and unknown[1] in key.split("."):
-        names = known_keys(compose("train", overrides=chosen))
-        if place := next((place for place in OPEN if key.startswith(f"{place}.")), None):
-            return unknown_name(key, place, names)
-        return unknown_key(key, nearest(key, names) or sisters(key, names))
-    return f"{culprit}: {text}"
-
-
-def unknown_name(key: str, place: str, names: list[str]) -> str:
-    """Describe a key whose part below `place`, a mapping of the user's names, is none of them."""
-    name = key.removeprefix(f"{place}.").partition(".")[0]
-    known = [own for own in names if own.rpartition(".")[0] == place]
-    there = [own.rpartition(".")[2] for own in known]
-    return f"{key}: {place} has no {name}{suggest(name, there) if there else ', nor any other'}"
-
-
-def fault_of(file: str, group: str, error: Exception) -> str | None:
-    """Describe the fault in a choice's YAML that composing raised for; None for an unknown one."""
-    text = str(error)
-    unknown = re.search(r"Key '(\S+)' (is not in struct|not in)", text)
-    if re.search(r"Could not override '\w+@experiment\.", text) or (
-        unknown and unknown[1] == group == "experiment"
-    ):
-        return f"the first line of {file} has to be '# @package _global_'"
+    text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
+    word = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
+    culprit = (word[1] or word[2]) if word else key[1] if key else ""
+    file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
+    where = f"{file[1]}={file[2]}: " if file else ""
+    if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '(\w+)')", text):
+        if cls := INNER.get(unknown[2]):
+            name, names = unknown[1], [f.name for f in fields(cls)]
+            place = culprit.partition("=")[0]
+            return f"{place}: unknown key {name}{suggest(name, nearest(name, names) or names)}"
+        name = key[1] if key else unknown[1]
+        chosen = [word for word in words if word.partition("=")[0].lstrip("+") in (*GROUPS, *OPEN)]
+        if file and name == file[1] == "experiment":
+            return f"{where}the first line of its YAML must be '# @package _global_'"
+        known = known_keys(compose("train", overrides=[] if file else chosen))
+        names = [each for each in known if not name.startswith(f"{each}.")]
+        close = nearest(name, names) or sisters(name, names)
+        return f"{where}{unknown_key(name, close)}"
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
         return (
-            f"{file} asks for {schema[2]}_schema, and nothing has registered "
-            f"{schema[1]}={schema[2]}; plugins=[module] imports the Python module that does"
+            f"{where}nothing has registered {schema[1]}={schema[2]}; plugins=[module] imports the "
+            "Python module that does"
         )
-    if lost := re.search(r"Could not find '(\w+)/([\w.-]+)'", text):
-        options = GlobalHydra.instance().config_loader().get_group_options(lost[1])
-        return (
-            f"{file} asks for {lost[1]}={lost[2]}, which does not exist{suggest(lost[2], options)}"
-        )
-    if twice := re.search(r"Multiple values for (\w+)", text):
-        return f"the defaults of {file} have to say 'override /{twice[1]}: ...'"
-    if place := re.search(r"full_key: (\S+)", text):
-        if unknown:
-            names = known_keys(compose("train"))
-            close = nearest(place[1], names) or sisters(place[1], names)
-            return unknown_key(place[1], close, f" in {file}")
-        reason = one_line(error).rpartition("raised while composing config: ")[2]
-        return f"{place[1]} in {file}: {reason}"
-    return None
-
-
-def yaml_of(group: str, choice: str) -> str:
-    """Return the file of a choice, ours as it lies below conf/."""
-    for source in GlobalHydra.instance().config_loader().get_sources():
-        file = Path(source.path, group, f"{choice}.yaml")
-        if source.provider != "main" and file.is_file():
-            return str(file)
-    return f"conf/{group}/{choice}.yaml"
+    if file:
+        return f"{where}{f'{key[1]}: ' if key else ''}{text[file.end() :]}"
+    return f"{culprit}: {text}" if culprit else text
 
 
 def sisters(key: str, names: list[str]) -> list[str]:
@@ -324,24 +278,13 @@ def sisters(key: str, names: list[str]) -> list[str]:
     return names
 
 
-def first_that_fails(words: list[str]) -> str | None:
-    """Return the first override with which, after those before it, composing fails."""
-
-    def fails(count: int) -> bool:
-        try:
-            compose("train", overrides=words[:count])
-        except COMPOSING:
-            return True
-        return False
-
-    least = bisect.bisect_left(range(len(words) + 1), True, key=fails)
-    return words[least - 1] if 0 < least <= len(words) else None
-
-
 def one_line(error: BaseException) -> str:
     """Return an exception's text without line breaks or internals of the config library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    internal = ("object_type=", "reference_type=", "full_key:", "See https://hydra.cc")
+    internal = (
+        "object_type=", "reference_type=", "full_key:", "See https://hydra.cc", "Config search",
+        "provider=",
+    )  # fmt: skip
     text = " ".join(line for line in lines if not line.startswith(internal))
     text = NOT_A_LIST.sub("not a list, as [1,2] is", text)
     return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)

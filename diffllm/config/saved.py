@@ -11,12 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.config.changes import FREE, Changes, is_allowed, what_differs
 from diffllm.config.compose import compose_config, typed
-from diffllm.config.plugin_code import LOADED, version_changes
-from diffllm.config.plugins import NAME
+from diffllm.config.plugins import LOADED, NAME, version_changes
 from diffllm.config.removed import without_removed
-from diffllm.config.schema import TrainConfig
+from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
 from diffllm.errors import CheckpointError, ConfigError, PluginError

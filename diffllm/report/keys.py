@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.config.compose import variant_config
-from diffllm.config.plugin_code import several_versions, versions_text
+from diffllm.config.plugins import several_versions, versions_text
 from diffllm.config.saved import FREE, flatten
 from diffllm.report.runs import Run
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from diffllm.config.descriptions import variant_line
+from diffllm.config.help import variant_line
 from diffllm.errors import ConfigError, printable
 from diffllm.files import replace_file
 from diffllm.printing import KEPT

@@ -5,8 +5,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from diffllm.config.changes import what_differs
 from diffllm.config.saved import load_run_config, plugin_changes
+from diffllm.config.schema import what_differs
 from diffllm.data.progress import track
 from diffllm.distributed.world import World
 from diffllm.errors import ConfigError

@@ -8,11 +8,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from diffllm.config import TrainConfig
-from diffllm.config.compose import compose_config
+from diffllm.config.compose import LENGTHS, compose_config
 from diffllm.config.loading import solved
 from diffllm.config.origin import with_origin
 from diffllm.config.saved import changes_to, load_run_config
-from diffllm.config.steps import LENGTHS
 from diffllm.errors import ConfigError
 from diffllm.files.records import finite, gave_up, read_summary
 from diffllm.study.file import Study

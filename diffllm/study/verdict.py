@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffllm.config.plugin_code import several_versions
+from diffllm.config.plugins import several_versions
 from diffllm.data.progress import track
 from diffllm.errors import ConfigError
 from diffllm.report.numbers import compact, finite

@@ -7,10 +7,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.config.changes import is_allowed, what_differs
 from diffllm.config.loading import without_imports
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import differences
+from diffllm.config.schema import is_allowed, what_differs
 from diffllm.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.files import hold, missing, take_back, write_atomic
 from diffllm.files.paths import check_length, why_no_file

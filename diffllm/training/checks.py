@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes
 from diffllm.config.saved import flatten, yaml_dict
+from diffllm.config.schema import Changes
 from diffllm.data import Prepared, Tokenizer, predicts_something
 from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from diffllm.checkpoint.config import SAVED
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
-from diffllm.config.changes import NO_WAY_ON, Changes, described, is_allowed, what_differs
 from diffllm.config.saved import differences, load_run_config
+from diffllm.config.schema import NO_WAY_ON, Changes, described, is_allowed, what_differs
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.errors import CheckpointError, ConfigError, InUseError
 from diffllm.files import hold, missing, take_back, user_path, write_atomic

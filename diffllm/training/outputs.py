@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
-from diffllm.config.changes import described
 from diffllm.config.saved import yaml_dict
+from diffllm.config.schema import described
 from diffllm.data import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.errors import AgreedByAll, UserError

@@ -7,7 +7,7 @@ from diffllm.checkpoint import list_checkpoints, newest_good, read_state
 from diffllm.checkpoint.config import SAVED
 from diffllm.checkpoint.directory import check_whole, step_of
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes, described, is_allowed
+from diffllm.config.schema import Changes, described, is_allowed
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import user_path

@@ -11,8 +11,8 @@ import torch
 
 from diffllm.checkpoint import check_parameters
 from diffllm.config import TrainConfig
-from diffllm.config.changes import Changes
 from diffllm.config.plugins import plugin_versions
+from diffllm.config.schema import Changes
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.distributed.consistency import check_same, code_version

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
-from diffllm.config.descriptions import variant_line
+from diffllm.config.help import variant_line
 from diffllm.config.plugins import plugin_versions
 from diffllm.data import (
     Prepared,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
 from diffllm.config import TrainConfig
-from diffllm.config.changes import described, is_allowed
 from diffllm.config.origin import Origin, differences, named_in, origin_of
+from diffllm.config.schema import described, is_allowed
 from diffllm.data import Prepared, Tokenizer
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.layouts.conversion import TARGETS

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffllm.config.steps import steps_of_epochs
+from diffllm.config.compose import steps_of_epochs
 from diffllm.data import TokenData, TokenStream, TrainLoader, packing_counts, sequences_of_epoch
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported.prepared import FilesStream

@@ -7,7 +7,7 @@ from sample_texts import sample_documents
 from tiers import slow_but
 
 import diffllm
-from diffllm.config.recipes import as_text, with_recipes
+from diffllm.config.yaml_file import as_text, with_recipes
 from diffllm.data import prepare
 from diffllm.errors import ConfigError
 from diffllm.tools.prepare import main
@@ -57,8 +57,11 @@ def test_the_command_line_wins_over_a_recipe(tmp_path):
 
 
 UNKNOWN_PARTS = [
-    ("data.sources.cod.weight=1", "data.sources has no cod; did you mean code?"),
-    ("data.sources.wiki.paths=[a]", "data.sources has no wiki; known: code, prose"),
+    ("data.sources.cod.weight=1", "unknown key data.sources.cod; did you mean data.sources.code?"),
+    (
+        "data.sources.wiki.paths=[a]",
+        "unknown key data.sources.wiki; known: data.sources.code, data.sources.prose",
+    ),
     ("data.sources.code.wieght=1", "unknown key wieght; did you mean weight?"),
 ]
 
@@ -76,7 +79,7 @@ def test_the_sources_of_a_recipe_are_known(tmp_path, word, said):
 
 
 def test_a_source_without_a_mixture_is_unknown():
-    with pytest.raises(ConfigError, match=r"^data\.sources\.web\.weight: .* has no web, nor any"):
+    with pytest.raises(ConfigError, match=r"^unknown key data\.sources\.web; known: data\.between"):
         diffllm.load_config(["model=tiny", "steps=1", "data.sources.web.weight=1"])
 
 

@@ -225,7 +225,11 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
         (["--config-dir", str(mine / "attention")], "no YAML is in model/, attention/"),
         (["--config-dir", str(ours.parents[1])], f"{ours} has the name of", "conf/attention/gated"),
         ([*known, "attention=scale"], "choose from diff_v1,", "scaled, scaled_twice"),
-        ([*known, "attention=scaled"], "attention/scaled.yaml asks for scaled_schema", "plugins=["),
+        (
+            [*known, "attention=scaled"],
+            "attention=scaled: nothing has registered attention=scaled; plugins=[module]",
+            "plugins=[",
+        ),
         ([*known, "data=counting"], "nothing has registered data=counting; plugins=[module]"),
         (["data.source=counting"], "data.source='counting' is not one of files, hub, stdlib"),
         (

@@ -12,7 +12,7 @@ from tiers import slow_but
 from written_runs import loaded, metric_lines, parameters, sweep, write_run
 
 from diffllm.config.compose import variant_config, variants
-from diffllm.config.descriptions import first_paragraph, variant_line
+from diffllm.config.help import first_paragraph, variant_line
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.report import comparison_text
 from diffllm.report.bands import over_seeds

@@ -1,14 +1,16 @@
-"""python -m diffllm.config.document: every choice and key as docs/configuration.md."""
+"""Write docs/configuration.md and docs/metrics.md from the code: `make docs`."""
 
 import re
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from diffllm.config.compose import compose_config, variants
 from diffllm.config.help import Key, Section, choices, sections_of
-from diffllm.printing import echo
+from diffllm.metrics.metric import Metric
+from diffllm.metrics.table import METRICS, SECTIONS
 
-HEAD = """\
+CONFIGURATION = """\
 # Configuration
 
 Made by `make docs` from the comments in `conf/` and the docstrings of the config's dataclasses.
@@ -22,9 +24,9 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 MORE_SIZES = ("moe.n_experts", "moe.top_k", "moe.expert_dim")
 
 
-def document() -> str:
-    """The page: choices, shapes of the models, keys, and those of single variants."""
-    parts = [HEAD, "## Choices\n"]
+def configuration() -> str:
+    """Return docs/configuration.md: choices, shapes of the models, keys of each section."""
+    parts = [CONFIGURATION, "## Choices\n"]
     for group, options in choices().items():
         rows = "\n".join(f"| `{group}={name}` | {cell(words)} |" for name, words in options.items())
         parts.append(f"| `{group}=` | |\n|---|---|\n{rows}\n")
@@ -40,7 +42,7 @@ def document() -> str:
 
 
 def shapes() -> str:
-    """A table of the models' sizes."""
+    """Return a table of the models' sizes."""
     head = ["`model=`", *SIZES, *MORE_SIZES, "optim.lr"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in choices()["model"]:
@@ -53,7 +55,7 @@ def shapes() -> str:
 
 
 def attention_sections() -> list[str]:
-    """A table for each class of variants, with the names that it stands behind."""
+    """Return a table for each config class of attention, with the names that use the class."""
     names: dict[type, list[str]] = {}
     sections: dict[type, Section] = {}
     for name in variants():
@@ -69,7 +71,6 @@ def attention_sections() -> list[str]:
 
 
 def table(keys: list[Key]) -> str:
-    """A table of keys."""
     head = "| Key | Default | Meaning |\n|---|---|---|\n"
     return head + "".join(
         f"| `{key.name}` | `{key.default}` | {cell(words_of(key))} |\n" for key in keys
@@ -85,5 +86,40 @@ def cell(text: str) -> str:
     return re.sub(r"([|*])", r"\\\1", text)
 
 
+METRICS_HEAD = """\
+# Metrics
+
+Made by `make docs` from the rows of `diffllm/metrics/table.py`.
+
+`metrics.jsonl` and wandb have the same names. `/*` stands for a layer, as in `/layer_03`, or a
+group of parameters; `_*` for a head and a layer, as in `lambda_head_00/layer_03`. Statistics of
+layers are taken every `diagnostics.interval` steps, those marked "probe" every
+`diagnostics.probe_interval`, from explicit maps of `diagnostics.probe_queries` query positions; the
+others are of logged steps.
+
+"Combined" says how the values of a step's micro-batches and ranks become one: `rms` is the root of
+the mean of their squares. Where nothing is said, the value is that of the whole global batch, or of
+the run so far. "Kept" is the value of a run that wandb's table of runs shows.
+"""
+
+
+def metrics() -> str:
+    """Return docs/metrics.md: one table for each section of the dashboard."""
+    parts = [METRICS_HEAD]
+    for title in dict.fromkeys(section.dashboard for section in SECTIONS):
+        rows = [line_of(metric) for metric in METRICS if metric.section.dashboard == title]
+        head = "| Name | Meaning | Unit | Combined | Kept |\n|---|---|---|---|---|"
+        parts.append(f"## {title}\n\n{head}\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def line_of(metric: Metric) -> str:
+    combined = ", ".join(filter(None, ("probe" if metric.probe else "", metric.combine)))
+    cells = (f"`{metric.name}`", metric.meaning, metric.unit, combined, metric.summary)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
 if __name__ == "__main__":
-    echo(document(), end="")
+    docs = Path(__file__).parent
+    (docs / "configuration.md").write_text(configuration())
+    (docs / "metrics.md").write_text(metrics())
