@@ -17,14 +17,12 @@ from omegaconf import OmegaConf
 from tiers import slow_but
 
 from diffllm import build_model, load_config, tools
-from diffllm.analysis.attention_map_figure import draw
-from diffllm.analysis.maps import LayerMaps, layer_maps
-from diffllm.analysis.token_labels import LONGEST, visible
 from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.evaluation.load import load_model
+from diffllm.evaluation.maps import LONGEST, LayerMaps, draw, layer_maps, visible
 
 pytestmark = pytest.mark.filterwarnings("ignore:(torch.distributed is|Detected an existing)")
 

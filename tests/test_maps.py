@@ -10,8 +10,8 @@ import torch
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config
-from diffllm.analysis.maps import attention_maps, layer_maps
 from diffllm.config.compose import config_directory
+from diffllm.evaluation.maps import attention_maps, layer_maps
 from diffllm.model.attention.ops import weighted
 from diffllm.model.probes import entropy, negative_share
 

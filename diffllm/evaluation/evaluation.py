@@ -1,7 +1,7 @@
 """An evaluation: a line an example or document about a checkpoint, and the scores of all lines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ import torch
 
 from diffllm.config import TrainConfig
 from diffllm.data import Tokenizer
-from diffllm.errors import ConfigError
 from diffllm.model import Transformer
 from diffllm.tasks.task import Level
 
@@ -62,7 +61,7 @@ class Score:
 
 
 class Evaluation(ABC):
-    """Measures checkpoints. A subclass is registered with `@evaluation`."""
+    """Measures checkpoints."""
 
     name: str
     unit: str
@@ -80,22 +79,3 @@ class Evaluation(ABC):
     @abstractmethod
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
         """Sum the lines up."""
-
-
-EVALUATIONS: dict[str, Evaluation] = {}
-"""Evaluations by name, beside the generated tasks, which are evaluations too."""
-
-
-def evaluation(name: str) -> Callable[[type[Evaluation]], type[Evaluation]]:
-    """Register the decorated class as the evaluation of a name; raises ConfigError for one that
-    another class has."""
-
-    def register(cls: type[Evaluation]) -> type[Evaluation]:
-        there = EVALUATIONS.get(name)
-        if there is not None and type(there).__qualname__ != cls.__qualname__:
-            raise ConfigError(f"the evaluation {name} is registered twice; give one another name")
-        EVALUATIONS[name] = cls()
-        EVALUATIONS[name].name = name
-        return cls
-
-    return register

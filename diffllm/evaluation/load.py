@@ -1,17 +1,34 @@
-"""The model of a run, for use."""
+"""What a run left: its model, and the data that it was trained on.
+
+Shapes: T sequence length.
+"""
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state, step_of
 from diffllm.checkpoint.directory import with_checkpoint
+from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
-from diffllm.data import Tokenizer
+from diffllm.data import Prepared, Tokenizer, prepare, sequences_in
+from diffllm.data.sequences import read_sequences
 from diffllm.data.tokenizer_files import tokenizer_of
-from diffllm.errors import CheckpointError
+from diffllm.errors import CheckpointError, ConfigError
 from diffllm.files import user_path
+from diffllm.files.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend
+from diffllm.model.documents import Documents
+
+TOKENS = 16384
+"""Tokens of a pass over the first held-out sequences, unless another number is asked for."""
 
 
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:
@@ -43,3 +60,71 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
         return model.eval(), step_of(path)
 
     return with_checkpoint(run, step, load)
+
+
+def own_data(run: Path, cfg: TrainConfig) -> Prepared:
+    """Open the corpus that the run's config names; raises ConfigError if it is not what the run was
+    trained on."""
+    data = prepare(cfg.data, cfg.prepare)
+    facts = read_record(run / "run.json") or {}  # without it nothing says what it was
+    now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
+    if facts.get("corpus") == data.former_corpus:
+        now["corpus"] = data.former_corpus
+    for name, found in now.items():
+        if facts.get(name, found) != found:
+            raise ConfigError(
+                f"the {name} that {run}/config.yaml names is not what the run was trained on any "
+                f"more: its hash is {found[:12]}, that of the run {str(facts[name])[:12]}"
+            )
+    return data
+
+
+def own_corpus(run: Path, cfg: TrainConfig) -> str:
+    """Return the hash of the corpus that the run was trained on, without opening the corpus where
+    the run says it."""
+    facts = read_record(run / "run.json") or {}
+    return str(facts.get("corpus") or own_data(run, cfg).manifest.corpus)
+
+
+class HeldoutSequence(NamedTuple):
+    """A sequence of the held-out split, as training would see it."""
+
+    inputs: Tensor
+    """(1, T) int64."""
+    targets: Tensor
+    """(1, T) int64; negative ones are only context."""
+    documents: Documents | None
+    """Its documents, where attention stays inside them."""
+
+    @property
+    def batch(self) -> tuple[Tensor, Documents | None]:
+        return self.inputs, self.documents
+
+
+@dataclass(frozen=True)
+class FirstSequences:
+    """The first sequences of the held-out split, always the same, one at a time on a device."""
+
+    data: Prepared
+    cfg: TrainConfig
+    most: int
+    """There are fewer where the split is shorter."""
+    device: torch.device
+
+    def __len__(self) -> int:
+        return min(self.most, sequences_in(self.data.split("heldout"), self.cfg.seq_len))
+
+    def __iter__(self) -> Iterator[HeldoutSequence]:
+        for i in range(len(self)):
+            inputs, targets = read_sequences(
+                self.data.split("heldout"), self.cfg.seq_len, np.array([i])
+            )
+            documents = None
+            if self.cfg.data.mask_documents:
+                documents = Documents.of(inputs, self.data.manifest.eos_id).to(self.device)
+            yield HeldoutSequence(inputs.to(self.device), targets.to(self.device), documents)
+
+
+def sequences_for(tokens: int, seq_len: int) -> int:
+    """Return how many whole sequences have at least so many tokens."""
+    return -(-tokens // seq_len)

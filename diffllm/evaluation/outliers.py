@@ -1,23 +1,34 @@
-"""The outliers of a checkpoint over fixed held-out tokens: the pass of `diffllm outliers`."""
+"""Outliers of a checkpoint over fixed held-out tokens: hidden states, attention logits and sinks of
+each layer. `diffllm outliers` prints them all, and the evaluation `outliers` stores them.
 
-from collections.abc import Iterator, Mapping, Sequence
+Shapes: B batch, T tokens, N queries of a piece, h heads of a map, D model width.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffllm.analysis.outliers import measure
-from diffllm.analysis.spread import TOP
+import torch
+from torch import Tensor
+
 from diffllm.data.progress import track
 from diffllm.errors import CheckpointError
-from diffllm.evaluation.evaluation import (
-    Asked,
-    Evaluation,
-    Line,
-    Score,
-    Settings,
-    Subject,
-    evaluation,
-)
-from diffllm.evaluation.own_data import TOKENS, FirstSequences, own_corpus, own_data, sequences_for
+from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
+from diffllm.evaluation.load import TOKENS, FirstSequences, own_corpus, own_data, sequences_for
+from diffllm.model import Transformer
+from diffllm.model.attention.base import Attention, Maps, Shown
+from diffllm.model.documents import Documents
+from diffllm.model.probes import Probe, probe_at
+from diffllm.model.stats import kurtosis, over_channels, values_rms
 
+PIECE = 2**22
+"""Weights of a map that are explicit at a time."""
+LEFT_OUT = 14
+"""Low bits of a float32 that its bin does not know; 9 bits of its mantissa are left."""
+BINS = 2 ** (31 - LEFT_OUT)
+TOP = (1, 2, 3, 10, 100)
+PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
 VERSION = 1
 """Changed whenever lines or scores change, so that older results are made anew."""
 NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
@@ -25,11 +36,191 @@ Place = Mapping[str, Any]
 """A layer, and where there are several a map."""
 
 
-@evaluation("outliers")
+class Spread:
+    """The sizes of many values, counted piece by piece; no piece is kept.
+
+    Values larger than all others are merged from piece to piece, moments are summed in float64, and
+    percentiles come from a histogram of magnitudes whose bins are 512 an octave: within 0.1%.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.largest = torch.zeros(0)
+        """The largest magnitudes, descending, as many as `TOP` wants."""
+        self.bins = torch.zeros(BINS, dtype=torch.int64)
+        self.sums = torch.zeros(4, dtype=torch.float64)
+        """Sums of the values' first four powers."""
+
+    def add(self, values: Tensor) -> None:
+        """Take a piece of any shape, whose values are finite."""
+        flat = values.detach().float().flatten()
+        sizes, wide = flat.abs(), flat.double()
+        self.count += len(flat)
+        largest = torch.cat((self.largest.to(flat.device), sizes))
+        self.largest = largest.topk(min(TOP[-1], len(largest))).values.cpu()
+        self.bins += torch.bincount(sizes.view(torch.int32) >> LEFT_OUT, minlength=BINS).cpu()
+        squares = wide.square()
+        powers = (wide, squares, squares * wide, squares.square())
+        self.sums += torch.stack([power.sum() for power in powers]).cpu()
+
+    def percentile(self, percent: float) -> float:
+        """Return the magnitude that so many percent of the values do not exceed, within 0.1%."""
+        rank = max(1, math.ceil(percent / 100 * self.count))
+        place = int(torch.searchsorted(self.bins.cumsum(0), rank))
+        ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
+        low, high = ends.view(torch.float32).tolist()
+        return (low + high) / 2 if place else 0.0
+
+    @property
+    def kurtosis(self) -> float | None:
+        """E[(x - mean)^4] / E[(x - mean)^2]^2 of all values together; None where they are equal."""
+        mean, second, third, fourth = (self.sums / self.count).tolist()
+        variance = second - mean**2
+        if variance <= 1e-12 * second:
+            return None
+        return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return `top_<k>` magnitudes, percentiles of magnitudes, RMS and kurtosis; None for a
+        `top_<k>` of fewer values."""
+        top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
+        percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
+        rms = math.sqrt(self.sums[1].item() / self.count)
+        return {**top, **percentiles, "rms": rms, "kurtosis": self.kurtosis}
+
+
+class Mean:
+    """The mean of values that come in pieces."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def add(self, values: Tensor) -> None:
+        self.sum += values.double().sum().item()
+        self.count += values.numel()
+
+    @property
+    def value(self) -> float | None:
+        """None of no values."""
+        return self.sum / self.count if self.count else None
+
+
+class LayerOutliers:
+    """The numbers of one layer, gathered piece by piece."""
+
+    def __init__(self) -> None:
+        self.hidden = Spread()
+        self.channels = torch.zeros(0)
+        """The largest magnitude of each channel of the hidden states, (D,)."""
+        self.over_channels, self.context = Mean(), Mean()
+        self.ratio, self.least, self.most = Mean(), math.inf, -math.inf
+        self.logits: defaultdict[str, Spread] = defaultdict(Spread)
+        self.weight: defaultdict[str, Mean] = defaultdict(Mean)
+        self.share: defaultdict[str, Mean] = defaultdict(Mean)
+
+    def add_hidden(self, x: Tensor) -> None:
+        """Take the block's output (B, T, D)."""
+        self.hidden.add(x)
+        self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
+        largest = x.abs().flatten(0, 1).amax(0).cpu()
+        self.channels = torch.maximum(self.channels, largest) if len(self.channels) else largest
+
+    def add_context(self, context: Tensor, v: Tensor) -> None:
+        """Take what enters `wo` (B, T, h, width), before a head norm, and the values."""
+        rms = over_channels(context)
+        ratio = rms / values_rms(v)
+        self.context.add(rms)
+        self.ratio.add(ratio)
+        self.least = min(self.least, ratio.min().item())
+        self.most = max(self.most, ratio.max().item())
+
+    def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
+        """Take a piece of the maps (B, h, N, T), before the softmax and after it."""
+        for name, scores in logits.items():
+            self.logits[name].add(scores[probe.visible.expand_as(scores)])
+        for name, weights in maps.items():
+            seen = probe.visible.expand_as(weights)
+            first = seen.int().argmax(-1, keepdim=True)
+            others = seen.sum(-1) > 1  # a query that sees itself alone has no choice
+            weight = weights.gather(-1, first).squeeze(-1)
+            total = weights.abs().sum(-1)
+            share = weight.abs() / torch.where(total > 0, total, 1)
+            self.weight[name].add(weight[others])
+            self.share[name].add(share[others])
+
+    def numbers(self) -> dict[str, Any]:
+        """Return all of it by name."""
+        return {
+            "hidden": {
+                **self.hidden.numbers(),
+                "kurtosis_over_channels": self.over_channels.value,
+                "top_1_channel": int(self.channels.argmax()),
+            },
+            "logits": {name: spread.numbers() for name, spread in self.logits.items()},
+            "sinks": {
+                name: {"weight": self.weight[name].value, "share": self.share[name].value}
+                for name in self.weight
+            },
+            "context_rms": self.context.value,
+            "context_over_value_rms": {
+                "mean": self.ratio.value,
+                "min": self.least,
+                "max": self.most,
+            },
+        }
+
+
+@torch.no_grad()
+def measure(
+    model: Transformer, batches: Iterable[tuple[Tensor, Documents | None]]
+) -> list[dict[str, Any]]:
+    """Pass over batches, block by block, and return the numbers of each layer, by name.
+
+    `hidden` are the block's outputs: magnitudes, their percentiles, kurtosis of all values together
+    and over channels, mean over tokens. `logits` are q k / sqrt(d) of each map, before its softmax,
+    of the keys that a query sees. `sinks` is the weight of each map on the first token that a query
+    sees, signed, and its share of the sum of |weight|; means over heads, sequences and the queries
+    that see more than themselves. `context_over_value_rms` is as in the table of metrics.
+
+    Args:
+        batches: tokens (B, T) int64 and, where attention stays inside them, their documents; all on
+            the model's device.
+
+    Raises CheckpointError for a layer whose values are not finite.
+    """
+    found = [LayerOutliers() for _ in model.layers]
+    for tokens, documents in batches:
+        x = model.tok_embeddings(tokens)
+        rope, mask = model.whole_sequences(tokens, documents, x.dtype)
+        for i, (layer, block) in enumerate(zip(found, model.layers, strict=True)):
+            show: Shown = {}
+            normed = block.attention_norm(x)
+            block.attention(normed, rope, mask, show=show)
+            layer.add_context(show["context"], show["v"])
+            for piece in pieces(block.attention, tokens):
+                probe = probe_at(piece, tokens.shape[1], documents)
+                q, k = show["q"][:, piece], show["k"]
+                maps = block.attention.maps(normed[:, piece], q, k, probe.visible)
+                layer.add_maps(block.attention.logits(q, k), maps, probe)
+            x, *_ = block(x, rope, mask)
+            if not x.isfinite().all():
+                raise CheckpointError(f"the output of layer {i} has values that are not finite")
+            layer.add_hidden(x)
+    return [layer.numbers() for layer in found]
+
+
+def pieces(attention: Attention, tokens: Tensor) -> Iterator[Tensor]:
+    """Yield the positions of the queries (T,), so many at a time that their maps fit."""
+    batch, length = tokens.shape
+    size = max(1, PIECE // (batch * attention.n_query_heads * length))
+    yield from torch.arange(length, device=tokens.device).split(size)
+
+
 class Outliers(Evaluation):
     """Keeps all numbers of each layer. A score is the largest among layers, and for logits among
     maps, of the hidden states' or the logits' magnitudes: top_k is the k-th largest of all."""
 
+    name = "outliers"
     unit = "magnitude, largest of layers (kurtosis: a ratio)"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:

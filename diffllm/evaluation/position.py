@@ -15,16 +15,8 @@ from torch import Tensor
 from diffllm.data import heldout_documents
 from diffllm.data.progress import track
 from diffllm.errors import CheckpointError
-from diffllm.evaluation.evaluation import (
-    Asked,
-    Evaluation,
-    Line,
-    Score,
-    Settings,
-    Subject,
-    evaluation,
-)
-from diffllm.evaluation.own_data import own_corpus, own_data
+from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
+from diffllm.evaluation.load import own_corpus, own_data
 from diffllm.evaluation.scoring import TOKENS, by_length, padded
 from diffllm.model.documents import Documents
 from diffllm.statistics.bootstrap import of_documents
@@ -41,7 +33,6 @@ Sums = dict[str, list[float]]
 """Nats, and the number of targets they are of, for each bin."""
 
 
-@evaluation("position")
 class Position(Evaluation):
     """Reads each document from its start, behind an EOS, up to the model's length.
 
@@ -58,6 +49,7 @@ class Position(Evaluation):
     document begins at the model's position 0.
     """
 
+    name = "position"
     unit = "nats a token"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:

@@ -1,27 +1,42 @@
-"""Suites: evaluations of a checkpoint one after the other, each kept as soon as it is done."""
+"""Suites: evaluations of a checkpoint, each stored as soon as it is done, their results in wandb,
+and the tasks that a model is asked during training.
+"""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from diffllm.checkpoint import step_of
+import torch
+
+from diffllm.checkpoint import read_state, step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
+from diffllm.config import TrainConfig
+from diffllm.config.saved import yaml_dict
+from diffllm.data import Tokenizer
 from diffllm.data.text.formats import JSON_LINES
 from diffllm.errors import ConfigError
-from diffllm.evaluation import outliers, position, quantise  # noqa: F401  registered by that
-from diffllm.evaluation.answers import Answers
-from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Evaluation, Score, Subject
+from diffllm.evaluation.answers import Answers, line, questions, share
+from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject
+from diffllm.evaluation.outliers import Outliers
+from diffllm.evaluation.position import Position
+from diffllm.evaluation.quantise import Quantise
 from diffllm.evaluation.results import keep, kept, results_of
+from diffllm.evaluation.scoring import Question, score_batches
 from diffllm.files import user_path
 from diffllm.files.records import finite
+from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 from diffllm.tasks.own_file import OwnFile
-from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Level
+from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of
 
+EVALUATIONS: dict[str, Evaluation] = {
+    each.name: each for each in (Position(), Outliers(), Quantise())
+}
+"""Evaluations by name, next to the generated tasks, which are evaluations too."""
 NEEDLES = [{"needles": n, "asked": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
     "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
-    "checkpoint": dict.fromkeys(("position", "outliers", "quantise"), ()),
+    "checkpoint": dict.fromkeys(EVALUATIONS, ()),
     "needle_4k": {"needle": [{"length": 4000, **needles} for needles in NEEDLES]},
     "needle_64k": {
         "needle": [
@@ -33,6 +48,8 @@ SUITES: dict[str, dict[str, Sequence[Level]]] = {
 3.4 of arXiv 2410.05258: 4K with N needles of which R are asked for, and 64K by length and depth."""
 Result = dict[str, Any]
 """The "unit" of an evaluation, and its "scores", a dict for each, see `Score`."""
+COLUMNS = ("task", "of", "value", "low", "high", "chance", "examples", "unit")
+"""Columns of the wandb table of results."""
 
 
 def chosen(
@@ -110,3 +127,126 @@ def flat(score: Score) -> dict[str, Any]:
     more = content.pop("more")
     # A diverged model may have an infinite value, which JSON cannot hold.
     return {**content, "value": finite(score.value), **more}
+
+
+def record(subject: Subject, results: Mapping[str, Result]) -> bool:
+    """Add `evaluation/<task>/<of>` to the summary of the run's own wandb run, and a table of all
+    scores, `evaluation/<checkpoint>`; false where the run's config disables wandb.
+
+    A run that has none, as an import, gets one.
+    """
+    cfg = subject.cfg
+    if resolve_mode(cfg.wandb) == "disabled":
+        return False
+    import wandb
+
+    loop = read_state(subject.checkpoint)["loop"] or {}
+    run = WandbRun(
+        cfg.wandb, subject.run, cfg.run.choices, cfg.run.sweep, yaml_dict(cfg), loop.get("wandb_id")
+    )
+    table = wandb.Table(columns=list(COLUMNS), data=rows(results))
+    run.log({f"evaluation/{subject.checkpoint.name}": table})
+    run.finish(summary_of(results))
+    return True
+
+
+def rows(results: Mapping[str, Result]) -> list[list[Any]]:
+    """List the scores of all evaluations, in the order of COLUMNS."""
+    return [
+        [
+            name, score["of"], score["value"], *(score.get("interval") or (None, None)),
+            score.get("chance"), score.get("examples"), result["unit"],
+        ]
+        for name, result in results.items()
+        for score in result["scores"]
+    ]  # fmt: skip
+
+
+def summary_of(results: Mapping[str, Result]) -> dict[str, float]:
+    """Return the scores that are numbers, by name."""
+    return {
+        "/".join(filter(None, ("evaluation", name, score["of"]))): score["value"]
+        for name, result in results.items()
+        for score in result["scores"]
+        if score["value"] is not None
+    }
+
+
+def wanted_tasks(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
+    """Return the tasks that `eval.suites` names, with the levels of each that have to be tried.
+
+    Raises ConfigError for one that there is not, or that needs more than a model.
+    """
+    found: dict[Answers, Sequence[Level]] = {}
+    for name in cfg.eval.suites:
+        suite, tasks = (name, []) if name in SUITES else ("claims", [name])
+        try:
+            evaluations, asked = chosen(suite, tasks, [])
+        except ConfigError as error:
+            raise ConfigError(f"eval.suites: {str(error).removeprefix('tasks: ')}") from None
+        for each in evaluations:
+            if not isinstance(each, Answers):
+                raise ConfigError(
+                    f"eval.suites: {each.name} is measured on checkpoints: "
+                    f"diffllm evaluate tasks=[{each.name}]"
+                )
+            found[each] = asked.levels.get(each.name, ())
+    names = [each.name for each in found]
+    own: dict[str, Sequence[Level]] = {}
+    for name, level in cfg.eval.levels.items():
+        if name not in names:
+            raise ConfigError(f"eval.levels: {name} is not in eval.suites={cfg.eval.suites}")
+        try:
+            own[name] = levels_of(level)
+        except ConfigError as error:
+            raise ConfigError(f"eval.levels: {name} {error}") from None
+    return {each: own.get(each.name, levels) for each, levels in found.items()}
+
+
+def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
+    """Check eval.suites, and return the maker of its tasks; None without tasks.
+
+    The maker raises ConfigError for a task that does not fit the run.
+    """
+    found = wanted_tasks(cfg)
+    return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None
+
+
+class TasksWhileTraining:
+    """The questions of a run's tasks, always the same, made once."""
+
+    def __init__(
+        self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
+    ):
+        self.asked: list[tuple[str, list[tuple[int, Example, Question]], list[str]]] = []
+        for each, levels in found.items():
+            asked = Asked(limit=cfg.eval.suites_limit, levels={each.name: levels})
+            settings = each.examples(asked, tokenizer, cfg.seq_len)
+            made = questions(each.task, settings, tokenizer, cfg.seq_len)
+            self.asked.append((each.name, made, [short(level) for level in settings["levels"]]))
+
+    def __call__(self, model: Any) -> dict[str, float]:
+        """Return `tasks/<name>`, the share of right answers by likelihood, `tasks/<name>/<level>`
+        of one level alone, and `tasks_generated/<name>`; every rank calls it."""
+        model.eval()
+        found: dict[str, float] = {}
+        for name, asked, levels in self.asked:
+            with torch.compiler.set_stance("force_eager"):  # every batch has a shape of its own
+                scores = score_batches(model, [question for _, _, question in asked], together=True)
+            lines = [
+                line(level, example, own)
+                for (level, example, _), own in zip(asked, scores, strict=True)
+            ]
+            found[f"tasks/{name}"] = share(lines, "correct")
+            found[f"tasks_generated/{name}"] = share(lines, "generated")
+            for i, level in enumerate(levels):
+                own = [each for each in lines if each["level"] == i]
+                if own and len(levels) > 1:
+                    found[f"tasks/{name}/{level}"] = share(own, "correct")
+        model.train()
+        return found
+
+
+def short(level: Level) -> str:
+    """Name a level within a metric's name, as "length_96_needles_2"."""
+    return "_".join(f"{key}_{value}" for key, value in level.items())

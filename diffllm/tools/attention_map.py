@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 
-from diffllm.analysis.attention_map_figure import draw
-from diffllm.analysis.maps import LayerMaps, layer_maps
-from diffllm.analysis.token_labels import visible
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.load import load_model
+from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
 from diffllm.files import replace_file
 from diffllm.model.probes import entropy, negative_share
 from diffllm.printing import echo

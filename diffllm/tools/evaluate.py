@@ -32,8 +32,7 @@ from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
 from diffllm.evaluation.load import decoder
-from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
-from diffllm.evaluation.wandb_results import record
+from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
 from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import ascii_minus, in_digits
 from diffllm.tasks.task import Level, levels_of

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from diffllm.analysis.outliers import measure
-from diffllm.analysis.spread import TOP
 from diffllm.config.saved import load_run_config
 from diffllm.errors import CheckpointError, ConfigError
-from diffllm.evaluation.load import decoder
-from diffllm.evaluation.own_data import TOKENS, FirstSequences, own_data, sequences_for
+from diffllm.evaluation.load import TOKENS, FirstSequences, decoder, own_data, sequences_for
+from diffllm.evaluation.outliers import TOP, measure
 from diffllm.printing import echo, echo_json
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table

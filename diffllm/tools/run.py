@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from diffllm.config import TrainConfig
-from diffllm.evaluation.while_training import tasks_of
+from diffllm.evaluation.suite import tasks_of
 from diffllm.report import write_report
 from diffllm.training.run import Outcome, run
 

@@ -23,7 +23,7 @@ from diffllm.data.imported.files import TokenFile, WithEnds, ended
 from diffllm.data.imported.megatron import HEADER, MAGIC
 from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
 from diffllm.errors import CheckpointError, ConfigError, DataError
-from diffllm.evaluation.own_data import own_data
+from diffllm.evaluation.load import own_data
 from diffllm.training.resume import continued
 from diffllm.training.state import LoopState
 

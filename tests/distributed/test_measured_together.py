@@ -15,8 +15,8 @@ from tiers import slow_but
 from torch._dynamo.utils import counters
 
 from diffllm import build_model
-from diffllm.analysis.maps import attention_maps
 from diffllm.config import load_config
+from diffllm.evaluation.maps import attention_maps
 from diffllm.metrics.diagnostics import named_values, probe_positions
 from diffllm.training.build import build
 from diffllm.training.record import grad_norm_by_group

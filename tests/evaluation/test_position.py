@@ -11,8 +11,9 @@ import torch
 from measured import data_words, made, subject_of
 
 from diffllm.data import TokenData, heldout_documents
-from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Line, Subject
+from diffllm.evaluation.evaluation import Asked, Line, Subject
 from diffllm.evaluation.position import octave, sums
+from diffllm.evaluation.suite import EVALUATIONS
 from diffllm.statistics.bootstrap import of_documents
 
 POSITION = EVALUATIONS["position"]

@@ -12,12 +12,12 @@ from measured import data_words, made, subject_of
 from torch import Tensor, nn
 
 from diffllm import build_model, load_config
-from diffllm.analysis.quantise import Rounding, quantised, rounded
 from diffllm.data import prepare
 from diffllm.evaluation import quantise
 from diffllm.evaluation.answers import Answers
-from diffllm.evaluation.evaluation import EVALUATIONS, Asked, Subject
-from diffllm.evaluation.quantise import ARMS
+from diffllm.evaluation.evaluation import Asked, Subject
+from diffllm.evaluation.quantise import ARMS, Rounding, quantised, rounded
+from diffllm.evaluation.suite import EVALUATIONS
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
 from diffllm.tasks.task import TASKS

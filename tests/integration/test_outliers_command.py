@@ -10,9 +10,9 @@ from forked_runs import start
 from runs import prepared_corpus
 
 from diffllm import load_model, tools
-from diffllm.analysis.outliers import measure
 from diffllm.config.saved import load_run_config
 from diffllm.data import prepare
+from diffllm.evaluation.outliers import measure
 
 
 @pytest.fixture(scope="module")

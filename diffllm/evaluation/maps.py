@@ -1,40 +1,103 @@
-"""The figure of diffllm attention-map: a row a head; its maps, and lambda or the gate, in columns.
+"""The explicit attention maps of a layer, and their figure.
 
-A weight has the same colour in every map of the figure: red above zero, blue below.
+A figure has a row per head, with the head's maps and lambda or the gate in columns. A weight has
+the same colour in every map of a figure: red above zero, blue below.
+
+Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has n_heads / 2.
 """
 
 import math
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis, XAxis
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import FuncNorm, ListedColormap
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+import torch
+from torch import Tensor
 
-from diffllm.analysis.maps import LayerMaps
-from diffllm.analysis.token_labels import FONT
+from diffllm.model import Transformer
+from diffllm.model.attention.base import Attention, Maps, Shown
+from diffllm.model.rope import Rope
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
+
+ROUNDING = 1e-4
+"""How far a float32 softmax over many keys may be from a sum of 1."""
 PERCENTILE = 99
 """Quantile of the magnitudes shown at which colours end. A few keys, the first token above all,
 have weights that would leave the others pale."""
 SYMBOL = {"lambda": "λ"}
-SIGNED = colormaps["RdBu_r"]
-POSITIVE = ListedColormap(SIGNED(np.linspace(0.5, 1, 256)), "RdBu_r, upper half")
 GREY = "#707070"
 SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
 STRIP, NARROWEST, SCALE = 0.8, 4.8, 2.6
 """Widths in inches: of the column of lambda or the gate, of the figure, of the colour bar."""
+FONT = "DejaVu Sans Mono"
+"""The monospaced font that comes with matplotlib, in which tokens are labels."""
+LONGEST = 12
+MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 
 
-def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> Figure:
+@dataclass
+class LayerMaps:
+    """The attention maps of one layer."""
+
+    maps: Maps
+    """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
+    by_query: dict[str, Tensor]
+    """Values of each query, (B, h, T): "lambda", "gate" (mean over its channels), or "sink", the
+    weight that an explicit sink keeps from the tokens. Empty for plain softmax."""
+
+    @property
+    def effective(self) -> Tensor:
+        """The map that weights the values, before head norm and gate."""
+        return list(self.maps.values())[-1]
+
+
+@torch.no_grad()
+def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
+    """The maps of `layer` (from 0) over tokens (B, T) int64, a document a row."""
+    x = model.tok_embeddings(tokens)
+    rope = model.rope(0, tokens.shape[1])
+    for block in model.layers[:layer]:
+        x, *_ = block(x, rope)
+    block = model.layers[layer]
+    return attention_maps(block.attention, block.attention_norm(x), rope)
+
+
+def attention_maps(
+    attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
+) -> LayerMaps:
+    """The causal maps of an attention module that reads x (B, T, D), normalised."""
+    q, k, _ = attention.project(x, rope)
+    shown: Shown = {}
+    attention(x, rope, mask, show=shown)
+    layer = LayerMaps(attention.maps(x, q, k, mask), {})
+    batch, heads, length = layer.effective.shape[:3]
+    if "lambda" in shown:
+        by_head = shown["lambda"].expand(batch, length, heads)
+        layer.by_query["lambda"] = by_head.transpose(1, 2)
+    elif "gate" in shown:
+        layer.by_query["gate"] = shown["gate"].mean(-1).transpose(1, 2)
+    elif ((kept := 1 - layer.effective.sum(-1)) > ROUNDING).any():
+        layer.by_query["sink"] = kept
+    return layer
+
+
+def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "Figure":
     """The maps of `heads` for the first sequence, queries downwards and keys to the right.
 
     Args:
         labels: T names of tokens, without line breaks.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     columns = {
         name: values[0, heads].double().cpu().numpy()
         for name, values in (layer.maps | layer.by_query).items()
@@ -84,19 +147,25 @@ def blocks_of(n_heads: int, height: float, width: float) -> int:
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
 
 
-def colours_of(weights: np.ndarray) -> ScalarMappable:
+def colours_of(weights: np.ndarray) -> "ScalarMappable":
     """Square roots of weights (..., T, T), with their sign, up to a percentile of those seen."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import FuncNorm, ListedColormap
+
     seen = weights[..., *np.tril_indices(weights.shape[-1])].ravel()
     limit = float(np.percentile(np.abs(seen), PERCENTILE, method="higher")) or 1.0
     signed = bool((seen < 0).any())
     root = (lambda w: np.sign(w) * np.sqrt(np.abs(w)), lambda r: np.sign(r) * np.square(r))
     norm = FuncNorm(root, vmin=-limit if signed else 0.0, vmax=limit)
-    colours = ScalarMappable(norm, SIGNED if signed else POSITIVE)
+    both = colormaps["RdBu_r"]
+    positive = ListedColormap(both(np.linspace(0.5, 1, 256)), "RdBu_r, upper half")
+    colours = ScalarMappable(norm, both if signed else positive)
     colours.set_array(seen)
     return colours
 
 
-def draw_map(axes: Axes, weights: np.ndarray, colours: ScalarMappable) -> None:
+def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> None:
     """Weights (T, T) up to the diagonal; the future stays blank."""
     n = len(weights)
     shown = np.ma.masked_array(weights, np.triu(np.ones((n, n), dtype=bool), 1))
@@ -108,14 +177,14 @@ def draw_map(axes: Axes, weights: np.ndarray, colours: ScalarMappable) -> None:
     axes.spines[:].set_visible(False)
 
 
-def name_tokens(axis: Axis, name: str, labels: list[str], step: int, points: float) -> None:
+def name_tokens(axis: "Axis", name: str, labels: list[str], step: int, points: float) -> None:
     """One of `step` labels along an axis, and its name; neither ticks nor name without labels."""
     axis.set_ticks(
         range(0, len(labels), step),
         labels[::step],
         family=FONT,
         size=points,
-        rotation=90 if isinstance(axis, XAxis) else 0,
+        rotation=90 if axis.axis_name == "x" else 0,
         rotation_mode="anchor",
         ha="right",
         va="center_baseline",  # by the line, not by each label's ink
@@ -125,7 +194,7 @@ def name_tokens(axis: Axis, name: str, labels: list[str], step: int, points: flo
     axis.labelpad = 2
 
 
-def draw_strip(axes: Axes, values: np.ndarray, within: tuple[float, float], named: bool) -> None:
+def draw_strip(axes: "Axes", values: np.ndarray, within: tuple[float, float], named: bool) -> None:
     """Values (T,) as bars from zero, one a query, and their mean as a line."""
     axes.barh(np.arange(len(values)), values, height=0.86, color=GREY, linewidth=0)
     axes.axvline(values.mean(), color="black", linewidth=0.7)
@@ -137,7 +206,7 @@ def draw_strip(axes: Axes, values: np.ndarray, within: tuple[float, float], name
     axes.spines["left"].set_position(("data", 0.0))
 
 
-def draw_colour_bar(fig: Figure, grid: np.ndarray, colours: ScalarMappable) -> None:
+def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") -> None:
     """The scale of all maps; its ends are pointed where weights lie beyond them."""
     seen, low, limit = np.asarray(colours.get_array()), *colours.get_clim()
     over, under = bool(seen.max() > limit), bool(seen.min() < -limit)
@@ -157,3 +226,31 @@ def draw_colour_bar(fig: Figure, grid: np.ndarray, colours: ScalarMappable) -> N
     bar.outline.set_linewidth(0.4)
     clipped = f", cut at the {PERCENTILE}th percentile" if over or under else ""
     bar.set_label(f"weight, square-root scale{clipped}", size=SMALL, labelpad=1)
+
+
+@cache
+def glyphs() -> frozenset[int]:
+    """Code points that FONT can draw."""
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont(FONT)).get_charmap())
+
+
+def visible(piece: str) -> str:
+    """A piece of the vocabulary in one line, at most LONGEST characters.
+
+    White space gets marks. A byte that is no ASCII character, a character that FONT lacks and one
+    that shows nothing on its own are escaped, as in \\xf0 or \\u4e2d.
+    """
+    byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+    code = int(byte[1], 16) if byte else 0
+    text = f"\\x{code:02x}" if code > 127 else "".join(map(character, chr(code) if byte else piece))
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def character(c: str) -> str:
+    """One character, its mark or its escape."""
+    alone = c.isprintable() and not unicodedata.category(c).startswith("M")
+    if c in MARKS or (alone and ord(c) in glyphs()):
+        return MARKS.get(c, c)
+    return c.encode("unicode_escape").decode()
