@@ -18,7 +18,7 @@ FLOORS = (
     ("bounds", "printing", "registry"),
     ("files", "model", "optim", "statistics"),
     ("tasks",),
-    ("analysis", "data", "distributed", "metrics"),
+    ("data", "distributed", "metrics"),
     ("checkpoint",),
     ("layouts",),
     ("config",),
@@ -188,7 +188,7 @@ def test_training_does_not_import_reports_and_of_evaluation_only_the_heldout_los
     for path in files:
         for name in imports_of(path):
             assert name.count(".") > 1, f"{path} imports {name}; import from its module instead"
-            other = ("analysis", "evaluation", "report", "study", "sweep", "tools")
+            other = ("evaluation", "report", "study", "sweep", "tools")
             allowed = below(name, "diffllm.evaluation.heldout")
             assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from tiers import slow_but
 
 from diffllm import tools
-from diffllm.analysis.noise_floor import (
+from diffllm.evaluation.noise_floor import (
     CONTEXTS,
     LAMBDAS,
     LARGEST_AMPLITUDE,
@@ -161,7 +161,7 @@ def test_without_noise_the_floor_is_uniform():
 def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "diffllm.analysis.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
+        "diffllm.evaluation.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
     )
     drawn([(40001, 2.0)], correlation, seed=3)
     (noise1, noise2, signal), _ = seen

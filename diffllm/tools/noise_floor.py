@@ -1,6 +1,6 @@
 """diffllm noise-floor [key=value ...] [--json]: a signal among noisy logits, one map against two.
 
-The model, its formulas and the figure are in diffllm/analysis/noise_floor.py.
+The model, its formulas and the figure are in diffllm/evaluation/noise_floor.py.
 """
 
 import itertools
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from diffllm.analysis.noise_floor import (
+from diffllm.errors import ConfigError
+from diffllm.evaluation.noise_floor import (
     LARGEST_AMPLITUDE,
     NoiseFloor,
     Settings,
@@ -21,7 +22,6 @@ from diffllm.analysis.noise_floor import (
     noise_floor,
     noise_in_words,
 )
-from diffllm.errors import ConfigError
 from diffllm.files import replace_file
 from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import short

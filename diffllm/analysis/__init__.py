@@ -1,1 +1,0 @@
-"""Figures of the mechanism itself, outside of any training."""
