@@ -1,34 +1,16 @@
-"""The cost of a study: runs, tokens, FLOPs, and hours at a speed that is measured here."""
+"""The cost of a study: runs, tokens and FLOPs, and hours at the speed of runs that have ended."""
 
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
-from diffllm.data import heldout_tokens, prepare
-from diffllm.files.records import read_summary
-from diffllm.report.numbers import finite
+from diffllm.config.saved import load_run_config
+from diffllm.files.records import finite, read_summary
+from diffllm.report.find import find_runs
 from diffllm.study.command import first_runs
 from diffllm.study.file import Study
-from diffllm.study.runs import (
-    Planned,
-    config_of,
-    deciding_runs,
-    is_ended,
-    rate_run,
-    without_length,
-)
-
-PROBE_STEPS = 6
-PROBE_S = 300
-"""Seconds after which a probe is given up."""
-FORWARD = 1 / 3
-"""Cost of a token that is evaluated, over that of one that is trained on."""
+from diffllm.study.runs import Planned, config_of, deciding_runs, is_ended, rate_run
 
 
 @dataclass(frozen=True)
@@ -39,109 +21,71 @@ class Cost:
     arm: str
     runs: int
     ended: int
-    """Those that are there already."""
+    """Those that have ended already."""
     tokens: int
     """Tokens that each run trains on."""
     flops: float
     """Training FLOPs of each run."""
     seconds: float | None
-    """Time of each run; None where no speed was measured."""
+    """Time of each run; None if no speed is known."""
 
     @property
     def hours(self) -> float | None:
-        """Time of the runs that are still to be made, one after another."""
+        """Time of the remaining runs, one after another."""
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
-@dataclass(frozen=True)
-class Pace:
-    """The speed of a run on this machine."""
+def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
+    """Return the cost of every arm: of choosing its learning rate if the study does so, without
+    extensions of the grid, then of deciding.
 
-    tokens_per_s: float
-    start_s: float
-    """Seconds before its first step and after its last."""
-
-    def seconds(self, cfg: TrainConfig) -> float:
-        """Reckon the time of a run: start, steps and evaluations."""
-        return self.start_s + (tokens_of(cfg) + FORWARD * evaluated(cfg)) / self.tokens_per_s
-
-
-def costs(study: Study, out: Path, probe: bool) -> list[Cost]:
-    """The cost of every arm: first of choosing its learning rate, where the study does, without
-    extensions of the grid; then of deciding.
+    The time of a run follows from its FLOPs and a median speed that includes evaluations and saves:
+    of the arm's ended runs, or else of all arms' ended runs, or else of the pilot's.
 
     Args:
-        out: the directory of the study's runs.
-        probe: whether a few steps are trained for every arm; without, its speed is that of its runs
-            that have ended, evaluations and saves counted, starts not.
+        out: directory of the study's runs.
+        pilot: runs, directories of runs or globs of them, on this machine.
     """
+    stages = {first.arm: stages_of(study, first) for first in first_runs(study)}
+    speeds = {
+        arm: [speed for runs in found for run in runs if (speed := speed_of(out / run.name))]
+        for arm, found in stages.items()
+    }
+    others = [speed for found in speeds.values() for speed in found]
+    if not others and pilot:
+        others = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
     found = []
-    for first in first_runs(study):
-        stages: list[list[Planned]] = []
-        if study.lr:
-            grid, seeds = study.lr.grid, study.lr.seeds
-            stages.append([rate_run(study, first.arm, s, lr) for lr in grid for s in seeds])
-        seeds = study.seeds
-        stages.append([r for s in seeds for r in deciding_runs(study, first.arm, s, first.lr)])
-        pace = probed(first) if probe else None
-        a_token = seconds_a_token([run for runs in stages for run in runs], out)
-        for runs in stages:
+    for arm, of_arm in stages.items():
+        known = speeds[arm] or others
+        for runs in of_arm:
             cfg = config_of(runs[0])
-            tokens = tokens_of(cfg)
-            ended = sum(is_ended(out / run.name) for run in runs)
+            tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
             flops = tokens * totals(cfg.model)["flops"]
-            if pace:
-                seconds: float | None = pace.seconds(cfg)
-            else:
-                seconds = tokens * a_token if a_token else None
-            found.append(Cost(runs[0].stage, first.arm, len(runs), ended, tokens, flops, seconds))
+            ended = sum(is_ended(out / run.name) for run in runs)
+            seconds = flops / statistics.median(known) if known else None
+            found.append(Cost(runs[0].stage, arm, len(runs), ended, tokens, flops, seconds))
     return found
 
 
-def tokens_of(cfg: TrainConfig) -> int:
-    return cfg.steps * cfg.global_batch_size * cfg.seq_len
+def stages_of(study: Study, first: Planned) -> list[list[Planned]]:
+    """Return the planned runs of an arm by stage.
+
+    Args:
+        first: the arm's first deciding run.
+    """
+    stages = []
+    if study.lr:
+        grid, seeds = study.lr.grid, study.lr.seeds
+        stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
+    deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
+    return [*stages, [run for runs in deciding for run in runs]]
 
 
-def evaluated(cfg: TrainConfig) -> int:
-    """Tokens of all evaluations of a run, the last one over documents among them."""
-    data = prepare(cfg.data, cfg.prepare)
-    split = data.split("heldout")
-    sample = min(cfg.eval.sequences * cfg.seq_len, len(split))
-    rounds = -(-cfg.steps // cfg.eval.interval)
-    return rounds * sample + heldout_tokens(split, data.manifest.eos_id, cfg.eval.tokens)
-
-
-def seconds_a_token(runs: list[Planned], out: Path) -> float | None:
-    """Median time of a token over the runs that have ended; None where none says so."""
-    found = []
-    for run in runs:
-        summary = read_summary(out / run.name) or {}
-        seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
-        if seconds and tokens:
-            found.append(seconds / tokens)
-    return statistics.median(found) if found else None
-
-
-def probed(planned: Planned) -> Pace | None:
-    """Train a few steps of this run, in a process and a directory of its own; None if they do not
-    end."""
-    prepare(config_of(planned).data)  # is done once, and is no part of a start
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "probe"
-        words = [*without_length(planned.words), f"steps={PROBE_STEPS}", "log_interval=1"]
-        words += [
-            f"run.dir={path}",
-            "run.report=false",
-            "wandb.mode=disabled",
-            "eval.tokens=1",
-        ]
-        command = [sys.executable, "-P", "-m", "diffllm", "train", *words]
-        began = time.perf_counter()
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=PROBE_S)
-        except (subprocess.SubprocessError, OSError):
-            return None
-        took = time.perf_counter() - began
-        summary = read_summary(path) or {}
-        speed = summary.get("tokens_per_s")
-        return Pace(speed, took - summary["seconds"]) if speed else None
+def speed_of(path: Path) -> float | None:
+    """Return the training FLOPs per second of the run at `path`; None unless it has ended and
+    records tokens and seconds."""
+    summary = read_summary(path) or {}
+    seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
+    if not seconds or not tokens:
+        return None
+    return tokens * totals(load_run_config(path).model)["flops"] / seconds

@@ -12,7 +12,7 @@ from diffllm.study.file import Study, load_study
 from diffllm.tools.table import print_table, table
 
 WHAT = """\
-diffllm study run STUDY.yaml out=DIR [--dry-run] [probe=false] [hydra/launcher=...]
+diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
 
 A study is a YAML file: a claim, the arms that are compared, their seeds, and the rule that decides.
@@ -21,10 +21,9 @@ docs/studies.md has its keys.
 run       makes all runs that have not ended, in DIR, and goes on where it was stopped
 verdict   shown, refuted, equivalent, underpowered, not comparable or exploratory, with numbers;
           writes DIR/verdict.html and DIR/verdict.md
---dry-run says what the runs cost, and checks all of them; the speed is that of a few steps of each
-          arm here; with probe=false, that of runs that have ended
+--dry-run says what the runs cost, and checks all of them; hours follow from their FLOPs and the
+          speed of the study's runs that have ended, or else of those in pilot=DIR
 --json    the verdict as JSON alone"""
-OPTIONS = ("out", "probe")
 
 
 def main(argv: list[str]) -> int:
@@ -38,15 +37,16 @@ def main(argv: list[str]) -> int:
     study, out, words = arguments(argv[1:], flag)
     launcher = [w for w in words if w.startswith(("hydra/launcher=", "hydra.launcher."))]
     plugins = [word for word in words if is_plugins(word)]
-    known = {*launcher, *plugins, flag, "probe=false", "probe=true"}
-    if argv[0] == "verdict":
-        known -= {*launcher, "probe=false", "probe=true"}
+    pilot = [word for word in words if word.startswith("pilot=")]
+    known = {flag, *plugins, *([*launcher, *pilot, "probe=false"] if argv[0] == "run" else [])}
     if other := [word for word in words if word not in known]:
+        if other[0] == "probe=true" and argv[0] == "run":
+            raise ConfigError("probe=true: speed is no longer probed; name ended runs: pilot=DIR")
         raise ConfigError(f"unknown argument {other[0]!r}; --help has all")
     if argv[0] == "verdict":
         return verdict(study, out, flag in words)
     if flag in words:
-        dry_run(study, out, "probe=false" not in words)
+        dry_run(study, out, [user_path(word.partition("=")[2], "pilot") for word in pilot])
         return 0
     from diffllm.study.command import run_study
 
@@ -69,12 +69,12 @@ def arguments(words: list[str], flag: str) -> tuple[Study, Path, list[str]]:
     return study, user_path(outs[-1], "out"), rest
 
 
-def dry_run(study: Study, out: Path, probe: bool) -> None:
+def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
     """Check every run, and print what they cost."""
     from diffllm.study.command import check_runs
 
     check_runs(study, out, 1)
-    found = costs(study, out, probe)
+    found = costs(study, out, pilot)
     echo(f"{study.path}: {study.claim}\n")
     made = table("stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go")
     for cost in found:
@@ -100,7 +100,7 @@ def total(found: list[Cost]) -> str:
     known = [cost.hours for cost in found if cost.hours is not None]
     time = f"about {clock(3600 * sum(known))} here, one run after another"
     if len(known) < len(found):
-        time = "a time that is not known: no speed was measured"
+        time = "a time that is not known: no run has ended here, and no pilot=DIR is given"
     gone = f"; {ended} have ended" if ended else ""
     to_go = f"{compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}"
     return f"{runs} runs{gone}. To go: {to_go}."

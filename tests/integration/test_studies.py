@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -13,7 +12,6 @@ from processes import PATIENCE_S
 from runs import wait_for
 
 from diffllm.config.saved import load_run_config
-from diffllm.study.cost import evaluated
 
 pytestmark = pytest.mark.slow
 
@@ -80,25 +78,3 @@ def test_a_study_is_stopped_gone_on_with_and_judged(
     path.write_text(path.read_text().replace("half is better", "half is no worse"))
     result = command(words, tmp_path, environment)
     assert json.loads(result.out)["verdict"] == "exploratory"
-
-
-def test_a_dry_run_measures_what_runs_take(
-    tmp_path: Path, tiny: list[str], environment: dict[str, str]
-) -> None:
-    path, out = study_file(tmp_path / "study.yaml", tiny), tmp_path / "out"
-    words = tool_command(["study", "run", str(path), f"out={out}", "--dry-run"])
-    result = command(words, tmp_path, environment)
-    assert result.code == 0, result.err
-    said = re.search(r"8 runs\. To go: .* tokens, .* FLOPs, about (\d+):(\d+) here", result.out)
-    assert said, result.out
-    assert 60 * int(said[1]) + int(said[2]) > 8, "starts count"
-    assert not (out / "half-seed0").exists()
-
-
-def test_all_evaluations_of_a_run_are_counted(
-    finished_run: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(workplace)
-    summary = json.loads((finished_run / "summary.json").read_text())
-    sample = 4 * 32
-    assert evaluated(load_run_config(finished_run)) == 2 * sample + summary["heldout_tokens"]

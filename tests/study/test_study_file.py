@@ -166,6 +166,8 @@ def test_what_is_no_mapping_is_refused(tmp_path, text):
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
         (["run", "{path}", "out=o", "--dry"], "unknown argument '--dry'"),
         (["verdict", "{path}", "out=o", "probe=false"], "unknown argument 'probe=false'"),
+        (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
+        (["run", "{path}", "out=o", "--dry-run", "probe=true"], "name ended runs: pilot=DIR"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
         (["verdict", "{path}", "out=o"], "has no run of"),
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x does not exist"),

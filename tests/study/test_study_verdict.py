@@ -10,6 +10,7 @@ from diffllm.config.compose import config_directory
 from diffllm.errors import ConfigError
 from diffllm.study import runs, verdict
 from diffllm.study.command import check_runs, next_runs, run_study
+from diffllm.study.cost import costs
 from diffllm.study.file import load_study
 from diffllm.study.page import conditions, markdown, origin, page, verdict_text
 from diffllm.study.rates import choose
@@ -405,15 +406,41 @@ def test_arms_are_compared_over_all_learning_rates(tmp_path):
     json.dumps(found.numbers(), allow_nan=False)
 
 
+def dry_run(study, out, capsys, *words):
+    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", *words]) == 0
+    return capsys.readouterr().out
+
+
 def test_a_dry_run_says_what_is_to_go(tmp_path, capsys):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
-    write_arms(study, out, {"half": HALF})
-    words = ["study", "run", str(study.path), f"out={out}", "--dry-run", "probe=false"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "6 runs; 3 have ended. To go: 15.36k tokens" in said
+    said = dry_run(study, out, capsys, "probe=false")
+    assert "6 runs. To go: 30.72k tokens" in said
     assert "a time that is not known" in said
+    assert not out.exists()
+
+
+def test_dry_run_after_one_arm_ended_takes_its_speed_for_other_arms(tmp_path, capsys):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
+    write_arms(study, out, {"half": HALF})
+    half, v2 = costs(study, out, [])
+    assert (half.seconds, half.hours) == (pytest.approx(9), 0)
+    assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
+    assert v2.flops > half.flops
+    said = dry_run(study, out, capsys)
+    assert "6 runs; 3 have ended. To go: 15.36k tokens" in said
+    assert f"about 0:{3 * v2.seconds:02.0f} here" in said
     assert not (out / "sweep.json").exists()
+
+
+def test_dry_run_with_a_pilot_takes_its_speed_until_own_runs_have_ended(tmp_path, capsys):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
+    write_arms(study, tmp_path / "pilot", {"half": HALF})
+    assert "about 0" in dry_run(study, out, capsys, f"pilot={tmp_path / 'pilot'}")
+    half, v2 = costs(study, out, [tmp_path / "pilot"])
+    assert half.seconds == pytest.approx(9)
+    assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
+    write_arms(study, out, {"v2": [4.3]})
+    assert costs(study, out, [tmp_path / "pilot"])[1].seconds == pytest.approx(9)
 
 
 OURS = slow_but(["damping_short"], sorted(path.stem for path in STUDIES.glob("*.yaml")))
