@@ -1,4 +1,6 @@
-"""A stand-in for torch.compile: graphs are cut as for a GPU, and only their memory is acted out.
+"""Stand-ins for what a GPU does differently: compiled graphs, and kernels that fuse operations.
+
+The stand-in for torch.compile cuts graphs as for a GPU, and simulates only their memory.
 
 What a forward graph keeps for its backward graph is decided by the partitioner of the default
 backend. Inside a graph, kernels cannot be had without a compiler for them; which results they
@@ -14,11 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_map
+
+from diffllm.model import loss
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -148,3 +153,47 @@ def fuses(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
     tagged = torch.Tag.pointwise in tags(node) or torch.Tag.reduction in tags(node)
     return is_view(node) or tagged or packet in FUSED_TOO
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Return a context in which some operations take the memory that they take on a GPU.
+
+    These are uncompiled RMSNorms and the loss's sum of weight gradients. What they return has no
+    meaning.
+    """
+
+    def rms_norm(
+        x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return composed(x, shape, weight, eps)
+        return _RMSNorm.apply(x, weight)
+
+    def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
+        if total is not None:
+            return total
+        shape = grad_logits.shape[1], hidden.shape[1]
+        return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+
+    composed = F.rms_norm
+    with (
+        patch.object(F, "rms_norm", rms_norm),
+        patch.object(loss, "add_weight_gradient", add_weight_gradient),
+    ):
+        yield
+
+
+class _RMSNorm(torch.autograd.Function):
+    """An RMSNorm that keeps its input and one number a row, as the fused kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)

@@ -1,4 +1,4 @@
-"""Memory of a process over time, from the storages that tensor operations make and free."""
+"""Memory of a process over time, from the storages that tensor operations allocate and free."""
 
 import weakref
 from collections import Counter
@@ -13,6 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from diffllm.plan.traffic import Call, Collective, call_of, tensors_in
 
 
 class Kind(Enum):
@@ -129,3 +132,37 @@ class Memory:
         for block, change in self.events[:at]:
             by_kind[block.kind or Kind.working] += change
         return Peak(totals[at], {kind: by_kind[kind] for kind in Kind}, at)
+
+
+class Observer(TorchDispatchMode):
+    """A context that adds every operation's storages to `memory`, its collectives to `calls`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+        self.calls: list[Call] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Ignore the making of compiled code, which is watched when it runs."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # comes back as operations on the tensors inside
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            if tensor.device.type != "meta":
+                self.memory.block(tensor)
+        moves = getattr(func, "namespace", None) == "fsdp"
+        if call := call_of(func, args, out):
+            self.calls.append(call)
+            moves = call.kind is not Collective.all_to_all
+        if moves:
+            for tensor in tensors_in((args, kwargs, out)):
+                self.memory.suggest(tensor, Kind.communication)
+        return out

@@ -21,10 +21,8 @@ from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
-from diffllm.plan.compiled import compiling
-from diffllm.plan.kernels import gpu_kernels
-from diffllm.plan.memory import Kind, Peak
-from diffllm.plan.observer import Observer
+from diffllm.plan.compiled import compiling, gpu_kernels
+from diffllm.plan.memory import Kind, Observer, Peak
 from diffllm.plan.traffic import Call
 from diffllm.training.build import Training, allocated, sharded_model
 from diffllm.training.schedule import Due

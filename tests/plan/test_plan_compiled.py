@@ -9,7 +9,7 @@ from diffllm.config import load_config
 from diffllm.model.rope import RotaryEmbedding
 from diffllm.model.transformer import Block
 from diffllm.plan.compiled import compiling
-from diffllm.plan.observer import Observer
+from diffllm.plan.memory import Observer
 
 N, D, H = 512, 256, 1024
 """Rows, width and inner width; two bytes a number."""

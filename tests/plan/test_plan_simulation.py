@@ -11,9 +11,8 @@ from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.plan import simulate as simulation
-from diffllm.plan.kernels import gpu_kernels
-from diffllm.plan.memory import Kind
-from diffllm.plan.observer import Observer
+from diffllm.plan.compiled import gpu_kernels
+from diffllm.plan.memory import Kind, Observer
 from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
 from diffllm.plan.traffic import Collective
 from diffllm.training.build import allocated, build, sharded_model
