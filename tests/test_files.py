@@ -5,15 +5,17 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
 import pytest
+from filelock import Timeout
 from gloo import forked
 
 from diffllm.errors import ConfigError, InUseError
 from diffllm.files import (
-    Lock,
+    acquire,
     build_once,
     hold,
     open_to_append,
@@ -21,7 +23,8 @@ from diffllm.files import (
     replace_file,
     scratch_directory,
 )
-from diffllm.files.locks import Held
+
+ME = f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def test_a_file_and_its_name_are_synced_before_and_after_it_is_renamed(tmp_path, monkeypatch):
@@ -102,7 +105,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_the_next(tmp_path, na
 
 def test_scratch_directory_that_another_process_uses_is_refused_and_kept(tmp_path):
     with scratch_directory(tmp_path / "out") as scratch:
-        with pytest.raises(InUseError, match="out is being written by another process"):
+        with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
         assert scratch.is_dir()
     assert names(tmp_path) == []
@@ -154,34 +157,33 @@ def test_hold_on_a_file_system_without_flock_says_so_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_holds_a_lock_at_a_time(tmp_path):
-    first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
-    first.acquire()
-    with pytest.raises(Held):
-        second.acquire(wait=False)
+def test_acquire_without_wait_fails_while_another_lock_is_held(tmp_path):
+    first = acquire(tmp_path / "lock")
+    with pytest.raises(Timeout):
+        acquire(tmp_path / "lock", wait=False)
     first.release()
-    second.acquire(wait=False)
-    second.release(remove=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"], "the first has made it"
+    acquire(tmp_path / "lock", wait=False).release()
 
 
-def test_who_made_a_lock_can_take_it_along(tmp_path):
-    lock = Lock(tmp_path / "lock")
-    lock.acquire()
-    lock.release(remove=True)
-    assert list(tmp_path.iterdir()) == []
+def test_waiting_acquire_gets_the_lock_after_release_and_removal_of_the_file(tmp_path):
+    file, acquired, end = tmp_path / "lock", threading.Event(), threading.Event()
 
+    def wait() -> None:
+        lock = acquire(file)
+        acquired.set()
+        end.wait()
+        lock.release()
 
-def test_one_that_waits_comes_next(tmp_path):
-    first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
-    first.acquire()
-    waiting = threading.Thread(target=second.acquire)
+    first = acquire(file)
+    waiting = threading.Thread(target=wait)
     waiting.start()
-    first.release(remove=True)
+    file.unlink()
+    first.release()
+    acquired.wait()
+    with pytest.raises(Timeout):
+        acquire(file, wait=False)
+    end.set()
     waiting.join()
-    with pytest.raises(Held):
-        Lock(tmp_path / "lock").acquire(wait=False)
-    second.release()
 
 
 def hold_until_killed(path: str) -> None:
@@ -210,13 +212,23 @@ def test_a_killed_process_releases_its_directory_though_its_child_is_alive(tmp_p
 
 def test_a_directory_whose_holder_is_alive_is_refused(tmp_path):
     held = hold(tmp_path, "run directory", "run.dir=...")
-    with pytest.raises(ConfigError, match="is in use by another process"):
+    with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
 
 
-def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
-    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        hold(tmp_path, "run directory", "run.dir=...")
+def test_hold_with_lock_file_of_older_version_succeeds(tmp_path):
+    (tmp_path / ".lock").write_text("")
+    hold(tmp_path, "run directory", "run.dir=...").release()
+
+
+def test_hold_with_link_or_pipe_as_lock_file_is_refused(tmp_path):
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"cannot be written \(its lock is a symbolic link"):
+        hold(tmp_path / "link", "run directory", "run.dir=...")
     assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / ".lock")
+    with pytest.raises(ConfigError, match=r"cannot be written \(its lock is not a regular file"):
+        hold(tmp_path / "pipe", "run directory", "run.dir=...")

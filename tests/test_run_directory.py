@@ -1,5 +1,6 @@
 """A run's directory: its name, its identity, and that nothing foreign is believed or harmed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -353,7 +354,7 @@ def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path / "run")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
-    assert "is in use by another process" in refused.stderr
+    assert f"is in use by process {os.getpid()} on " in refused.stderr
     assert "InUseError" in refused.stderr
     held.lock.release()
     RunDirectory(tmp_path / "run", tiny()).lock.release()

@@ -118,7 +118,7 @@ def test_a_damaged_run_leaves_the_others_to_run() -> None:
 
 def test_one_sweep_at_a_time() -> None:
     directory, _ = plan_sweep(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
-    with pytest.raises(ConfigError, match="outputs/mine is in use by another process"):
+    with pytest.raises(ConfigError, match="outputs/mine is in use by process "):
         planned("seed=0,1")
     directory.lock.release()
     planned("seed=0,1")

@@ -14,10 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
-
 from diffllm.errors import DataError
-from diffllm.files import read_text, replace_file
+from diffllm.files import locked, read_text, replace_file
 
 VALID_SECONDS = 24 * 3600
 """Seconds for which a mark counts."""
@@ -32,7 +30,7 @@ def matches(path: Path, sha256: str) -> bool:
         return True
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # of a cache that cannot be written: all hash
-            stack.enter_context(FileLock(mark.with_suffix(".lock")))
+            stack.enter_context(locked(mark.with_suffix(".lock")))
         if is_marked(mark, path, sha256):
             return True
         identity = settled_identity(path)  # before reading: a change meanwhile then shows

@@ -1,17 +1,12 @@
 """Waiting for others, which is said when it takes long."""
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
-
-from diffllm.errors import printable
-from diffllm.files import read_text, replace_file
+from diffllm.files import acquire, holder
 from diffllm.printing import to_stderr
 
 PATIENCE = 15.0
@@ -45,26 +40,9 @@ def said_if_long(what: str | Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
     """Hold a lock; where another process has it for long, say which one, and what that does."""
-    lock = FileLock(path)
     with said_if_long(lambda: f"{holder(path)} that {what}"):
-        lock.acquire()
-    note = note_of(path)
-    with suppress(OSError):  # it is only for the eyes of those who wait
-        replace_file(note, f"process {os.getpid()} on {socket.gethostname()}")
+        lock = acquire(path)
     try:
         yield
     finally:
-        with suppress(OSError):
-            note.unlink()
         lock.release()
-
-
-def note_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.holder")
-
-
-def holder(path: Path) -> str:
-    """Name the process that has a lock, such as 'process 17 on node3', or 'another process'."""
-    with suppress(OSError, ValueError):
-        return printable(read_text(note_of(path), most=1000))
-    return "another process"

@@ -1,6 +1,6 @@
 """Files that are whole or not there, locks between processes, and paths that users give."""
 
-from diffllm.files.locks import Lock, hold, missing, take_back
+from diffllm.files.locks import acquire, hold, holder, locked, missing, take_back
 from diffllm.files.paths import user_path
 from diffllm.files.reading import parse_json, read_bytes, read_json, read_lines, read_text, readable
 from diffllm.files.writing import (
@@ -15,9 +15,11 @@ from diffllm.files.writing import (
 )
 
 __all__ = [
-    "Lock",
+    "acquire",
     "build_once",
     "hold",
+    "holder",
+    "locked",
     "missing",
     "open_to_append",
     "open_to_write",

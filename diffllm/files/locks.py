@@ -2,146 +2,84 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
-import stat
-import time
-import weakref
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
-from diffllm.errors import ConfigError, InUseError
+from filelock import FileLock, Timeout
 
-MISSING = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+from diffllm.errors import ConfigError, InUseError, printable
+from diffllm.files.paths import why_no_file
+from diffllm.files.reading import read_text
+
+NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
-POLL_S = 0.05
 
 
-class Held(Exception):
-    """Another process holds the lock."""
+def acquire(path: Path, wait: bool = True) -> FileLock:
+    """Lock a file, which is created, until `release` or the end of this process.
 
-
-class Lock:
-    """An flock on a file, which is created. It ends with `release` or with the process.
-
-    A shared file system must support flock (Lustre: mount option `flock`).
+    The content of the file names the process that holds the lock. Raises Timeout if another process
+    holds the lock and `wait` is false, and OSError if the file cannot be opened or its file system
+    has no flock.
     """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.descriptor: int | None = None
-        self.made = False
-        """Whether this lock created the file."""
-        LOCKS.add(self)
-
-    def acquire(self, wait: bool = True) -> None:
-        """Acquire the lock.
-
-        Raises Held if another process has it and `wait` is false, and OSError if the file cannot be
-        created or the file system has no locks.
-        """
-        while not self._taken():
-            if not wait:
-                raise Held
-            time.sleep(POLL_S)
-
-    def _taken(self) -> bool:
-        descriptor = self._open()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = same_file(descriptor, self.path)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            if self.made:
-                self.path.unlink()
-            if error.errno in MISSING:
-                raise OSError(error.errno, "its file system has no flock", str(self.path)) from None
-            raise
-        if there:  # otherwise its holder has removed the file, and another file has the name
-            self.descriptor = descriptor
-        else:
-            os.close(descriptor)
-        return there
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-            self.made = True
-        except FileExistsError:
-            descriptor = os.open(self.path, flags | os.O_CREAT, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "its lock is not a regular file", str(self.path))
-        return descriptor
-
-    def release(self, remove: bool = False) -> None:
-        """Release the lock if it is held.
-
-        Args:
-            remove: also remove the file if this lock created it.
-        """
-        if self.descriptor is None:
-            return
-        if remove and self.made:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-        os.close(self.descriptor)
-        self.descriptor = None
-
-    def __enter__(self) -> "Lock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        self.release()
-
-
-LOCKS: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-
-
-def forget_in_child() -> None:
-    """Close the locks of the parent process in a forked child, which may outlive the parent."""
-    for lock in list(LOCKS):
-        lock.release()  # the parent's descriptor stays open and locked
-
-
-os.register_at_fork(after_in_child=forget_in_child)
-
-
-def same_file(descriptor: int, path: Path) -> bool:
-    """Whether `path` names the open file."""
+    if wrong := why_no_file(path):
+        raise OSError(errno.EINVAL, f"its lock {wrong}", str(path))
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=sign)
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
+        lock.acquire(timeout=-1 if wait else 0)
+    except OSError as error:
+        if error.errno in NO_FLOCK:
+            raise OSError(error.errno, "its file system has no flock", str(path)) from None
+        raise
+    return lock
 
 
-def hold(path: Path, kind: str, instead: str) -> Lock:
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a file during the block; raises as `acquire`."""
+    lock = acquire(path, wait)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def sign(descriptor: int) -> None:
+    """Write the name of this process into the lock file that it holds."""
+    with contextlib.suppress(OSError):  # a full disk; the lock does not depend on it
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+def holder(path: Path) -> str:
+    """Name the process that holds a lock, such as 'process 17 on node3', or 'another process'."""
+    with contextlib.suppress(OSError, ValueError):
+        return printable(read_text(path, most=1000)) or "another process"
+    return "another process"
+
+
+def hold(path: Path, kind: str, instead: str) -> FileLock:
     """Make a directory and keep other processes out of it until this one ends.
 
     Raises ConfigError, which calls it a `kind` such as "run directory", if another process is
     there, or if it cannot be written: then `instead` is the key to change.
     """
-    made, lock = missing(path), Lock(path / ".lock")
+    made, lock = missing(path), path / ".lock"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock.acquire(wait=False)
-    except Held:
-        raise InUseError(f"{kind} {path} is in use by another process") from None
+        return acquire(lock, wait=False)
+    except Timeout:
+        raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
     except OSError as error:
         for part in made:
             with contextlib.suppress(OSError):  # it was not made, or others use it by now
-                part.rmdir()
+                part.unlink() if part == lock else part.rmdir()
         raise ConfigError(
             f"{kind} {path} cannot be written ({error.strerror}); choose {instead}"
         ) from error
-    return lock
 
 
 def missing(path: Path) -> list[Path]:

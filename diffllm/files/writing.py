@@ -9,11 +9,13 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import Timeout
+
 from diffllm.errors import CheckpointError, InUseError
-from diffllm.files.locks import Held, Lock
+from diffllm.files.locks import acquire, holder
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -125,11 +127,11 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     name = f".{final.name}"
     if len(os.fsencode(name)) > 200:  # the longest name of a file has 255 bytes
         name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
-    scratch, lock = final.with_name(f"{name}.partial"), Lock(final.with_name(f"{name}.lock"))
+    scratch, lock_file = final.with_name(f"{name}.partial"), final.with_name(f"{name}.lock")
     try:
-        lock.acquire(wait)
-    except Held:
-        raise InUseError(f"{final} is being written by another process") from None
+        lock = acquire(lock_file, wait)
+    except Timeout:
+        raise InUseError(f"{final} is being written by {holder(lock_file)}") from None
     try:
         if scratch.is_dir() and not scratch.is_symlink():
             shutil.rmtree(scratch)
@@ -138,8 +140,9 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        lock.made = True  # also if a killed process made the file
-        lock.release(remove=True)
+        with suppress(OSError):
+            lock_file.unlink()  # before the release: a waiting process then makes a new one
+        lock.release()
     sync(final.parent)
 
 

@@ -128,11 +128,11 @@ class RunDirectory:
 
     def withdraw(self) -> None:
         """Release the lock; remove the files that this process created if no step was trained."""
-        if self.has_run:
-            self.lock.release(remove=not self.config_file.is_file())  # or it is no run of ours
-        else:
-            self.lock.release(remove=True)
+        if not self.has_run:
             take_back(self.path, self.made)
+        elif not self.config_file.is_file():  # not a run of ours
+            take_back(self.path, self.made[:1])
+        self.lock.release()
 
     def forget_requeue(self) -> None:
         """Remove the marker that an earlier start left for the launch script."""

@@ -31,6 +31,7 @@ from diffllm.data.preparation.workers import claim
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Part, TextBatch, open_corpus
 from diffllm.errors import ConfigError, DataError
+from diffllm.files import acquire
 
 TEXTS = sample_documents(1200)
 MakeConfig = Callable[..., DataConfig]
@@ -375,8 +376,7 @@ def test_a_part_of_another_process_is_named_while_it_is_waited_for(
         Path(corpus.cache_dir) / "tokens",
     )
     job.partial.mkdir(parents=True)
-    other = claim(job.partial, 4)
-    other.acquire()
+    other = acquire(claim(job.partial, 4))
 
     def read_aloud(self: reporter.Reporter, text: str, urgent: bool = False) -> None:
         line(self, text, urgent)

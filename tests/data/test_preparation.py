@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -282,6 +283,18 @@ def test_a_cache_directory_that_cannot_be_made_is_named(
 ) -> None:
     cache = corpus_file / "cache"
     with pytest.raises(DataError, match=rf"data.cache_dir={cache}: Not a directory"):
+        prepare(make_config(corpus_file, cache_dir=str(cache)))
+
+
+def test_prepare_on_a_file_system_without_flock_says_so(
+    tmp_path: Path, corpus_file: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    cache = tmp_path / "cache"
+    with pytest.raises(DataError, match=rf"cache_dir={cache}: .*lock: its file system has no"):
         prepare(make_config(corpus_file, cache_dir=str(cache)))
 
 

@@ -86,7 +86,7 @@ def clean_environment(cache_dir: Path) -> dict[str, str]:
 def snapshot(*roots: Path) -> dict[str, str]:
     """Every file and directory under `roots`, with its times: whatever is written changes one.
 
-    A lock file's times are left out, because to lock is to open for writing.
+    Size and times of a lock file are ignored, because its content names the last holder.
     """
     entries: dict[str, str] = {}
     for root in roots:
@@ -105,7 +105,7 @@ def describe(path: Path) -> str:
         return "directory"
     found = path.stat()
     if path.suffix == ".lock" or path.name == ".lock":
-        return f"{found.st_size} bytes"
+        return "lock"
     return f"{found.st_size} bytes, inode {found.st_ino}, {found.st_mtime_ns}, {found.st_ctime_ns}"
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
@@ -29,7 +29,7 @@ from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark, usable
 from diffllm.data.waiting import held
 from diffllm.errors import DataError
-from diffllm.files import read_text, replace_file, sync
+from diffllm.files import locked, read_text, replace_file, sync
 from diffllm.files.arrays import read_array
 from diffllm.printing import to_stderr
 
@@ -222,7 +222,7 @@ def remove_unless_held(partial: Path) -> None:
     begun = partial.name.partition(".partial-")[0]
     with ExitStack() as stack, suppress(Timeout, OSError):
         for path in partial.parent.glob(f"{begun}*.lock"):
-            stack.enter_context(FileLock(path).acquire(timeout=0))
+            stack.enter_context(locked(path, wait=False))
         shutil.rmtree(partial)
 
 
@@ -244,6 +244,6 @@ def remove_unfinished(encoding: Encoding, is_done: Callable[[int], bool]) -> Non
     """Remove the shards of parts that nobody is working on and that are not done."""
     for path in encoding.directory.glob("*-*-*"):
         number = int(path.name.split("-")[1])
-        with suppress(OSError, Timeout), claim(encoding.records, number).acquire(timeout=0):
+        with suppress(OSError, Timeout), locked(claim(encoding.records, number), wait=False):
             if not is_done(number):
                 path.unlink()

@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from diffllm.errors import DataError
+from diffllm.files import locked
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that reach a whole process group: the parent decides what they mean."""
@@ -116,7 +117,7 @@ def work_through(
                     if patient:
                         meter.wait_for(number)
                     try:
-                        with claim(claims, number).acquire(timeout=-1 if patient else 0):
+                        with locked(claim(claims, number), wait=patient):
                             if not is_done(number):
                                 meter.begin(number)
                                 do(number, meter)
@@ -157,9 +158,9 @@ def work_through(
             process.join()
 
 
-def claim(directory: Path, number: int) -> FileLock:
-    """Return the lock that whoever works on a part holds."""
-    return FileLock(directory / f"part-{number:05d}.lock")
+def claim(directory: Path, number: int) -> Path:
+    """Return the lock file that whoever works on a part holds."""
+    return directory / f"part-{number:05d}.lock"
 
 
 def killed(exitcode: int, names: str) -> str:

@@ -11,8 +11,6 @@ from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
-from filelock import FileLock
-
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import (
@@ -31,7 +29,7 @@ from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.data.verified import usable
 from diffllm.data.waiting import said_if_long
 from diffllm.errors import DataError, printable
-from diffllm.files import read_json, replace_file
+from diffllm.files import locked, read_json, replace_file
 from diffllm.printing import to_stderr
 from diffllm.registry import source
 
@@ -193,7 +191,7 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
             what = "the hub does not answer: " if silent else ""
             raise DataError(f"data.dataset={dataset}: {what}{reason(error)}") from error
         stored.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{stored}.lock"):
+        with locked(Path(f"{stored}.lock")):
             if not stored.exists():  # the first process to resolve wins
                 found = {"dataset": dataset, "revision": revision, "sha": info.sha}
                 replace_file(stored, json.dumps(found))
