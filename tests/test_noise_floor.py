@@ -11,22 +11,22 @@ from matplotlib.image import imread
 from tiers import slow_but
 
 from diffllm import tools
-from diffllm.evaluation.noise_floor import (
+from diffllm.tools.noise_floor import (
     CONTEXTS,
     LAMBDAS,
     LARGEST_AMPLITUDE,
-    Settings,
-    TwoMaps,
+    Arguments,
+    as_lists,
     average,
     best_lambda,
     draw_figure,
     draw_maps,
     effective,
     noise_floor,
+    print_tables,
     reduce_maps,
     usable_amplitude,
 )
-from diffllm.tools.noise_floor import print_tables, report
 
 NOISE1 = (0.7, -1.2, 0.1, 1.9, -0.4, 0.3)
 NOISE2 = (0.9, -0.8, -0.5, 1.2, 0.2, 0.6)
@@ -34,22 +34,15 @@ SMALL = {"keys": 300, "draws": 3}
 FAST = ["keys=300", "draws=2"]
 
 
-def png(figure, dpi=40):
-    """The figure as the command would write it, in fewer pixels."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=dpi)
-    return out.getvalue()
-
-
 def drawn(points, correlation, signal=6.0, draws=2, seed=0):
     """The maps at (keys, amplitude) pairs."""
-    return draw_maps(points, correlation, Settings(signal=signal, draws=draws, seed=seed))
+    return draw_maps(points, correlation, Arguments(signal=signal, draws=draws, seed=seed))
 
 
 def maps_of(noise1, noise2, signal):
     """The library's maps of one draw, as one point."""
     fields = reduce_maps(np.array(noise1), np.array(noise2), signal)
-    return TwoMaps(*(np.array([[value]]) for value in fields))
+    return np.reshape(fields, (5, 1, 1))
 
 
 def explicit(noise1, noise2, signal, lam):
@@ -133,35 +126,35 @@ def test_common_noise_cancels_at_the_ratio_of_the_normalisers():
 def test_many_keys_approach_the_limit(correlation):
     sigma, signal, keys = 0.5, 6.0, CONTEXTS[-1]
     maps = drawn([(keys, sigma)], correlation, signal)
-    standard = average(maps, 0.0).snr.item()
+    standard = average(maps, 0.0)["snr"].item()
     assert standard == pytest.approx(math.exp(signal - sigma**2) / math.sqrt(keys), rel=0.02)
     overlap = math.exp(-(sigma**2) * (1 - correlation))
     best = average(maps, best_lambda(maps))
-    assert best.snr.item() / standard == pytest.approx(1 / math.sqrt(1 - overlap**2), rel=0.02)
-    assert best.lambda_.item() == pytest.approx(overlap, abs=0.02)
-    fixed = average(maps, 0.8).snr.item() / standard
+    assert best["snr"].item() / standard == pytest.approx(1 / math.sqrt(1 - overlap**2), rel=0.02)
+    assert best["lambda"].item() == pytest.approx(overlap, abs=0.02)
+    fixed = average(maps, 0.8)["snr"].item() / standard
     assert fixed == pytest.approx(1 / math.sqrt(1 - 1.6 * overlap + 0.64), rel=0.02)
 
 
 def test_strong_uncorrelated_noise_only_adds_up():
     keys = CONTEXTS[-1]
     maps = drawn([(keys, 1.0)], 0.0, draws=4)
-    assert average(maps, 0.9).snr.item() < average(maps, 0.0).snr.item()
+    assert average(maps, 0.9)["snr"].item() < average(maps, 0.0)["snr"].item()
 
 
 def test_without_noise_the_floor_is_uniform():
     maps = drawn([(50, 0.0)], 0.9, signal=3.0)
     curve = average(maps, 0.0)
-    assert curve.snr.item() == pytest.approx(math.exp(3) / math.sqrt(49), rel=1e-12)
-    assert curve.weight.item() == pytest.approx(math.exp(3) / (math.exp(3) + 49), rel=1e-12)
-    assert curve.snr_se.item() == pytest.approx(0, abs=1e-12)
+    assert curve["snr"].item() == pytest.approx(math.exp(3) / math.sqrt(49), rel=1e-12)
+    assert curve["weight"].item() == pytest.approx(math.exp(3) / (math.exp(3) + 49), rel=1e-12)
+    assert curve["snr_se"].item() == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
 def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "diffllm.evaluation.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
+        "diffllm.tools.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
     )
     drawn([(40001, 2.0)], correlation, seed=3)
     (noise1, noise2, signal), _ = seen
@@ -174,15 +167,10 @@ def test_means_and_standard_errors_are_over_the_draws():
     maps = drawn([(100, 1.0), (200, 1.0)], 0.5, signal=4.0, draws=5, seed=1)
     curve = average(maps, np.array([0.2, 0.7]))
     for i, lam in enumerate((0.2, 0.7)):
-        one = TwoMaps(*(part[i] for part in maps))
-        for values, mean, error in zip(
-            effective(one, lam),
-            (curve.weight[i], curve.snr[i]),
-            (curve.weight_se[i], curve.snr_se[i]),
-            strict=True,
-        ):
-            assert mean == pytest.approx(statistics.mean(values.tolist()))
-            assert error == pytest.approx(statistics.stdev(values.tolist()) / math.sqrt(5))
+        for name, values in zip(("weight", "snr"), effective(maps[:, i], lam), strict=True):
+            draws = values.tolist()
+            assert curve[name][i] == pytest.approx(statistics.mean(draws))
+            assert curve[f"{name}_se"][i] == pytest.approx(statistics.stdev(draws) / math.sqrt(5))
 
 
 def test_points_share_their_draws():
@@ -201,51 +189,52 @@ def test_points_share_their_draws():
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 3.0])
 def test_the_snr_crosses_the_threshold_at_the_usable_amplitude(best, threshold):
-    cfg = Settings(keys=1000, draws=4, threshold=threshold)
+    cfg = Arguments(keys=1000, draws=4, threshold=threshold)
     found = usable_amplitude(cfg, best)
 
     def snr(amplitude):
         maps = drawn([(1000, amplitude)], 0.9, cfg.signal, draws=4)
-        return average(maps, best_lambda(maps) if best else 0.0).snr.item()
+        return average(maps, best_lambda(maps) if best else 0.0)["snr"].item()
 
     assert snr(found - 2e-4) > threshold > snr(found + 2e-4)
 
 
 def test_the_usable_amplitude_of_standard_attention_is_near_its_limit():
-    found = usable_amplitude(Settings(draws=8), best=False)
+    found = usable_amplitude(Arguments(draws=8), best=False)
     assert found == pytest.approx(math.sqrt(6 - math.log(8192) / 2), rel=0.03)
 
 
 def test_amplitudes_that_never_or_always_do():
-    weak = Settings(**SMALL, signal=1.0)
+    weak = Arguments(**SMALL, signal=1.0)
     assert usable_amplitude(weak, best=False) == 0
     assert usable_amplitude(weak, best=True) > 0
-    strong = Settings(**SMALL, signal=100.0)
+    strong = Arguments(**SMALL, signal=100.0)
     assert usable_amplitude(strong, best=False) is None
     maps = drawn([(300, LARGEST_AMPLITUDE)], 0.9, 100.0, draws=3)
-    assert average(maps, 0.0).snr.item() > 1
+    assert average(maps, 0.0)["snr"].item() > 1
 
 
 # Everything
 
 
 def test_sweeps_agree_where_they_meet_and_best_is_best():
-    result = noise_floor(Settings(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
+    result = noise_floor(Arguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())
-    by_keys, by_lambda = result.by_keys.curves, result.by_lambda.curves
-    for name in ("differential", "uncorrelated"):
-        assert by_keys[name].snr[i] == pytest.approx(by_lambda[name].snr[at], rel=1e-12)
-        assert by_keys[name].weight[i] == pytest.approx(by_lambda[name].weight[at], rel=1e-12)
-    assert by_keys["standard"].snr[i] == by_lambda["differential"].snr[0]
-    assert by_keys["best"].lambda_[i] == result.best_lambda["differential"]
-    for sweep in (result.by_keys, result.by_amplitude):
-        assert (sweep.curves["best"].snr >= sweep.curves["differential"].snr).all()
-        assert (sweep.curves["best"].snr >= sweep.curves["standard"].snr).all()
+    by_keys, by_lambda = result["by_keys"]["curves"], result["by_lambda"]["curves"]
+    for curve in ("differential", "uncorrelated"):
+        for name in ("snr", "weight"):
+            expected = by_lambda[curve][name][at]
+            assert by_keys[curve][name][i] == pytest.approx(expected, rel=1e-12)
+    assert by_keys["standard"]["snr"][i] == by_lambda["differential"]["snr"][0]
+    assert by_keys["best"]["lambda"][i] == result["best_lambda"]["differential"]
+    for curves in (by_keys, result["by_amplitude"]["curves"]):
+        assert (curves["best"]["snr"] >= curves["differential"]["snr"]).all()
+        assert (curves["best"]["snr"] >= curves["standard"]["snr"]).all()
     # More keys add to the sum of exp(2 sigma x), of which standard SNR is e^a over the root.
-    assert (np.diff(by_keys["standard"].snr) < 0).all()
-    assert result.by_amplitude.at[-1] > result.usable_amplitude["best"]
-    assert result.usable_amplitude["best"] > result.usable_amplitude["standard"]
+    assert (np.diff(by_keys["standard"]["snr"]) < 0).all()
+    usable = result["usable_amplitude"]
+    assert result["by_amplitude"]["at"][-1] > usable["best"] > usable["standard"]
 
 
 def output(capsys, *words):
@@ -260,45 +249,39 @@ def out(tmp_path):
     return tmp_path / "figure.png"
 
 
-def test_numbers_and_figure_follow_the_seed():
-    results = [noise_floor(Settings(**SMALL, seed=seed)) for seed in (0, 0, 1)]
-    numbers = [json.dumps(report(result)["by_keys"]) for result in results]
-    pictures = [png(draw_figure(result)) for result in results]
-    for same, again, other in (numbers, pictures):
-        assert same == again != other
+def test_numbers_follow_the_seed():
+    same, again, other = (as_lists(noise_floor(Arguments(**SMALL, seed=s))) for s in (0, 0, 1))
+    assert same == again
+    assert same["by_keys"] != other["by_keys"]
 
 
 def test_the_command_prints_json(capsys, out):
     words = [*FAST, "lambda=0.4", "correlation=0.5", f"out={out}", "--json"]
     printed = json.loads(output(capsys, *words))
-    result = noise_floor(Settings(keys=300, draws=2, lambda_=0.4, correlation=0.5))
+    result = noise_floor(Arguments(keys=300, draws=2, lambda_=0.4, correlation=0.5, out=str(out)))
+    assert printed == as_lists(result)
     assert printed["settings"]["lambda"] == 0.4
     assert printed["by_keys"]["at"] == list(CONTEXTS)
-    assert printed["by_keys"]["at"][0] == 1024
-    assert printed["by_keys"]["at"][-1] == 131072
     for sweep in ("by_keys", "by_lambda", "by_amplitude"):
-        curves = getattr(result, sweep).curves
-        assert set(printed[sweep]["curves"]) == set(curves)
-        for name, curve in curves.items():
-            shown = printed[sweep]["curves"][name]
-            assert shown["snr"] == curve.snr.tolist()
-            assert shown["weight_se"] == curve.weight_se.tolist()
-            assert shown["lambda"] == curve.lambda_.tolist()
-    assert printed["best_lambda"] == result.best_lambda
-    assert printed["usable_amplitude"] == result.usable_amplitude
+        curves = printed[sweep]["curves"]
+        assert set(curves) == {"standard", "differential", "best", "uncorrelated"}
+        for curve in curves.values():
+            assert set(curve) == {"lambda", "weight", "weight_se", "snr", "snr_se"}
+    assert set(printed["best_lambda"]) == {"differential", "uncorrelated"}
+    assert set(printed["usable_amplitude"]) == {"standard", "best"}
 
 
 def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = output(capsys, "draws=2").splitlines()
     assert not any("…" in line for line in lines)
-    result = noise_floor(Settings(draws=2))
-    standard = result.by_keys.curves["standard"]
+    result = noise_floor(Arguments(draws=2))
+    standard = result["by_keys"]["curves"]["standard"]
     row = next(line for line in lines if line.split()[:1] == ["128k"])
-    assert row.split()[1] == f"{standard.weight[-1]:.3g}"
-    assert float(row.split()[2]) == pytest.approx(standard.snr[-1], rel=0.01)
-    assert any(f"best lambda {result.best_lambda['differential']:.2f}" in line for line in lines)
-    assert any(f"{result.usable_amplitude['standard']:.2f}" in line for line in lines)
+    assert row.split()[1] == f"{standard['weight'][-1]:.3g}"
+    assert float(row.split()[2]) == pytest.approx(standard["snr"][-1], rel=0.01)
+    assert any(f"best lambda {result['best_lambda']['differential']:.2f}" in line for line in lines)
+    assert any(f"{result['usable_amplitude']['standard']:.2f}" in line for line in lines)
     assert lines[-1] == "figure: noise-floor.png"
     assert list(tmp_path.iterdir()) == [tmp_path / "noise-floor.png"]
     height, width, _ = imread(io.BytesIO((tmp_path / "noise-floor.png").read_bytes())).shape
@@ -321,37 +304,25 @@ def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeyp
     ids=str,
 )
 def test_extremes_give_finite_numbers_tables_and_a_figure(extreme, capsys):
-    result = noise_floor(Settings(**{**SMALL, **extreme}))
-    json.dumps(report(result), allow_nan=False)
-    print_tables(result)
+    cfg = Arguments(**{**SMALL, **extreme})
+    result = noise_floor(cfg)
+    json.dumps(as_lists(result), allow_nan=False)
+    print_tables(result, cfg)
     tables = capsys.readouterr().out
     assert not any(word in tables for word in ("nan", "inf", "…"))
-    assert png(draw_figure(result), dpi=20).startswith(b"\x89PNG")
+    draw_figure(result, cfg).savefig(drawn := io.BytesIO(), dpi=20)
+    assert drawn.getvalue().startswith(b"\x89PNG")
 
 
-def test_the_figure_names_its_curves_and_marks_what_the_tables_conclude():
-    result = noise_floor(Settings(**SMALL, signal=4.0))
-    figure = draw_figure(result)
-    png(figure)
-    sweeps = (result.by_keys, result.by_lambda, result.by_amplitude)
-    _, by_lambda, _ = figure.axes
-    for axes, sweep in zip(figure.axes, sweeps, strict=True):
-        drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
+def test_each_panel_of_the_figure_draws_and_names_every_curve():
+    cfg = Arguments(**SMALL, signal=4.0)
+    result = noise_floor(cfg)
+    panels = ("by_keys", "by_lambda", "by_amplitude")
+    for axes, sweep in zip(draw_figure(result, cfg).axes, panels, strict=True):
+        lines = {line.get_label(): line.get_ydata() for line in axes.lines}
         named = [text.get_text() for text in axes.get_legend().get_texts()]
-        curves = [c for name, c in sweep.curves.items() if axes is not by_lambda or name != "best"]
-        assert len(set(named)) == len(curves)  # over lambda, the best is a mark
-        for label, curve in zip(named, curves, strict=True):
-            assert np.array_equal(drawn[label], curve.snr)
-        assert axes.get_window_extent().containsx(axes.get_legend().get_window_extent().x0)
-        assert axes.get_window_extent().containsx(axes.get_legend().get_window_extent().x1)
-    for axes, marked in (
-        (figure.axes[1], result.best_lambda),
-        (figure.axes[2], result.usable_amplitude),
-    ):
-        dots = sorted(line.get_xdata().item() for line in axes.lines if line.get_marker() == "o")
-        assert dots == sorted(marked.values())
-        legend = " ".join(text.get_text() for text in axes.get_legend().get_texts())
-        assert all(f"{x:.2f}" in legend for x in marked.values())
+        for label, curve in zip(named, result[sweep]["curves"].values(), strict=True):
+            assert np.array_equal(lines[label], curve["snr"])
 
 
 @pytest.mark.parametrize(
