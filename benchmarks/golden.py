@@ -66,7 +66,7 @@ import torch
 from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch._dynamo.utils import counters
 from diffllm.model.attention.standard import StandardAttention, StandardConfig
-from diffllm.registry import schema
+from diffllm.core.registry import schema
 
 def dump():
     trace = {"graphs": counters["stats"]["unique_graphs"], **json.loads(_dump_fr_trace_json())}

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from diffllm.version import VERSION
+from diffllm.core.version import VERSION
 
 if TYPE_CHECKING:
     from diffllm.config import load_config

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from diffllm.bounds import bounded
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
 
 
 class Schedule(Enum):

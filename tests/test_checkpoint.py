@@ -27,8 +27,8 @@ from diffllm.checkpoint import (
     step_of,
 )
 from diffllm.checkpoint.writer import needed_bytes
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.distributed.gradients import local
-from diffllm.errors import CheckpointError, ConfigError
 from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, save
 from diffllm.training.step import train_step

@@ -15,7 +15,7 @@ from diffllm import load_config
 from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, step_of, verify
 from diffllm.checkpoint.directory import find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import NAME, read_manifest
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.tools import main
 from diffllm.training.resume import resume_checkpoint
 
@@ -290,7 +290,7 @@ def test_an_interval_in_time_survives_config_yaml(tmp_path):
     from omegaconf import OmegaConf
 
     from diffllm.config.saved import load_run_config
-    from diffllm.files import write_atomic
+    from diffllm.core.files import write_atomic
 
     cfg = load_config(["model=tiny", "checkpoint.interval=30min"])
     write_atomic(tmp_path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from diffllm import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention.diff_v2 import DiffV2Config
 from diffllm.optim import learning_rate
 from diffllm.training.checks import check_named, learning_rate_jump

@@ -17,8 +17,8 @@ import diffllm
 from diffllm import load_config
 from diffllm.config import Precision, TrainConfig, compose
 from diffllm.config.compose import config_directory, variant_config, variants
+from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import ParallelConfig
-from diffllm.errors import ConfigError
 from diffllm.metrics.wandb_run import WandbMode
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.optim import Schedule

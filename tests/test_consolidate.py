@@ -19,8 +19,8 @@ from diffllm import build_model, load_config
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
+from diffllm.core.files import write_atomic
 from diffllm.distributed.fsdp import fp32_parameters
-from diffllm.files import write_atomic
 from diffllm.model import Transformer
 from diffllm.tools import main
 from diffllm.training.build import build

@@ -23,7 +23,7 @@ from tiers import families, slow_but
 
 from diffllm import build_model, load_config, tools
 from diffllm.config.compose import variant_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.groups import GROUPS, component_of, group_of
 from diffllm.tools.count import count
 

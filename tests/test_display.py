@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from diffllm.core.printing import to_stderr
+from diffllm.core.printing.console import Console
 from diffllm.metrics.display import Display
 from diffllm.metrics.log import Copied, RunLog
-from diffllm.printing import to_stderr
-from diffllm.printing.console import Console
 
 STEPS = 2000
 

@@ -13,8 +13,8 @@ import pytest
 from filelock import Timeout
 from gloo import forked
 
-from diffllm.errors import ConfigError, InUseError
-from diffllm.files import (
+from diffllm.core.errors import ConfigError, InUseError
+from diffllm.core.files import (
     acquire,
     build_once,
     hold,

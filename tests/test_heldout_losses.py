@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffllm.errors import CheckpointError
+from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses, path_of
 
 SOME = DocumentLosses(

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from processes import PATIENCE_S, wait_until
 
+from diffllm.core.errors import AgreedError, ConfigError, LaunchError
 from diffllm.distributed import launcher
 from diffllm.distributed.launcher import (
     environment,
@@ -23,7 +24,6 @@ from diffllm.distributed.launcher import (
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import DistributedConfig, World, join, meet
-from diffllm.errors import AgreedError, ConfigError, LaunchError
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",

@@ -11,7 +11,7 @@ from diffllm import build_model, load_config
 from diffllm.config import loading
 from diffllm.config.compose import variant_config
 from diffllm.config.matching import MODULI, match, widened
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 ODD = ["model=tiny", "model.ffn_dim=999"]  # a multiple of no modulus
 cached_variant = cache(variant_config)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from disks import small_disk
 
-from diffllm.errors import CheckpointError
+from diffllm.core.errors import CheckpointError
 from diffllm.metrics.sinks import MetricsFile
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from diffllm.bounds import check_bounds
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import check_bounds
+from diffllm.core.errors import ConfigError
 from diffllm.optim import (
     OptimConfig,
     Schedule,

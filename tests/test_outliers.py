@@ -9,7 +9,7 @@ from scipy import stats
 from tiers import slow_but
 
 from diffllm import build_model, load_config
-from diffllm.errors import CheckpointError
+from diffllm.core.errors import CheckpointError
 from diffllm.evaluation import outliers
 from diffllm.evaluation.outliers import PERCENTILES, TOP, Spread, measure
 from diffllm.model.documents import Documents

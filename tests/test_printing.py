@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffllm.core.printing import echo, echo_json, to_stderr
+from diffllm.core.printing.console import Console
 from diffllm.metrics.display import Display
-from diffllm.printing import echo, echo_json, to_stderr
-from diffllm.printing.console import Console
 from diffllm.tools import table
 
 OWN = re.compile(r"\x1b\[[\d;]*m")

@@ -11,9 +11,9 @@ from single_process import gloo_group
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config
-from diffllm.bounds import check_bounds
 from diffllm.config.compose import variants
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import check_bounds
+from diffllm.core.errors import ConfigError
 from diffllm.metrics.diagnostics import (
     DiagnosticsConfig,
     chosen,

@@ -10,9 +10,9 @@ import torch
 from gloo import run_ranks
 from tiers import slow_but
 
-from diffllm.bounds import check_bounds
 from diffllm.config import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import check_bounds
+from diffllm.core.errors import ConfigError
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.optim import Guard, ProtectionConfig, SkipStep
 from diffllm.training.build import build

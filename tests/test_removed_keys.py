@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from diffllm.config import compose, load_config
 from diffllm.config.removed import REMOVED, Removed
 from diffllm.config.saved import load_run_config
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.sweep.names import parse
 from diffllm.sweep.plan import plan_sweep
 from diffllm.tools import main

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diffllm.config import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent / "integration"))
 from cli_helpers import clean_environment, documents, train_command, write_jsonl

@@ -12,7 +12,7 @@ from diffllm.config.compose import bring, config_directory, variant_config
 from diffllm.config.origin import Origin, implied
 from diffllm.config.overrides import check_shared
 from diffllm.config.plugins import add_named_directory
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.study.file import load_study
 from diffllm.study.runs import DECIDING, Planned, config_of
 from diffllm.sweep.cluster import ClusterLauncher

@@ -7,8 +7,8 @@ from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.config.compose import config_directory
+from diffllm.core.errors import ConfigError
 from diffllm.data import prepare, sequences_in
-from diffllm.errors import ConfigError
 
 MODELS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
 IDLE = ["run.name=x", "run.dir=there", "wandb.mode=disabled", "parallel=hsdp", "eval.interval=7",

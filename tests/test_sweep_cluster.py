@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.sweep.cluster import in_queue
 
 

@@ -6,7 +6,7 @@ import pytest
 from tiers import slow_but
 
 from diffllm.config import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.sweep.names import combinations, label_value, parse, run_name, short_labels
 from diffllm.training.directory import NAME
 

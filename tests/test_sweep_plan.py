@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from diffllm.config import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.sweep import report as report_module
 from diffllm.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.sweep.job import Ending, Job, last_error

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import diffllm
-from diffllm import torch_versions
+from diffllm.core import torch_versions
 from diffllm.model.init import Initializer
 
 ROOT = Path(diffllm.__file__).parent

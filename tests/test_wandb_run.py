@@ -19,7 +19,7 @@ from processes import PATIENCE_S
 from tiers import slow_but
 from wandb_file import OfflineRun
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
 from diffllm.metrics.table import METRICS
 from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode, run_tags

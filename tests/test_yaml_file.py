@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from diffllm.config.compose import config_directory
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml, read_yaml
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 CONF = config_directory()
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from diffllm.bounds import bounded, check_bounds
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
 SAVED = "saved.json"

@@ -11,9 +11,9 @@ from typing import TypeVar
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.checkpoint.manifest import read_manifest
 from diffllm.checkpoint.state_file import faults
-from diffllm.errors import CheckpointError, UserError
-from diffllm.files import sync
-from diffllm.printing import to_stderr
+from diffllm.core.errors import CheckpointError, UserError
+from diffllm.core.files import sync
+from diffllm.core.printing import to_stderr
 
 T = TypeVar("T")
 ATTEMPTS = 20

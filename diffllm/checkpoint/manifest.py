@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.errors import CheckpointError
-from diffllm.files import read_json, sync
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files import read_json, sync
 
 FORMAT = 2
 NAME = "manifest.json"

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from diffllm.checkpoint.manifest import Manifest, read_manifest, shown, verify
-from diffllm.errors import CheckpointError
-from diffllm.files import read_bytes
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files import read_bytes
 
 LARGEST_INDEX = 2**32
 """Limit in bytes."""

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from diffllm.checkpoint.manifest import FORMAT, named_step, reading, shown, verify
+from diffllm.core.errors import CheckpointError
 from diffllm.data.mixture.place import check_place
-from diffllm.errors import CheckpointError
 from diffllm.metrics.spikes import SpikeMonitor
 
 PARTS = {

@@ -31,11 +31,11 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durably, write_manifest
 from diffllm.checkpoint.reader import reason
+from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
+from diffllm.core.files import replace_file
+from diffllm.core.printing import to_stderr
+from diffllm.core.torch_versions import Stager
 from diffllm.distributed.collectives import in_background
-from diffllm.errors import AgreedByAll, AgreedError, CheckpointError
-from diffllm.files import replace_file
-from diffllm.printing import to_stderr
-from diffllm.torch_versions import Stager
 
 Part = Manifest | str
 """The files that a rank wrote, or the reason why it could not write them."""

@@ -18,7 +18,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.bounds import sections
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
@@ -38,9 +37,10 @@ from diffllm.config.removed import REMOVED
 from diffllm.config.schema import OF_NO_EFFECT, TrainConfig, is_allowed
 from diffllm.config.values import check_paths, check_values, leaves
 from diffllm.config.yaml_file import with_recipes
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import sections
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import SCHEMAS, schema_name
 from diffllm.model.attention.base import AttentionConfig
-from diffllm.registry import SCHEMAS, schema_name
 
 
 def config_directory() -> Path:

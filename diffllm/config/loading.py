@@ -18,8 +18,8 @@ from diffllm.config.origin import with_origin
 from diffllm.config.plugins import named
 from diffllm.config.schema import MOST_STEPS, TrainConfig
 from diffllm.config.values import check_paths
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
 
 
 def load_config(

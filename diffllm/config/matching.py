@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model import ModelConfig, Transformer, without_storage
 from diffllm.model.attention.base import AttentionConfig
 

@@ -16,9 +16,9 @@ from diffllm.config.overrides import check_shared
 from diffllm.config.saved import flatten, load_run_config
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.config.yaml_file import as_text
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import user_path
 from diffllm.data.tokenizer_files import tokenizer_of
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.files import user_path
 from diffllm.layouts import ModelDirectory
 from diffllm.layouts.directory import is_model_directory
 from diffllm.layouts.own import VARIANTS

@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from diffllm.config.removed import REMOVED, removal
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import SCHEMAS
 from diffllm.data.config import READ_BY, Point, SourceConfig
-from diffllm.errors import ConfigError
-from diffllm.registry import SCHEMAS
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")

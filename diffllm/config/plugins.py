@@ -27,9 +27,9 @@ from omegaconf import OmegaConf
 from diffllm.config.overrides import GROUPS, check_interpolations
 from diffllm.config.schema import Changes
 from diffllm.config.yaml_file import read_yaml
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
 from diffllm.distributed.consistency import hash_sources
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
 
 NOT_OWN = {*sys.stdlib_module_names, "diffllm"}
 """Top-level modules that are not part of a plugin, even where they lie next to it."""

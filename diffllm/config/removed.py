@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 
 class Removed(NamedTuple):

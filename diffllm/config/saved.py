@@ -16,12 +16,12 @@ from diffllm.config.plugins import LOADED, NAME, version_changes
 from diffllm.config.removed import without_removed
 from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
+from diffllm.core.errors import CheckpointError, ConfigError, PluginError
+from diffllm.core.files import read_text, readable
+from diffllm.core.files.records import read_record
+from diffllm.core.printing import to_stderr
+from diffllm.core.registry import SCHEMAS, SOURCES
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
-from diffllm.errors import CheckpointError, ConfigError, PluginError
-from diffllm.files import read_text, readable
-from diffllm.files.records import read_record
-from diffllm.printing import to_stderr
-from diffllm.registry import SCHEMAS, SOURCES
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)

@@ -6,14 +6,14 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from diffllm.bounds import bounded, check_bounds
 from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.config.matching import Matched
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError, listed
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
-from diffllm.errors import ConfigError, listed
 from diffllm.metrics.diagnostics import DiagnosticsConfig
 from diffllm.metrics.profiling import ProfileConfig
 from diffllm.metrics.tensorboard import MetricsConfig

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from diffllm.bounds import sections
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
+from diffllm.core.bounds import sections
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Limits of float32, in which a run computes: smaller values are 0 there, larger infinite."""

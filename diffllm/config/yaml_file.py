@@ -8,10 +8,10 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 
 from diffllm.config.overrides import check_shared
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import read_text, user_path
+from diffllm.core.files.reading import check_plain
 from diffllm.data.config import check_sizes
-from diffllm.errors import ConfigError
-from diffllm.files import read_text, user_path
-from diffllm.files.reading import check_plain
 
 LARGEST_YAML = 2**20
 """Limit in bytes of a file that a user names."""

@@ -5,10 +5,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
 
-from diffllm.bounds import at_most, bounded, check_bounds
+from diffllm.core.bounds import at_most, bounded, check_bounds
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import SOURCES
 from diffllm.data.text.formats import FORMATS
-from diffllm.errors import ConfigError
-from diffllm.registry import SOURCES
 
 
 class SampleBy(Enum):

@@ -2,7 +2,7 @@
 
 from numbers import Integral
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 
 def check_counts(least: int, **counts: int) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import read_text
 from diffllm.data.tokenizer import BEHAVIOUR_PROBE, Tokenizer
 from diffllm.data.tokenizer_files import FAST_CONFIG
-from diffllm.errors import DataError
-from diffllm.files import read_text
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Names of the token that ends a document, where no tokenizer_config.json says it."""

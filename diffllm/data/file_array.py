@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.core.errors import DataError
+from diffllm.core.files.reading import open_regular
 from diffllm.data.verified import identity_in
-from diffllm.errors import DataError
-from diffllm.files.reading import open_regular
 
 
 class FileArray:

@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.counts import check_counts, check_rank
 from diffllm.data.joined import Readable
 from diffllm.data.shards import Stream
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.errors import ConfigError, DataError
 
 BLOCK = 2**22
 """Tokens that are searched for ends of documents at once, where all of them are."""

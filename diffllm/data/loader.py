@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.counts import check_counts, check_rank
 from diffllm.data.heldout import heldout_documents
@@ -28,7 +29,6 @@ from diffllm.data.samples import Samples, ShuffledSequences
 from diffllm.data.sequences import Batch, read_sequences, sequences_in
 from diffllm.data.shards import Stream
 from diffllm.data.training_sequences import training_sequences
-from diffllm.errors import ConfigError, DataError
 
 WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

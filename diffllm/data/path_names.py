@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffllm.errors import printable
+from diffllm.core.errors import printable
 
 MOST = 3
 """Names that are said."""

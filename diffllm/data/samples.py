@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
+from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.mixture.place import MOST
 from diffllm.data.permutation import permute
 from diffllm.data.sequences import Batch, Sequences
-from diffllm.errors import CheckpointError, DataError
 
 
 class Samples(Protocol):

@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from diffllm.core.errors import DataError
 from diffllm.data.counts import check_counts
 from diffllm.data.shards import Stream
-from diffllm.errors import DataError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, (m, T) int64 each; negative targets are ignored."""

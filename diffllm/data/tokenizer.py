@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
+from diffllm.core.errors import DataError
 from diffllm.data.tokenizer_files import located
-from diffllm.errors import DataError
 
 SPACE_MARK = "\u2581"
 """U+2581, which sentencepiece writes for a space in a piece and cannot tell from one in text."""

@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
+from diffllm.core.errors import CheckpointError, DataError
+from diffllm.core.files import read_bytes, readable, replace_file
+from diffllm.core.files.reading import open_regular
 from diffllm.data.verified import usable
-from diffllm.errors import CheckpointError, DataError
-from diffllm.files import read_bytes, readable, replace_file
-from diffllm.files.reading import open_regular
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 """The file of a sentencepiece model; that of a Hugging Face tokenizer, and the one beside it that

@@ -4,6 +4,8 @@ from functools import partial, reduce
 from operator import add
 from pathlib import Path
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import build_once
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import MixtureData, Prepared
@@ -13,8 +15,6 @@ from diffllm.data.sequences import Sequences, StreamSequences, sequences_in
 from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
-from diffllm.errors import DataError
-from diffllm.files import build_once
 
 
 def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffllm.errors import DataError
-from diffllm.files import locked, read_text, replace_file
+from diffllm.core.errors import DataError
+from diffllm.core.files import locked, read_text, replace_file
 
 VALID_SECONDS = 24 * 3600
 """Seconds for which a mark counts."""

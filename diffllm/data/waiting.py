@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffllm.files import acquire, holder
-from diffllm.printing import to_stderr
+from diffllm.core.files import acquire, holder
+from diffllm.core.printing import to_stderr
 
 PATIENCE = 15.0
 """Seconds after which it is said what is waited for."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from diffllm.torch_versions import FLIGHT_RECORDERS
+from diffllm.core.torch_versions import FLIGHT_RECORDERS
 
 RECORDED = 256
 BACKGROUND: set[str] = set()

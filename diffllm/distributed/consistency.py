@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from diffllm.core.errors import AgreedError, UserError, listed
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
-from diffllm.errors import AgreedError, UserError, listed
 
 CHUNK = 2**26
 """Number of bytes hashed at once."""

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from diffllm.errors import AgreedByAll, AgreedError, DataError
+from diffllm.core.errors import AgreedByAll, AgreedError, DataError
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from diffllm.errors import LaunchError
+from diffllm.core.errors import LaunchError
 
 FIRST_PORT, PORTS = 12000, 20000
 """The range of ports derived from job ids, below those that Linux gives to clients."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffllm.bounds import bounded
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
 
 
 class Reduce(Enum):

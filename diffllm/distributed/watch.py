@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import DistError
 
+from diffllm.core.errors import AgreedError, UserError
+from diffllm.core.files import open_to_write
+from diffllm.core.printing import echo, to_stderr
 from diffllm.distributed.collectives import Calls, RecordedCall, recorded
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import World
-from diffllm.errors import AgreedError, UserError
-from diffllm.files import open_to_write
-from diffllm.printing import echo, to_stderr
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from diffllm.bounds import bounded
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError
 from diffllm.distributed.collectives import record_collectives
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
-from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError
 
 T = TypeVar("T")
 K = TypeVar("K")

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from diffllm.core.errors import ConfigError
 from diffllm.data import Tokenizer
 from diffllm.data.progress import track
-from diffllm.errors import ConfigError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.results import SHARE
 from diffllm.evaluation.scoring import Question, Scored, question_of, score

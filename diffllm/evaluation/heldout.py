@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.errors import CheckpointError, DataError
-from diffllm.files import write_atomic
-from diffllm.files.reading import open_regular
+from diffllm.core.errors import CheckpointError, DataError
+from diffllm.core.files import write_atomic
+from diffllm.core.files.reading import open_regular
 from diffllm.model.documents import Documents
 
 DIRECTORY = "heldout"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffllm.core.errors import CheckpointError
 from diffllm.data.progress import track
-from diffllm.errors import CheckpointError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import TOKENS, FirstSequences, own_corpus, own_data, sequences_for
 from diffllm.model import Transformer

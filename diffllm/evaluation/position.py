@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffllm.core.errors import CheckpointError
 from diffllm.data import heldout_documents
 from diffllm.data.progress import track
-from diffllm.errors import CheckpointError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import own_corpus, own_data
 from diffllm.evaluation.scoring import TOKENS, by_length, padded

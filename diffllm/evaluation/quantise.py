@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.progress import track
-from diffllm.errors import CheckpointError, ConfigError, DataError
 from diffllm.evaluation.answers import Answers, line, questions
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import (

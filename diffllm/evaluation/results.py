@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffllm.errors import CheckpointError
-from diffllm.files import parse_json, read_lines, readable, write_atomic
-from diffllm.printing import to_stderr
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files import parse_json, read_lines, readable, write_atomic
+from diffllm.core.printing import to_stderr
 
 DIRECTORY = "evaluation"
 SHARE = "share of right answers"

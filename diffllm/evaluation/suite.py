@@ -13,9 +13,11 @@ from diffllm.checkpoint import read_state, step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.files.records import finite
 from diffllm.data import Tokenizer
 from diffllm.data.text.formats import JSON_LINES
-from diffllm.errors import ConfigError
 from diffllm.evaluation.answers import Answers, line, questions, share
 from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject
 from diffllm.evaluation.outliers import Outliers
@@ -23,8 +25,6 @@ from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
 from diffllm.evaluation.results import keep, kept, results_of
 from diffllm.evaluation.scoring import Question, score_batches
-from diffllm.files import user_path
-from diffllm.files.records import finite
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 from diffllm.tasks.own_file import OwnFile
 from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of

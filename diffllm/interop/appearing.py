@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint.reader import reason
-from diffllm.errors import ConfigError
-from diffllm.files import publish, scratch_directory
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import publish, scratch_directory
 
 
 def check_free(out: Path) -> None:

@@ -15,11 +15,11 @@ from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.values import OF_WEIGHTS
+from diffllm.core.errors import CheckpointError, DataError
+from diffllm.core.files.records import read_record, read_summary
 from diffllm.data import Tokenizer
 from diffllm.data.config import DataConfig, TextConfig
 from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
-from diffllm.errors import CheckpointError, DataError
-from diffllm.files.records import read_record, read_summary
 from diffllm.interop.appearing import appearing, check_free
 from diffllm.interop.card import card_of
 from diffllm.interop.fast import fast_tokenizer

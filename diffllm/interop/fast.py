@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sentencepiece import SentencePieceProcessor
 
+from diffllm.core.errors import DataError
 from diffllm.data.tokenizer import BEHAVIOUR_PROBE, SPACE_MARK
-from diffllm.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers

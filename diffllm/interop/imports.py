@@ -14,9 +14,9 @@ from diffllm.checkpoint import load_tensors, step_of
 from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
 from diffllm.interop.appearing import appearing, check_free
 from diffllm.layouts import converted
 from diffllm.layouts.layout import Mapped, same

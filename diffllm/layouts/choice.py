@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.layouts.layout import Layout
 from diffllm.layouts.llama import diffllama_layout, llama_layout, qwen3_moe_layout
 from diffllm.layouts.own import own_layout

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.layouts.layout import Mapped, same
 from diffllm.model import without_storage
 from diffllm.model.attention.diff_v2 import DiffV2Config, Lambda, Pairing

@@ -14,11 +14,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diffllm.core.errors import CheckpointError, ConfigError, DataError, listed
+from diffllm.core.files import read_json, readable
+from diffllm.core.files.reading import open_regular
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import FAST, MODEL
-from diffllm.errors import CheckpointError, ConfigError, DataError, listed
-from diffllm.files import read_json, readable
-from diffllm.files.reading import open_regular
 from diffllm.layouts.choice import layout_of
 from diffllm.layouts.configs import model_of
 from diffllm.layouts.layout import Mapped

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
+from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
-from diffllm.errors import ConfigError
 from diffllm.model import ModelConfig, without_storage
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

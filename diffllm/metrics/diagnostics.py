@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.bounds import bounded
+from diffllm.core.bounds import bounded
 from diffllm.metrics.table import metric_of
 
 Stats = dict[str, Tensor]

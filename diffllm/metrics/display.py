@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diffllm.errors import printable
+from diffllm.core.errors import printable
+from diffllm.core.printing import KEPT
+from diffllm.core.printing.console import Console
 from diffllm.metrics.log import Copied, RunLog
-from diffllm.printing import KEPT
-from diffllm.printing.console import Console
 
 SAY_S = 30
 """Seconds between lines about an evaluation, where there is no bar."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffllm.files import open_to_append
+from diffllm.core.files import open_to_append
 
 
 class RunLog:

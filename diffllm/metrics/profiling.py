@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from diffllm.errors import ConfigError
-from diffllm.printing import to_stderr
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import to_stderr
 
 
 @dataclass

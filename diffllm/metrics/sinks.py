@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.errors import CheckpointError
-from diffllm.files import open_to_append, read_lines, readable, write_atomic
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files import open_to_append, read_lines, readable, write_atomic
+from diffllm.core.printing import to_stderr
 from diffllm.metrics.table import metric_of
 from diffllm.metrics.tensorboard import EventFiles
 from diffllm.metrics.wandb_run import WandbRun
-from diffllm.printing import to_stderr
 
 
 class MetricsFile:

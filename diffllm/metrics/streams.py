@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diffllm.errors import UserError
+from diffllm.core.errors import UserError
 
 
 class ReaderGone(Exception):

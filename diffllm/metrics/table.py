@@ -8,7 +8,7 @@ is computed, and its row.
 from dataclasses import replace
 from functools import cache
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.metrics.metric import Column, Curve, Heatmap, Layers, Metric, Section
 
 LOSS = Section("Loss", "Learning", "Losses in nats a token, over training tokens.{incomparable}")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.errors import ConfigError
-from diffllm.printing import to_stderr
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import to_stderr
 
 
 @dataclass

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import to_stderr
 from diffllm.metrics.table import METRICS
-from diffllm.printing import to_stderr
 
 ONLINE_SECONDS = 20
 """How long the server may take to answer before the run is recorded offline."""

@@ -5,8 +5,8 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from diffllm.bounds import bounded, check_bounds
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.ffn.config import MoEConfig
 from diffllm.model.rope import RopeConfig

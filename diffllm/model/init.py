@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.ops import Backend
 from diffllm.model.config import ModelConfig

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), float32
 

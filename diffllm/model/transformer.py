@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import Attention, KVCache, Shown
 from diffllm.model.attention.ops import Mask, sdpa_for_any_length
 from diffllm.model.choice import Choice

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from diffllm.bounds import bounded, check_bounds
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError
 from diffllm.metrics.mfu import DEVICES, Device, device_called
 from diffllm.plan.traffic import Call, Collective
 

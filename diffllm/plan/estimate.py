@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diffllm.config import Precision, TrainConfig, load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.plan.cluster import OWN_KEYS, Cluster
 from diffllm.plan.simulate import Step, simulate
 from diffllm.plan.traffic import Call, Collective

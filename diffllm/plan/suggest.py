@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from functools import cache, partial
 from itertools import chain, combinations, product
 
+from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import Reduce
-from diffllm.errors import ConfigError
 from diffllm.plan.estimate import Plan, changed, key_of
 
 MORE_GPUS = (2, 4, 8, 16)

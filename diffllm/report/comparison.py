@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.report.budgets import equal_gaps
 from diffllm.report.documents import over_documents
 from diffllm.report.evaluations import Evaluated, columns, evaluations

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from diffllm.errors import CheckpointError
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files.records import LARGEST
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.files.records import LARGEST
 from diffllm.report.rows import Row
 from diffllm.report.runs import Run
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld

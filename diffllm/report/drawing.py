@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from diffllm.files.records import LARGEST
+from diffllm.core.files.records import LARGEST
 from diffllm.report.bands import Band, Floor, envelope, extremes
 from diffllm.report.numbers import compact, short
 from diffllm.report.style import CHARACTER, HEIGHT, MUTED, RowStyle, new_figure, place

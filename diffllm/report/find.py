@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.files import user_path
-from diffllm.files.records import read_record
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.files.records import read_record
 
 DEPTH = 4
 """How far below a named directory runs are looked for."""

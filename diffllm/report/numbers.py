@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diffllm.files.records import finite
+from diffllm.core.files.records import finite
 from diffllm.metrics.display import duration
 from diffllm.statistics.estimates import Estimate
 

@@ -8,9 +8,9 @@ import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffllm.config.help import variant_line
-from diffllm.errors import ConfigError, printable
-from diffllm.files import replace_file
-from diffllm.printing import KEPT
+from diffllm.core.errors import ConfigError, printable
+from diffllm.core.files import replace_file
+from diffllm.core.printing import KEPT
 from diffllm.report.bands import POINTS
 from diffllm.report.comparison import Comparison
 from diffllm.report.evaluations import LEVEL, reaching

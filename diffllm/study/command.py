@@ -7,10 +7,10 @@ from typing import Any
 
 from diffllm.config.saved import load_run_config, plugin_changes
 from diffllm.config.schema import what_differs
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import echo
 from diffllm.data.progress import track
 from diffllm.distributed.world import World
-from diffllm.errors import ConfigError
-from diffllm.printing import echo
 from diffllm.study.file import Study
 from diffllm.study.rates import choose_all
 from diffllm.study.runs import (

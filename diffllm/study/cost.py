@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
-from diffllm.files.records import finite, read_summary
+from diffllm.core.files.records import finite, read_summary
 from diffllm.report.find import find_runs
 from diffllm.study.command import first_runs
 from diffllm.study.file import Study

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from diffllm.bounds import at_most, bounded, check_bounds
 from diffllm.config.overrides import check_shared, nearest, suggest
 from diffllm.config.yaml_file import read_yaml
-from diffllm.errors import ConfigError
-from diffllm.files.typed import made
+from diffllm.core.bounds import at_most, bounded, check_bounds
+from diffllm.core.errors import ConfigError
+from diffllm.core.files.typed import made
 from diffllm.study.metric import OF_THE_SUMMARY, check_metric
 from diffllm.study.sensitivity import LR_SENSITIVITY
 

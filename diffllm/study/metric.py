@@ -2,7 +2,7 @@
 
 import math
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.metrics.table import METRICS, metric_of
 from diffllm.report.numbers import finite
 from diffllm.report.rows import of_run

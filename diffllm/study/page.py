@@ -13,10 +13,10 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from diffllm.config.matching import TOLERANCE
-from diffllm.errors import printable
-from diffllm.files import replace_file
+from diffllm.core.errors import printable
+from diffllm.core.files import replace_file
+from diffllm.core.printing import KEPT
 from diffllm.metrics.table import metric_of
-from diffllm.printing import KEPT
 from diffllm.report import bands
 from diffllm.report.drawing import draw_curves, draw_levels
 from diffllm.report.intervals import draw_gaps

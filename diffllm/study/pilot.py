@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.report.comparison import read
 from diffllm.report.groups import Group
 from diffllm.report.numbers import finite

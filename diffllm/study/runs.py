@@ -12,8 +12,8 @@ from diffllm.config.compose import LENGTHS, compose_config
 from diffllm.config.loading import solved
 from diffllm.config.origin import with_origin
 from diffllm.config.saved import changes_to, load_run_config
-from diffllm.errors import ConfigError
-from diffllm.files.records import finite, gave_up, read_summary
+from diffllm.core.errors import ConfigError
+from diffllm.core.files.records import finite, gave_up, read_summary
 from diffllm.study.file import Study
 
 DECIDING, RATES = "deciding", "rates"

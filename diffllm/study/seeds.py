@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import least_seeds, paired_power, welch_power
 from diffllm.statistics.seed_variance import SeedSpread

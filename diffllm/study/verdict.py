@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.config.plugins import several_versions
+from diffllm.core.errors import ConfigError
 from diffllm.data.progress import track
-from diffllm.errors import ConfigError
 from diffllm.report.numbers import compact, finite
 from diffllm.report.runs import Run, load_run
 from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, diverged_more

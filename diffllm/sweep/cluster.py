@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
-from diffllm.printing import echo
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.printing import echo
 from diffllm.sweep.job import Ending, Job, Stops
 from diffllm.sweep.plan import SweepDirectory
 from diffllm.sweep.task import ClusterTask

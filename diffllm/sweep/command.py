@@ -7,9 +7,9 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
+from diffllm.core.errors import InUseError, UserError
+from diffllm.core.printing import echo
 from diffllm.distributed.world import DistributedConfig, World, join
-from diffllm.errors import InUseError, UserError
-from diffllm.printing import echo
 from diffllm.sweep.cluster import ClusterLauncher
 from diffllm.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.sweep.names import experiment_words, parse

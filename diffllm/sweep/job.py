@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from diffllm.files import open_to_append
+from diffllm.core.files import open_to_append
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1

@@ -17,7 +17,7 @@ from omegaconf import ListConfig
 from diffllm.config import TrainConfig
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import COMPOSING, GROUPS, check_shared, explain, one_line
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.training.directory import LONGEST_NAME
 
 LONGEST = 40

@@ -8,10 +8,10 @@ from typing import Any
 
 from diffllm.config import load_config
 from diffllm.config.overrides import one_line
+from diffllm.core.errors import ConfigError, DataError
+from diffllm.core.printing import echo
 from diffllm.data import prepare
 from diffllm.data.preparation.prepare import LeftToOthers
-from diffllm.errors import ConfigError, DataError
-from diffllm.printing import echo
 from diffllm.sweep.cluster import ClusterLauncher, why
 
 

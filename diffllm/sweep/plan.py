@@ -11,10 +11,10 @@ from diffllm.config.loading import without_imports
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import differences
 from diffllm.config.schema import is_allowed, what_differs
-from diffllm.errors import CheckpointError, ConfigError, InUseError, UserError
-from diffllm.files import hold, missing, take_back, write_atomic
-from diffllm.files.paths import check_length, why_no_file
-from diffllm.files.records import read_record
+from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
+from diffllm.core.files import hold, missing, take_back, write_atomic
+from diffllm.core.files.paths import check_length, why_no_file
+from diffllm.core.files.records import read_record
 from diffllm.sweep.names import combinations, run_name
 from diffllm.training.directory import choose_path, ending
 

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from diffllm.errors import CheckpointError
-from diffllm.files.records import read_ending, stopped_text
-from diffllm.printing import echo
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files.records import read_ending, stopped_text
+from diffllm.core.printing import echo
 from diffllm.sweep.job import Ending, Job
 from diffllm.sweep.plan import SweepDirectory
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.files.reading import parse_json, read_bytes, readable
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files.reading import parse_json, read_bytes, readable
 from diffllm.tasks.task import Count, Example, Level, Seed, Task
 
 LARGEST = 2**28

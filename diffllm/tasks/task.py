@@ -11,8 +11,8 @@ from itertools import product
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
-from diffllm.bounds import at_most
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import at_most
+from diffllm.core.errors import ConfigError
 
 Level = Mapping[str, int | float | str]
 """The settings of difficulty that examples have in common."""

@@ -6,9 +6,9 @@ import sys
 from contextlib import nullcontext
 from keyword import iskeyword
 
-from diffllm.errors import UserError
+from diffllm.core.errors import UserError
+from diffllm.core.printing import echo
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
-from diffllm.printing import echo
 
 COMMANDS = {
     "train": "train a decoder, or with -m a sweep of them; the same as python train.py",

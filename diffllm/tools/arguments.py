@@ -6,9 +6,9 @@ import sys
 from dataclasses import MISSING, field, fields
 from typing import Any, TypeVar, get_args
 
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
-from diffllm.printing import echo
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.printing import echo
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from diffllm.config.saved import load_run_config
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import replace_file
+from diffllm.core.printing import echo
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
-from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
-from diffllm.files import replace_file
 from diffllm.model.probes import entropy, negative_share
-from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 MOST_TOKENS = 256

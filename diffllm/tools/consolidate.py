@@ -28,11 +28,11 @@ from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.checkpoint.reader import reason
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import read_bytes, readable, scratch_directory, sync
+from diffllm.core.printing import echo
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
-from diffllm.errors import ConfigError
-from diffllm.files import read_bytes, readable, scratch_directory, sync
 from diffllm.layouts.safetensors import DTYPES, check_form, loaded, tensors_of, write_safetensors
-from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 LARGEST_FILE = 2**30

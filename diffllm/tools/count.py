@@ -15,10 +15,10 @@ from typing import Any
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import check_variant
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import echo, echo_json
 from diffllm.model import without_storage
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
-from diffllm.printing import echo, echo_json
 from diffllm.tools.count_table import print_counts
 
 

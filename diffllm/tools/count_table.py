@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from diffllm.config.matching import MATCHABLE
+from diffllm.core.printing import echo
+from diffllm.core.printing.console import Console
 from diffllm.model.groups import OTHER_COMPONENTS
-from diffllm.printing import echo
-from diffllm.printing.console import Console
 from diffllm.tools.table import print_table, table, width_of
 
 Counts = dict[str, dict[str, Any]]

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffllm.errors import ConfigError
-from diffllm.files import replace_file
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import replace_file
+from diffllm.core.printing import echo
 from diffllm.metrics.dashboard import as_json, workspace
 from diffllm.metrics.wandb_run import WandbConfig, resolve_mode
-from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 WHAT = """\

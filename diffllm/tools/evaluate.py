@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 
-from diffllm.bounds import bounded, check_bounds
 from diffllm.checkpoint import list_checkpoints, step_of
 from diffllm.checkpoint.directory import path_of
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.printing import echo, echo_json
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
-from diffllm.errors import CheckpointError, ConfigError
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
-from diffllm.printing import echo, echo_json
 from diffllm.report.numbers import ascii_minus, in_digits
 from diffllm.tasks.task import Level, levels_of
 from diffllm.tools.arguments import a_path, parse, plugins_field

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 
 @contextmanager

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diffllm.bounds import bounded, check_bounds
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import echo
 from diffllm.evaluation.load import load_model
 from diffllm.model.generate import generate
-from diffllm.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 

@@ -17,8 +17,8 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffllm.errors import ConfigError
-from diffllm.printing import echo
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import echo
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.extras import needing_interop
 

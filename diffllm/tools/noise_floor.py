@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from scipy.optimize import bisect
 from scipy.special import softmax
 
-from diffllm.bounds import bounded, check_bounds
-from diffllm.errors import ConfigError
-from diffllm.files import replace_file
-from diffllm.printing import echo, echo_json
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import replace_file
+from diffllm.core.printing import echo, echo_json
 from diffllm.report.numbers import short
 from diffllm.tools.arguments import a_path, parse
 from diffllm.tools.table import print_table, table

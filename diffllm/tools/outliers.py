@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from diffllm.config.saved import load_run_config
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.printing import echo, echo_json
 from diffllm.evaluation.load import TOKENS, FirstSequences, decoder, own_data, sequences_for
 from diffllm.evaluation.outliers import TOP, measure
-from diffllm.printing import echo, echo_json
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from rich.table import Table
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import echo, echo_json
 from diffllm.plan.cluster import OWN_KEYS, Cluster
 from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 from diffllm.plan.suggest import nearest_change
-from diffllm.printing import echo, echo_json
 from diffllm.tools.arguments import parse
 from diffllm.tools.table import print_table, table
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffllm.printing import echo, echo_json
+from diffllm.core.printing import echo, echo_json
 from diffllm.report.numbers import compact, fixed, short
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above

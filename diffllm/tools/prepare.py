@@ -5,10 +5,10 @@ import sys
 
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
+from diffllm.core.printing import echo
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
-from diffllm.printing import echo
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]

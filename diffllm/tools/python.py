@@ -5,7 +5,7 @@ from typing import Any
 
 from diffllm.config import TrainConfig
 from diffllm.config.compose import checked
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.tools.run import run_and_report
 
 

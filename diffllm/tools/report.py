@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffllm.printing import echo
+from diffllm.core.printing import echo
 from diffllm.report.comparison import read
 from diffllm.report.page import write
 from diffllm.report.text import whole_text

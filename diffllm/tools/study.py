@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from diffllm.config.plugins import directories, is_plugins, yamls
-from diffllm.errors import ConfigError
-from diffllm.files import user_path
-from diffllm.printing import echo, echo_json
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.printing import echo, echo_json
 from diffllm.report.numbers import MISSING, clock, compact
 from diffllm.study.cost import Cost, costs
 from diffllm.study.file import Study, load_study

@@ -25,9 +25,9 @@ from diffllm.config import load_config  # noqa: E402
 from diffllm.config.compose import bring, composed, config_directory  # noqa: E402
 from diffllm.config.origin import with_origin  # noqa: E402
 from diffllm.config.plugins import take_directories  # noqa: E402
-from diffllm.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
+from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
+from diffllm.core.printing import echo  # noqa: E402
 from diffllm.metrics.streams import never_fail, result  # noqa: E402
-from diffllm.printing import echo  # noqa: E402
 
 RANK_0_S = 30.0
 """Seconds for rank 0 to print an error of every rank."""

@@ -8,12 +8,12 @@ from typing import Any
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.config.schema import Changes
+from diffllm.core.errors import ConfigError, DataError
+from diffllm.core.registry import SCHEMAS
 from diffllm.data import Prepared, Tokenizer, predicts_something
 from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash
-from diffllm.errors import ConfigError, DataError
 from diffllm.optim import Schedule, learning_rate
-from diffllm.registry import SCHEMAS
 from diffllm.training.measure import heldout_samples
 
 # Keys that may differ between machines.

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from diffllm.config import Precision, TrainConfig
+from diffllm.core.torch_versions import CPU
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.dtypes import dtype_name
-from diffllm.torch_versions import CPU
 
 WORTH_COMPILING = 5e13
 """Training FLOPs of one rank above which compiling clearly saves time on a CPU."""

@@ -16,11 +16,11 @@ from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, remo
 from diffllm.config import TrainConfig
 from diffllm.config.saved import differences, load_run_config
 from diffllm.config.schema import NO_WAY_ON, Changes, described, is_allowed, what_differs
+from diffllm.core.errors import CheckpointError, ConfigError, InUseError
+from diffllm.core.files import hold, missing, take_back, user_path, write_atomic
+from diffllm.core.files.paths import check_length, why_no_file
+from diffllm.core.files.records import read_changes, read_ending, read_record, read_summary
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
-from diffllm.errors import CheckpointError, ConfigError, InUseError
-from diffllm.files import hold, missing, take_back, user_path, write_atomic
-from diffllm.files.paths import check_length, why_no_file
-from diffllm.files.records import read_changes, read_ending, read_record, read_summary
 
 REQUEUE_FILE = "requeue"
 FILES = (

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from diffllm.config.compose import variant_config
+from diffllm.core.errors import DataError
 from diffllm.data import Prepared, training_samples
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
-from diffllm.errors import DataError
 from diffllm.model.config import InitMatch
 from diffllm.model.init_match import write_factors
 from diffllm.training.build import Training

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from diffllm.checkpoint import Checkpointer
+from diffllm.core.errors import DataError
 from diffllm.data import Prepared, TrainLoader, training_samples
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.failures import DataFailed, raise_together
 from diffllm.distributed.gradients import parameter_norm
 from diffllm.distributed.stop import Agreed, Agreement
 from diffllm.distributed.watch import Watch
-from diffllm.errors import DataError
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks
 from diffllm.training.build import Training

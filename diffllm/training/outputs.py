@@ -12,9 +12,9 @@ from diffllm.checkpoint import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.config.schema import described
+from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data import Prepared
 from diffllm.distributed.stop import REQUEUE
-from diffllm.errors import AgreedByAll, UserError
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import MetricsFile, Sinks

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
+from diffllm.core.errors import AgreedError, ConfigError, UserError
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
-from diffllm.errors import AgreedError, ConfigError, UserError
 from diffllm.metrics.display import Display
 from diffllm.metrics.log import RunLog
 from diffllm.training.directory import RunDirectory

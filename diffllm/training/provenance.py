@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from diffllm.config.overrides import SECRET
+from diffllm.core.version import VERSION
 from diffllm.distributed.consistency import code_version
-from diffllm.version import VERSION
 
 PACKAGES = (
     "torch", "numpy", "hydra-core", "omegaconf", "torchdata", "datasets", "sentencepiece", "wandb",

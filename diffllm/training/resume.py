@@ -9,9 +9,9 @@ from diffllm.checkpoint.directory import check_whole, step_of
 from diffllm.config import TrainConfig
 from diffllm.config.schema import Changes, described, is_allowed
 from diffllm.config.values import OF_WEIGHTS
-from diffllm.errors import CheckpointError, ConfigError
-from diffllm.files import user_path
-from diffllm.files.records import read_record, read_summary
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.files.records import read_record, read_summary
 from diffllm.training.directory import RunDirectory
 from diffllm.training.state import LoopState
 

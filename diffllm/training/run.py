@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diffllm.config import TrainConfig
+from diffllm.core.errors import UserError
+from diffllm.core.printing import echo
 from diffllm.data import Tokenizer, ignores_targets
 from diffllm.distributed.launcher import environment, keep_memory
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import World, join
-from diffllm.errors import UserError
 from diffllm.metrics.streams import unfailing
 from diffllm.metrics.tensorboard import check_installed
-from diffllm.printing import echo
 from diffllm.training.build import build
 from diffllm.training.checks import check_named
 from diffllm.training.choices import agreed_compile

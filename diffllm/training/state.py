@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.checkpoint import Checkpointer, load_tensors
+from diffllm.core.errors import CheckpointError
 from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
-from diffllm.errors import CheckpointError
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training
 

@@ -13,11 +13,11 @@ import pytest
 import zstandard
 
 import diffllm
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import file_index, files, hub, readers
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import combined_hash, file_facts
-from diffllm.errors import ConfigError, DataError
 
 MakeConfig = Callable[..., DataConfig]
 

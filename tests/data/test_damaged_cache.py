@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from sample_texts import sample_documents
 
+from diffllm.core.errors import DataError
 from diffllm.data import prepare
 from diffllm.data.config import DataConfig, Packing, SampleBy
 from diffllm.data.packing.sequences import PackedSequences
 from diffllm.data.training_sequences import packed_sequences
-from diffllm.errors import DataError
 
 HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
 UNPICKLED = b"\x93NUMPY\x01\x00\x76\x00" + HEADER.ljust(117) + b"\n" + pickle.dumps([print])

@@ -20,11 +20,11 @@ from disks import small_disk
 from sample_texts import sample_documents
 from tiers import slow_but
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import files
 from diffllm.data.text.file_index import FileFacts
-from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(3000)

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_texts import sample_documents
 
+from diffllm.core.errors import DataError
+from diffllm.core.files.arrays import write_array
 from diffllm.data import MixtureData, Prepared, prepare
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.preparation import duplicates
@@ -20,8 +22,6 @@ from diffllm.data.preparation.duplicates import Hashes, write_left_out
 from diffllm.data.preparation.encoding import left_out_path
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Corpus, TextsPart
-from diffllm.errors import DataError
-from diffllm.files.arrays import write_array
 
 MakeConfig = Callable[..., DataConfig]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from diffllm.core.errors import DataError
 from diffllm.data import Tokenizer, prepare
 from diffllm.data.fast_tokenizer import FastTokenizer
 from diffllm.data.tokenizer_files import located, tokenizer_files, tokenizer_in
-from diffllm.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|endoftext|>"

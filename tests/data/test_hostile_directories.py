@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from diffllm.core.errors import DataError
 from diffllm.data import prepare
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import open_corpus
-from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(40))

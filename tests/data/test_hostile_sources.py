@@ -14,6 +14,7 @@ from sample_texts import sample_documents
 from tiers import slow_but
 
 from diffllm import load_config
+from diffllm.core.errors import DataError, UserError
 from diffllm.data import Prepared, prepare, verified
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation import prepare as preparation
@@ -21,7 +22,6 @@ from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.text import files
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.file_index import check_unchanged, file_facts
-from diffllm.errors import DataError, UserError
 
 REWRITTEN = ("good jsonl", "good txt", "good json", "line_ends_in_texts jsonl")
 FEW = list({kind.split()[0]: kind for kind in sources.kinds()}.values())

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.imported import parquet
 from diffllm.data.imported.files import TokenFile, WithEnds, ended
 from diffllm.data.imported.megatron import HEADER, MAGIC
 from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
-from diffllm.errors import CheckpointError, ConfigError, DataError
 from diffllm.evaluation.load import own_data
 from diffllm.training.resume import continued
 from diffllm.training.state import LoopState

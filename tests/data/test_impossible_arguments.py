@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diffllm.core.errors import ConfigError
 from diffllm.data import (
     TokenData,
     TokenStream,
@@ -19,7 +20,6 @@ from diffllm.data import (
 from diffllm.data.config import DataConfig
 from diffllm.data.samples import ShuffledSequences
 from diffllm.data.sequences import StreamSequences
-from diffllm.errors import ConfigError
 
 MakeStream = Callable[..., TokenStream]
 NO_COUNT: list[Any] = [0, -1, 1.5, "2", None, True]

@@ -14,11 +14,11 @@ import torch
 from processes import PATIENCE_S
 from tiers import slow_but
 
+from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
 from diffllm.data.permutation import permute
 from diffllm.data.samples import ShuffledSequences
 from diffllm.data.sequences import StreamSequences
-from diffllm.errors import CheckpointError, ConfigError, DataError
 
 SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12
 TOKENS = 8 * 50 + 5

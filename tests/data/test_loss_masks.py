@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenStream, heldout_documents, heldout_tokens, ignores_targets
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.prepared import FilesStream
@@ -20,7 +21,6 @@ from diffllm.data.packing.plan import Plan, write_plan
 from diffllm.data.packing.sequences import PackedSequences
 from diffllm.data.sequences import StreamSequences
 from diffllm.data.shards import Manifest
-from diffllm.errors import DataError
 from diffllm.training.checks import corpus_facts
 
 EOS, TOKENS = 0, 400

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffllm.core.errors import ConfigError
 from diffllm.data.config import Between, DataConfig, Point, SourceConfig
 from diffllm.data.mixture.curriculum import from_sample, limited, segments
 from diffllm.data.mixture.order import MixtureOrder, in_parts, laid_out, shared_out
-from diffllm.errors import ConfigError
 
 SHARES = st.lists(st.floats(0.002, 1), min_size=1, max_size=8)
 

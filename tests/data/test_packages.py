@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.text import packages
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import file_facts
 from diffllm.data.text.packages import REFERENCE, REFERENCE_SHA256, Package
-from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
 FILES = {

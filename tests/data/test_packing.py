@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffllm.config.compose import steps_of_epochs
+from diffllm.core.errors import DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, packing_counts, sequences_of_epoch
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported.prepared import FilesStream
@@ -31,7 +32,6 @@ from diffllm.data.permutation import permute
 from diffllm.data.samples import ShuffledSequences
 from diffllm.data.shards import Manifest
 from diffllm.data.training_sequences import packed_sequences, plan_key
-from diffllm.errors import DataError
 from diffllm.model.documents import Documents
 from diffllm.training.state import LoopState
 

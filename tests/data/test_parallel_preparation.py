@@ -20,6 +20,8 @@ import pytest
 from processes import has_ended, wait_until
 from sample_texts import sample_documents
 
+from diffllm.core.errors import ConfigError, DataError
+from diffllm.core.files import acquire
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SourceConfig
 from diffllm.data.preparation import encoding, reporter, workers
@@ -30,8 +32,6 @@ from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import claim
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Part, TextBatch, open_corpus
-from diffllm.errors import ConfigError, DataError
-from diffllm.files import acquire
 
 TEXTS = sample_documents(1200)
 MakeConfig = Callable[..., DataConfig]

@@ -16,11 +16,11 @@ from processes import PATIENCE_S
 from sample_texts import sample_documents
 from tiers import slow_but
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.single import cut_in_two
 from diffllm.data.text.corpus import open_corpus
-from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
 

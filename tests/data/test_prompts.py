@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from sample_texts import sample_documents
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.loader import training_samples
 from diffllm.data.preparation import encoding
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.text import files
-from diffllm.errors import DataError
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(400)

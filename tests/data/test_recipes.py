@@ -8,8 +8,8 @@ from tiers import slow_but
 
 import diffllm
 from diffllm.config.yaml_file import as_text, with_recipes
+from diffllm.core.errors import ConfigError
 from diffllm.data import prepare
-from diffllm.errors import ConfigError
 from diffllm.tools.prepare import main
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))

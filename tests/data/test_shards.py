@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenStream, shards
 from diffllm.data.shards import Manifest, token_dtype
-from diffllm.errors import DataError
 
 MakeStream = Callable[..., TokenStream]
 

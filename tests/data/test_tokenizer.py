@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenData, Tokenizer, prepare, tokenizer
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
-from diffllm.errors import DataError
 
 CODE = [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]
 

@@ -4,7 +4,7 @@ import pytest
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 MIXTURE = "data.sources={a: {source: files, paths: [a.jsonl]}}"
 TOKENS = ["data=tokens", "data.paths=[a.bin]", "data.tokenizer=t.model"]

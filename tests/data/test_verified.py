@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE_S
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenStream, verified
-from diffllm.errors import DataError
 
 CONTENT = bytes(range(256)) * 64
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

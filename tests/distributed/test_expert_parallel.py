@@ -17,10 +17,10 @@ from torch.nn import Parameter
 from diffllm import build_model
 from diffllm.checkpoint import Checkpointer
 from diffllm.config import load_config
+from diffllm.core.errors import ConfigError
 from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out
 from diffllm.distributed.fsdp import placement
 from diffllm.distributed.gradients import local
-from diffllm.errors import ConfigError
 from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.swiglu import SwiGLU
 from diffllm.training.build import build

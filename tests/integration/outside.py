@@ -15,7 +15,7 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.metrics.metric import Curve, Column, Layers, Metric, Section
 from diffllm.metrics.table import add_metric
 from diffllm.model.attention.base import Attention, AttentionConfig
-from diffllm.registry import schema, source
+from diffllm.core.registry import schema, source
 
 SCALES = Section("Scales", "Scales", "The scale multiplies a head's output.")
 add_metric(

@@ -12,7 +12,7 @@ from runs import overrides_of, prepared_corpus
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffllm.config import load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.metrics.tensorboard import EventFiles
 from diffllm.tools.run import run_and_report as run
 from diffllm.training.provenance import command

@@ -27,12 +27,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from diffllm.bounds import check_bounds
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.overrides import GROUPS
 from diffllm.config.values import check_values, leaves
-from diffllm.errors import LONGEST, ConfigError
+from diffllm.core.bounds import check_bounds
+from diffllm.core.errors import LONGEST, ConfigError
 from diffllm.metrics.diagnostics import probe_positions
 from diffllm.model import ModelConfig, build_model
 from diffllm.model.rope import RopeScaling, frequencies

@@ -14,7 +14,7 @@ from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.config.values import PATHS, leaves
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.tools import COMMANDS, module_of
 
 NO_PATHS = {

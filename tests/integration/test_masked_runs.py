@@ -9,7 +9,7 @@ from cli_helpers import documents
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
 
 from diffllm.config import load_config
-from diffllm.errors import ConfigError, DataError
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.tools.run import run_and_report as run
 
 WORDS = ("steps=8", "checkpoint.interval=4", "eval.interval=4", "log_interval=2")

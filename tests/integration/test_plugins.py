@@ -181,12 +181,12 @@ ERRORS = {
     "an exit": ("import sys\nsys.exit('no')", "SystemExit: no"),
     "a missing module": ("import not_there", "No module named 'not_there'"),
     "a name of ours": (
-        "from diffllm.registry import schema\n@schema('attention', 'gated')\nclass A: ...",
+        "from diffllm.core.registry import schema\n@schema('attention', 'gated')\nclass A: ...",
         "the attention gated is registered twice, by diffllm.model.attention.gated.GatedConfig and "
         "bad.A",
     ),
     "a name of another": (
-        "import scaled_attention\nfrom diffllm.registry import source\n"
+        "import scaled_attention\nfrom diffllm.core.registry import source\n"
         "@source('counting')\ndef f(): ...",
         "the data source counting is registered twice, by scaled_attention.counting and bad.f",
     ),

@@ -15,7 +15,7 @@ from forked_runs import forked_call, train
 from runs import assert_same_weights, reached
 
 import diffllm
-from diffllm.errors import ConfigError, PluginError
+from diffllm.core.errors import ConfigError, PluginError
 
 SESSION = """
 import json, os, sys
@@ -125,8 +125,8 @@ def notebook(words: list[str]) -> int:
     """A variant that a cell defines, and defines again."""
     from dataclasses import dataclass
 
+    from diffllm.core.registry import schema
     from diffllm.model.attention.standard import StandardConfig
-    from diffllm.registry import schema
 
     Path("mine/attention").mkdir(parents=True)
     Path("mine/attention/cell.yaml").write_text(

@@ -7,8 +7,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiers import slow_but
 
+from diffllm.core.errors import DataError
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.errors import DataError
 from diffllm.interop.fast import fast_tokenizer
 
 PIECES = (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from diffllm.config import load_config
-from diffllm.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.layouts import Layout, ModelDirectory, layout_of
 from diffllm.layouts.configs import KINDS, model_of
 from diffllm.model import without_storage

@@ -14,7 +14,7 @@ from tiers import families, slow_but
 from variants import SHAPES, VARIANTS, refused, small_config
 
 from diffllm import build_model
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
 from diffllm.model.attention.ops import attend, attention_weights
 

@@ -6,7 +6,7 @@ from stand_ins import CUDA, V2, V4
 from variants import small_config
 
 from diffllm import build_model, load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention import flash, kernels
 from diffllm.model.attention.kernels import prepare_backend
 from diffllm.model.attention.ops import Backend

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import config_directory
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention.diff_v1 import by_map, clamped, lambda_init_at
 from diffllm.model.init import Initializer
 from diffllm.model.rope import RopeConfig, RotaryEmbedding, apply_rope

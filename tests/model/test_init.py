@@ -8,7 +8,7 @@ import torch
 from processes import PATIENCE_S
 
 from diffllm import build_model, load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model import init
 from diffllm.model.init import BLOCK, Initializer
 

@@ -7,7 +7,7 @@ from variants import VARIANTS
 
 from diffllm import load_config
 from diffllm.config.compose import variant_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model import build_model
 from diffllm.model.documents import Documents
 from diffllm.model.init_match import write_factors

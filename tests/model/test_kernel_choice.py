@@ -13,7 +13,7 @@ from stand_ins import CUDA, END, V2, V4, mask_for, tokens_with_documents
 from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model, load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.attention import diff_v1, flash, kernels, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
 from diffllm.model.attention.kernels import Kernel, training_kernel

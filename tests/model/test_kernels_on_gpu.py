@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from variants import small_config
 
 from diffllm import build_model
+from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
-from diffllm.errors import ConfigError
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
 from diffllm.model.attention.ops import Backend, attend

@@ -10,7 +10,7 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffllm import build_model, load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.loss import (
     CPU_CHUNK,
     GPU_CHUNK,

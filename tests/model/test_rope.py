@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffllm import build_model, load_config
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model.rope import RopeConfig, RopeScaling, RotaryEmbedding, apply_rope, frequencies
 
 SCALINGS = {

@@ -6,7 +6,7 @@ from functools import cache
 from diffllm import build_model, load_config
 from diffllm.config import TrainConfig
 from diffllm.config.compose import config_directory
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.model import Transformer
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm import tools
-from diffllm.errors import CheckpointError
-from diffllm.files.records import LARGEST, read_metrics_line, read_record
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files.records import LARGEST, read_metrics_line, read_record
 from diffllm.report.bands import over_seeds
 from diffllm.report.drawing import draw_curves
 from diffllm.report.runs import Metrics, Series, load_run

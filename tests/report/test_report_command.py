@@ -14,7 +14,7 @@ from written_runs import sweep, write_run
 
 import diffllm.report.page
 from diffllm import tools
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.report import write_report
 from diffllm.report.comparison import read
 from diffllm.report.find import find_runs

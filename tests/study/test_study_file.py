@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.study.file import load_study
 from diffllm.tools import main
 

@@ -7,7 +7,7 @@ import pytest
 
 from diffllm.config import load_config
 from diffllm.config.compose import config_directory
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.study import runs, verdict
 from diffllm.study.command import check_runs, next_runs, run_study
 from diffllm.study.cost import costs

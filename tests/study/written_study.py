@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.config import TrainConfig, load_config
-from diffllm.files import write_atomic
+from diffllm.core.files import write_atomic
 from diffllm.study.file import Study, load_study
 from diffllm.study.runs import Planned, deciding_runs, rate_run, words_of
 from tests.report.written_runs import facts_of, with_seed

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tiers import slow_but
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.evaluation import suite
 from diffllm.tasks import generators
 from diffllm.tasks.task import TASKS, Example, Level, Task, levels_of, task

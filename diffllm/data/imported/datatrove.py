@@ -6,10 +6,10 @@ line that ends with the bytes of a token.
 
 from pathlib import Path
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import read_text
 from diffllm.data.imported.files import TokenFile, array_in, check_last_end
 from diffllm.data.verified import usable
-from diffllm.errors import DataError
-from diffllm.files import read_text
 
 TYPES = {2: "<u2", 4: "<u4"}
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.core.errors import DataError
+from diffllm.core.files.reading import open_regular
 from diffllm.data.file_array import FileArray
 from diffllm.data.verified import usable
-from diffllm.errors import DataError
-from diffllm.files.reading import open_regular
 
 SAMPLED = 64
 """Places of a file that its fingerprint reads, beside its ends."""

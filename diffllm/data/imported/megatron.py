@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.core.errors import DataError
+from diffllm.core.files.reading import open_regular
 from diffllm.data.file_array import FileArray
 from diffllm.data.imported.files import LOOKED_AT, TokenFile, array_in, check_last_end
-from diffllm.errors import DataError
-from diffllm.files.reading import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

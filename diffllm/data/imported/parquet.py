@@ -11,6 +11,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import build_once
+from diffllm.core.printing import to_stderr
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.files import check_pieces, fingerprint
 from diffllm.data.path_names import names_of
@@ -19,9 +22,6 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import located, write_tokenizer
-from diffllm.errors import DataError
-from diffllm.files import build_once
-from diffllm.printing import to_stderr
 
 ROWS = 128
 """Documents that are in memory, and counted, at a time."""

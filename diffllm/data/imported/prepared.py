@@ -6,6 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import build_once
+from diffllm.core.printing import to_stderr
 from diffllm.data.config import DataConfig
 from diffllm.data.imported.datatrove import open_datatrove
 from diffllm.data.imported.files import Tokens, documents_in, ended, fingerprint
@@ -19,9 +22,6 @@ from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import located, write_tokenizer
 from diffllm.data.verified import usable
-from diffllm.errors import DataError
-from diffllm.files import build_once
-from diffllm.printing import to_stderr
 
 FORMATS, TABLE = (".bin", ".ds"), ".parquet"
 COUNTED = 1 << 22

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from diffllm.core.errors import ConfigError
 from diffllm.data.config import Between, DataConfig
 from diffllm.data.mixture.order import LEAST_WEIGHT, SHORTEST, MixtureOrder
-from diffllm.errors import ConfigError
 
 STAIRS = 256
 """Most steps that a slope of weights is made of."""

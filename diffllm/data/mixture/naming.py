@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.config import TextConfig
-from diffllm.errors import ConfigError, DataError
 
 KEYS = "|".join(f.name for f in fields(TextConfig))
 OWN = re.compile(rf"(?<![\w./-])data\.(?=(?:{KEYS})\b(?![./-]\w))")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from diffllm.core.files.typed import made
 from diffllm.data.mixture.order import in_parts
-from diffllm.files.typed import made
 
 MOST = 2**53
 """Every count in a place is below it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SourceConfig, TextConfig
 from diffllm.data.joined import JoinedStream
 from diffllm.data.mixture.naming import of_source
@@ -13,7 +14,6 @@ from diffllm.data.shards import Manifest, together
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.errors import DataError
 
 
 @dataclass(frozen=True)

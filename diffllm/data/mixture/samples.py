@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from diffllm.core.errors import CheckpointError, DataError
+from diffllm.core.files.typed import made
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segments
 from diffllm.data.mixture.naming import of_source
@@ -18,8 +20,6 @@ from diffllm.data.samples import check_seed, shuffled
 from diffllm.data.sequences import Batch
 from diffllm.data.shards import Split
 from diffllm.data.training_sequences import training_sequences
-from diffllm.errors import CheckpointError, DataError
-from diffllm.files.typed import made
 
 
 class MixedSequences(Dataset[Batch | DataError]):

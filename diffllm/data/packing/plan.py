@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from diffllm.core.files.typed import read_typed
+from diffllm.core.printing import to_stderr
 from diffllm.data.file_array import FileArray
 from diffllm.data.packing.best_fit import best_fit_decreasing
 from diffllm.data.packing.pieces import pieces, windows
 from diffllm.data.progress import track
 from diffllm.data.shards import Stream
 from diffllm.data.verified import again, identity_of, is_at, leave_mark, matches, usable
-from diffllm.files.typed import read_typed
-from diffllm.printing import to_stderr
 
 VERSION = 1
 WINDOW = 2**20

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from diffllm.bounds import bounded, check_bounds
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import ConfigError
 
 
 @dataclass

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.core.files import build_once
+from diffllm.core.files.arrays import read_array, write_array
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import batches, document_hashes, left_out_path
 from diffllm.data.preparation.sharing import share_parts
@@ -21,8 +23,6 @@ from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.verified import usable
 from diffllm.data.waiting import held, said_if_long
-from diffllm.files import build_once
-from diffllm.files.arrays import read_array, write_array
 
 AT_ONCE = 2**25
 """Hashes that are compared at a time, in about 1 GB of memory."""

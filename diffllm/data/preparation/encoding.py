@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import replace_file
+from diffllm.core.files.arrays import read_array, write_array
+from diffllm.core.files.typed import read_typed
 from diffllm.data.preparation.workers import Meter
 from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits
 from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.verified import usable
-from diffllm.errors import DataError
-from diffllm.files import replace_file
-from diffllm.files.arrays import read_array, write_array
-from diffllm.files.typed import read_typed
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 ALL_HASHES = 2**64

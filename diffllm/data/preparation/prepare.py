@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from diffllm.core.errors import DataError, listed
+from diffllm.core.files import build_once
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported.prepared import prepare_tokens
 from diffllm.data.mixture.naming import of_source
@@ -20,8 +22,6 @@ from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import MODEL, check_tokenizer, located
 from diffllm.data.waiting import said_if_long
-from diffllm.errors import DataError, listed
-from diffllm.files import build_once
 
 DIVISION = "in parts"
 """How a corpus becomes shards; another way has other keys."""

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from itertools import chain
 
+from diffllm.core.errors import DataError
 from diffllm.data.text.corpus import Corpus, TextsPart
-from diffllm.errors import DataError
 
 
 def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:

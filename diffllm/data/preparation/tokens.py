@@ -17,6 +17,10 @@ from pathlib import Path
 import numpy as np
 from filelock import Timeout
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import locked, read_text, replace_file, sync
+from diffllm.core.files.arrays import read_array
+from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
 from diffllm.data.preparation.sharing import share_parts
@@ -28,10 +32,6 @@ from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark, usable
 from diffllm.data.waiting import held
-from diffllm.errors import DataError
-from diffllm.files import locked, read_text, replace_file, sync
-from diffllm.files.arrays import read_array
-from diffllm.printing import to_stderr
 
 ORIGIN = "origin"
 """The file, beside the records of parts, that says where their corpus lies."""

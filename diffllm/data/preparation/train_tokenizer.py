@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from diffllm.core.errors import DataError
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
-from diffllm.errors import DataError
 
 WINDOW_BYTES = 4096
 READ_FOR_SAMPLE = 8

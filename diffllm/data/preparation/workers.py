@@ -19,8 +19,8 @@ from typing import Any
 
 from filelock import Timeout
 
-from diffllm.errors import DataError
-from diffllm.files import locked
+from diffllm.core.errors import DataError
+from diffllm.core.files import locked
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that reach a whole process group: the parent decides what they mean."""

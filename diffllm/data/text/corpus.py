@@ -6,10 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from diffllm.core.errors import DataError
+from diffllm.core.registry import SOURCES
 from diffllm.data.config import DataConfig
 from diffllm.data.text.file_index import combined_hash
-from diffllm.errors import DataError
-from diffllm.registry import SOURCES
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

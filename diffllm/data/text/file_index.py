@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from diffllm.core.errors import DataError
+from diffllm.core.files import read_json, replace_file
 from diffllm.data.progress import track
 from diffllm.data.verified import identity_of, settled_identity
 from diffllm.data.waiting import held
-from diffllm.errors import DataError
-from diffllm.files import read_json, replace_file
 
 INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20

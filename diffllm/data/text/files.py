@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffllm.core.errors import DataError, printable
+from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
 from diffllm.data.text.file_index import FileFacts, check_unchanged, combined_hash, file_facts
 from diffllm.data.text.formats import COMPRESSIONS, TEXT_FORMATS, format_of
-from diffllm.errors import DataError, printable
-from diffllm.registry import source
 
 if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from diffllm.errors import DataError
+from diffllm.core.errors import DataError
 
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}

@@ -11,6 +11,10 @@ from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
+from diffllm.core.errors import DataError, printable
+from diffllm.core.files import locked, read_json, replace_file
+from diffllm.core.printing import to_stderr
+from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import (
@@ -28,10 +32,6 @@ from diffllm.data.text.files import check_all, check_file, unreadable
 from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.data.verified import usable
 from diffllm.data.waiting import said_if_long
-from diffllm.errors import DataError, printable
-from diffllm.files import locked, read_json, replace_file
-from diffllm.printing import to_stderr
-from diffllm.registry import source
 
 MOST_PARTS = 16_384
 COMMIT = r"[0-9a-f]{40}"

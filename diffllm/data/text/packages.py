@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from diffllm.core.errors import DataError
+from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.stdlib import corpus_of, python_files
-from diffllm.errors import DataError
-from diffllm.registry import source
 
 
 class Package(NamedTuple):

@@ -22,11 +22,11 @@ import pyarrow.json
 import pyarrow.parquet
 import zstandard
 
+from diffllm.core.errors import DataError
 from diffllm.data.config import SampleBy
 from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, reason
 from diffllm.data.text.file_index import FileFacts
 from diffllm.data.text.formats import COMPRESSIONS
-from diffllm.errors import DataError
 
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from diffllm.core.errors import DataError
+from diffllm.core.registry import source
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.files import check_all, parts_of
-from diffllm.errors import DataError
-from diffllm.registry import source
 
 
 @source("stdlib")

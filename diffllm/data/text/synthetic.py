@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from diffllm.bounds import bounded
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
-from diffllm.errors import ConfigError
-from diffllm.registry import schema, source
 from diffllm.tasks import VERSION
 from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Level, Task
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded
+from diffllm.core.bounds import bounded
 from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
 from diffllm.model.attention.ops import (
     Backend,

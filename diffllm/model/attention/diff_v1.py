@@ -11,8 +11,9 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import (
@@ -28,7 +29,6 @@ from diffllm.model.choice import ASKED, Choice
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope
-from diffllm.registry import schema
 
 FAST_WIDTH = 128
 """The widest heads for which GPU kernels run at full speed."""

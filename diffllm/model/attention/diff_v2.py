@@ -6,12 +6,12 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
 from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
-from diffllm.registry import schema
 
 FIXED = 0.5
 

@@ -6,8 +6,8 @@ import importlib.util
 import torch
 from torch.nn.attention import restore_flash_attention_impl
 
+from diffllm.core.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 from diffllm.model.attention.ops import FLASH_4, Backend, Packed, flash, varlen
-from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 HOPPER_OR_BLACKWELL = (9, 10)
 """Major compute capabilities of the data-centre GPUs on which flash-attn-4 runs under torch."""

@@ -6,10 +6,10 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Shown
 from diffllm.model.attention.ops import Mask
 from diffllm.model.config import ModelConfig
-from diffllm.registry import schema
 
 
 class Gate(Enum):

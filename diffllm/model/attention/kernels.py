@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
+from diffllm.core.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 from diffllm.model.attention.flash import (
     HOPPER_OR_BLACKWELL,
     activate_flash_4,
@@ -38,7 +39,6 @@ from diffllm.model.attention.ops import (
 from diffllm.model.choice import ASKED, Choice
 from diffllm.model.documents import Documents
 from diffllm.model.dtypes import dtype_name
-from diffllm.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
 
 
 class Kernel(StrEnum):

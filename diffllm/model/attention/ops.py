@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from diffllm.torch_versions import CPU, VARLEN_GQA
+from diffllm.core.torch_versions import CPU, VARLEN_GQA
 
 NARROW = 32
 """The head width up to which the fused kernel is faster in float32 than in bf16 on CPUs with fast

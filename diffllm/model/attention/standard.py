@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.bounds import bounded
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
+from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
 from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
-from diffllm.registry import schema
 
 SINK_CHANNELS = 8
 """Channels that q and k gain for a learned sink: 8, because kernels want multiples of 8."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from diffllm.bounds import bounded
-from diffllm.errors import ConfigError
+from diffllm.core.bounds import bounded
+from diffllm.core.errors import ConfigError
 
 
 class Score(Enum):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.core.torch_versions import IS_ROCM
 from diffllm.model.choice import Choice
 from diffllm.model.dtypes import dtype_name
-from diffllm.torch_versions import IS_ROCM
 
 ALIGNMENT = 16
 """Rows of the operands of a grouped product must be a multiple of this many bytes."""

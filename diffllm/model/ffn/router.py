@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffllm.core.torch_versions import IS_ROCM
 from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.choice import Choice
 from diffllm.model.dtypes import dtype_name
 from diffllm.model.ffn.config import MoEConfig, Score
 from diffllm.model.ffn.split_product import SplitProduct
-from diffllm.torch_versions import IS_ROCM
 
 EPS = 1e-20
 FLOAT32 = "float32"

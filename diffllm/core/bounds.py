@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import field, fields, is_dataclass
 from typing import Any
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 RULES = {
     "least": (operator.ge, "be at least"),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from diffllm.errors import CheckpointError, InUseError
-from diffllm.files.locks import acquire, holder
+from diffllm.core.errors import CheckpointError, InUseError
+from diffllm.core.files.locks import acquire, holder
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

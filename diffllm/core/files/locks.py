@@ -10,9 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from diffllm.errors import ConfigError, InUseError, printable
-from diffllm.files.paths import why_no_file
-from diffllm.files.reading import read_text
+from diffllm.core.errors import ConfigError, InUseError, printable
+from diffllm.core.files.paths import why_no_file
+from diffllm.core.files.reading import read_text
 
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from diffllm.files.reading import read_json
+from diffllm.core.files.reading import read_json
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from diffllm.errors import CheckpointError
+from diffllm.core.errors import CheckpointError
 
 LARGEST_JSON = 64 * 2**20
 """Limit in bytes; the manifest of 100,000 parameters and 10,000 ranks has a tenth of it."""

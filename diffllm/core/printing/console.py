@@ -5,8 +5,8 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
-from diffllm.errors import printable
-from diffllm.printing import KEPT
+from diffllm.core.errors import printable
+from diffllm.core.printing import KEPT
 
 
 class Console(rich.console.Console):

@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any, TextIO
 
-from diffllm.errors import printable
+from diffllm.core.errors import printable
 
 SPACES = "\u00a0\u1680\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 JOINERS = "\u00ad\u200b\u200c\u200d\u2060" + "".join(map(chr, range(0xE0020, 0xE0080)))

@@ -5,7 +5,7 @@ import os
 import stat
 from pathlib import Path
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes that names and paths have at most where the file system does not say."""

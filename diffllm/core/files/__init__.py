@@ -1,9 +1,16 @@
 """Files that are whole or not there, locks between processes, and paths that users give."""
 
-from diffllm.files.locks import acquire, hold, holder, locked, missing, take_back
-from diffllm.files.paths import user_path
-from diffllm.files.reading import parse_json, read_bytes, read_json, read_lines, read_text, readable
-from diffllm.files.writing import (
+from diffllm.core.files.locks import acquire, hold, holder, locked, missing, take_back
+from diffllm.core.files.paths import user_path
+from diffllm.core.files.reading import (
+    parse_json,
+    read_bytes,
+    read_json,
+    read_lines,
+    read_text,
+    readable,
+)
+from diffllm.core.files.writing import (
     build_once,
     open_to_append,
     open_to_write,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 
-from diffllm.errors import ConfigError
+from diffllm.core.errors import ConfigError
 
 T = TypeVar("T", bound=type)
 Source = TypeVar("Source", bound=Callable[..., Any])

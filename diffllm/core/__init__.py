@@ -1,0 +1,1 @@
+"""What every other package uses: errors, bounds, names, files, printing, versions of torch."""
