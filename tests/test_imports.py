@@ -15,7 +15,6 @@ ROOT = Path(diffllm.__file__).parent
 FLOORS = (
     ("core",),
     ("model", "optim", "statistics"),
-    ("tasks",),
     ("data", "distributed", "metrics"),
     ("checkpoint",),
     ("layouts",),

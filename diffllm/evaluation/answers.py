@@ -7,11 +7,11 @@ from typing import Any
 from diffllm.core.errors import ConfigError
 from diffllm.data import Tokenizer
 from diffllm.data.progress import track
+from diffllm.data.tasks import VERSION
+from diffllm.data.tasks.task import Example, Level, Task
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.results import SHARE
 from diffllm.evaluation.scoring import Question, Scored, question_of, score
-from diffllm.tasks import VERSION
-from diffllm.tasks.task import Example, Level, Task
 
 A_LEVEL = 50
 """Examples of a level, where no limit says less."""

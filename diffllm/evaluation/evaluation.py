@@ -10,8 +10,8 @@ import torch
 
 from diffllm.config import TrainConfig
 from diffllm.data import Tokenizer
+from diffllm.data.tasks.task import Level
 from diffllm.model import Transformer
-from diffllm.tasks.task import Level
 
 Line = dict[str, Any]
 Settings = dict[str, Any]

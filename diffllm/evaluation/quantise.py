@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.progress import track
+from diffllm.data.tasks.task import TASKS, Example
 from diffllm.evaluation.answers import Answers, line, questions
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import (
@@ -35,7 +36,6 @@ from diffllm.evaluation.scoring import Question, score
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
 from diffllm.statistics.bootstrap import of_documents
-from diffllm.tasks.task import TASKS, Example
 
 VERSION = 1
 """Changed whenever lines or scores change, so that older results are made anew."""

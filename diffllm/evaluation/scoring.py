@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.data import Tokenizer
+from diffllm.data.tasks.task import Example
 from diffllm.model import Transformer
 from diffllm.model.attention.base import KVCache
-from diffllm.tasks.task import Example
 
 T = TypeVar("T")
 TOKENS = 16_384

@@ -17,6 +17,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.files.records import finite
 from diffllm.data import Tokenizer
+from diffllm.data.tasks.own_file import OwnFile
+from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of
 from diffllm.data.text.formats import JSON_LINES
 from diffllm.evaluation.answers import Answers, line, questions, share
 from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject
@@ -26,8 +28,6 @@ from diffllm.evaluation.quantise import Quantise
 from diffllm.evaluation.results import keep, kept, results_of
 from diffllm.evaluation.scoring import Question, score_batches
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
-from diffllm.tasks.own_file import OwnFile
-from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of
 
 EVALUATIONS: dict[str, Evaluation] = {
     each.name: each for each in (Position(), Outliers(), Quantise())

@@ -30,12 +30,12 @@ from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import echo, echo_json
 from diffllm.data import Tokenizer
+from diffllm.data.tasks.task import Level, levels_of
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
 from diffllm.report.numbers import ascii_minus, in_digits
-from diffllm.tasks.task import Level, levels_of
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 

@@ -14,10 +14,10 @@ from diffllm import build_model, load_config
 from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.train_tokenizer import train_tokenizer
+from diffllm.data.tasks.task import TASKS
 from diffllm.evaluation import suite
 from diffllm.evaluation.answers import Answers, numbers_of
 from diffllm.evaluation.evaluation import Subject
-from diffllm.tasks.task import TASKS
 from diffllm.tools import main
 
 FAST = ["tasks=[mqar,icl]", "limit=8"]
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_one_line(
 
 
 OWN = """
-from diffllm.tasks.task import Example, Task, task
+from diffllm.data.tasks.task import Example, Task, task
 
 
 @task("copied")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffllm import build_model, load_config
 from diffllm.data import prepare
+from diffllm.data.tasks.task import TASKS
 from diffllm.evaluation import quantise
 from diffllm.evaluation.answers import Answers
 from diffllm.evaluation.evaluation import Asked, Subject
@@ -20,7 +21,6 @@ from diffllm.evaluation.quantise import ARMS, Rounding, quantised, rounded
 from diffllm.evaluation.suite import EVALUATIONS
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
-from diffllm.tasks.task import TASKS
 
 QUANTISE = EVALUATIONS["quantise"]
 PLAIN = {"attention_norm", "ffn_norm", "tok_embeddings", "output", "norm", "w_lambda", "router"}

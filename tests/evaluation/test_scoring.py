@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from diffllm import build_model, load_config
+from diffllm.data.tasks.task import Example
 from diffllm.evaluation import scoring
 from diffllm.evaluation.scoring import Question, question_of, score
 from diffllm.model import Transformer
 from diffllm.model.generate import generate
-from diffllm.tasks.task import Example
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 

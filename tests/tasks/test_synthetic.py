@@ -11,9 +11,9 @@ from diffllm import load_config
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare
+from diffllm.data.tasks.task import TASKS
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.synthetic import words_of
-from diffllm.tasks.task import TASKS
 
 WORDS = ["model=tiny", "model.vocab_size=420", "seq_len=32", "data=synthetic", "data.examples=300"]
 

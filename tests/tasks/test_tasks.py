@@ -10,9 +10,9 @@ import pytest
 from tiers import slow_but
 
 from diffllm.core.errors import ConfigError
+from diffllm.data.tasks import generators
+from diffllm.data.tasks.task import TASKS, Example, Level, Task, levels_of, task
 from diffllm.evaluation import suite
-from diffllm.tasks import generators
-from diffllm.tasks.task import TASKS, Example, Level, Task, levels_of, task
 
 LENGTH = 2048
 CASES = 2000

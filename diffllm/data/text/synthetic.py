@@ -14,10 +14,10 @@ from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
+from diffllm.data.tasks import VERSION
+from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level, Task
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
-from diffllm.tasks import VERSION
-from diffllm.tasks.task import REMOVED, REPLACED, TASKS, Level, Task
 
 A_PART = 10_000
 """Examples of a part."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from diffllm.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
+from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
 
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files.reading import parse_json, read_bytes, readable
-from diffllm.tasks.task import Count, Example, Level, Seed, Task
+from diffllm.data.tasks.task import Count, Example, Level, Seed, Task
 
 LARGEST = 2**28
 """Bytes of a file."""

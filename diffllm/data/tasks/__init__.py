@@ -3,7 +3,7 @@
 Importing this registers those that come with the package.
 """
 
-from diffllm.tasks import generators
+from diffllm.data.tasks import generators
 
 VERSION = 4
 """Changed whenever examples change, so that nothing made of older ones is taken for theirs."""
