@@ -195,7 +195,7 @@ def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffllm.layouts.safetensors.save_file", refuse)
+    monkeypatch.setattr("diffllm.checkpoint.hf.safetensors.save_file", refuse)
     assert main(["consolidate", f"run={path}", f"out={tmp_path}"]) == 2
     assert f"{tmp_path} cannot be written: No space left on device" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,6 @@ FLOORS = (
     ("model", "optim", "statistics"),
     ("data", "distributed", "metrics"),
     ("checkpoint",),
-    ("layouts",),
     ("config",),
     ("evaluation",),
     ("report", "training"),

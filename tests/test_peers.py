@@ -5,7 +5,7 @@ import torch
 from tiers import slow_but
 
 from diffllm import build_model, load_config
-from diffllm.layouts.layout import name_there
+from diffllm.checkpoint.hf.layout import name_there
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.checkpoint.directory import find_checkpoint, step_of
+from diffllm.checkpoint.hf import ModelDirectory
+from diffllm.checkpoint.hf.directory import is_model_directory
+from diffllm.checkpoint.hf.own import VARIANTS
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import flatten, load_run_config
@@ -19,9 +22,6 @@ from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
 from diffllm.data.tokenizer_files import tokenizer_of
-from diffllm.layouts import ModelDirectory
-from diffllm.layouts.directory import is_model_directory
-from diffllm.layouts.own import VARIANTS
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from diffllm.checkpoint import read_state, step_of
 from diffllm.checkpoint.directory import with_checkpoint
+from diffllm.checkpoint.hf import Layout, layout_of
+from diffllm.checkpoint.hf.safetensors import loaded, tensors_of, write_safetensors
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.values import OF_WEIGHTS
@@ -24,8 +26,6 @@ from diffllm.interop.appearing import appearing, check_free
 from diffllm.interop.card import card_of
 from diffllm.interop.fast import fast_tokenizer
 from diffllm.interop.settings import model_settings, special_ids, tokenizer_settings
-from diffllm.layouts import Layout, layout_of
-from diffllm.layouts.safetensors import loaded, tensors_of, write_safetensors
 from diffllm.model.config import ModelConfig
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")

@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from diffllm.checkpoint import load_tensors, step_of
+from diffllm.checkpoint.hf import converted
+from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
@@ -18,8 +20,6 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from diffllm.interop.appearing import appearing, check_free
-from diffllm.layouts import converted
-from diffllm.layouts.layout import Mapped, same
 from diffllm.model import without_storage
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from diffllm.checkpoint.hf import Layout
 from diffllm.data import Tokenizer
-from diffllm.layouts import Layout
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:

@@ -25,6 +25,13 @@ from torch import Tensor
 
 from diffllm.checkpoint import step_of
 from diffllm.checkpoint.directory import with_checkpoint
+from diffllm.checkpoint.hf.safetensors import (
+    DTYPES,
+    check_form,
+    loaded,
+    tensors_of,
+    write_safetensors,
+)
 from diffllm.checkpoint.reader import reason
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
@@ -32,7 +39,6 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, scratch_directory, sync
 from diffllm.core.printing import echo
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
-from diffllm.layouts.safetensors import DTYPES, check_form, loaded, tensors_of, write_safetensors
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 LARGEST_FILE = 2**30

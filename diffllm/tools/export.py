@@ -11,9 +11,9 @@ diffllm export run=outputs/mine step=2000 out=mine-hf dtype=bf16
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffllm.checkpoint.hf.safetensors import DTYPES, check_form
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo
-from diffllm.layouts.safetensors import DTYPES, check_form
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.extras import needing_interop
 

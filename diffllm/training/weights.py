@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
+from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.config import TrainConfig
 from diffllm.config.origin import Origin, differences, named_in, origin_of
 from diffllm.config.schema import described, is_allowed
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.data import Prepared, Tokenizer
-from diffllm.layouts.conversion import TARGETS
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.model.init import LocalBlock

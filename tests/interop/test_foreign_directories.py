@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from diffllm.checkpoint.hf import Layout, ModelDirectory, layout_of
+from diffllm.checkpoint.hf.configs import KINDS, model_of
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.layouts import Layout, ModelDirectory, layout_of
-from diffllm.layouts.configs import KINDS, model_of
 from diffllm.model import without_storage
 
 SMALL = (

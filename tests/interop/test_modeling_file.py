@@ -15,10 +15,10 @@ from tiers import slow_but
 from torch import nn
 
 import diffllm
-from diffllm.layouts.configs import CLASSES, rope_of
-from diffllm.layouts.configs import Config as ForeignConfig
-from diffllm.layouts.layout import rope_parameters
-from diffllm.layouts.own import plain
+from diffllm.checkpoint.hf.configs import CLASSES, rope_of
+from diffllm.checkpoint.hf.configs import Config as ForeignConfig
+from diffllm.checkpoint.hf.layout import rope_parameters
+from diffllm.checkpoint.hf.own import plain
 from diffllm.model.ffn.config import MoEConfig
 from diffllm.model.rope import RopeConfig, RopeScaling
 from diffllm.model.rope import RotaryEmbedding as RunRotaryEmbedding

@@ -14,14 +14,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diffllm.checkpoint.hf.choice import layout_of
+from diffllm.checkpoint.hf.configs import model_of
+from diffllm.checkpoint.hf.layout import Mapped
 from diffllm.core.errors import CheckpointError, ConfigError, DataError, listed
 from diffllm.core.files import read_json, readable
 from diffllm.core.files.reading import open_regular
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import FAST, MODEL
-from diffllm.layouts.choice import layout_of
-from diffllm.layouts.configs import model_of
-from diffllm.layouts.layout import Mapped
 from diffllm.model import without_storage
 from diffllm.model.config import ModelConfig
 

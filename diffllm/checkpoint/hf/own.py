@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffllm.layouts.layout import Layout, Mapped, name_there, renamed, shape_config
+from diffllm.checkpoint.hf.layout import Layout, Mapped, name_there, renamed, shape_config
 from diffllm.model import without_storage
 from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig

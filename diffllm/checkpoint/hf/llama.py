@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffllm.layouts.layout import (
+from diffllm.checkpoint.hf.layout import (
     Layout,
     Mapped,
     name_there,

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from diffllm.checkpoint.hf.layout import Layout
+from diffllm.checkpoint.hf.llama import diffllama_layout, llama_layout, qwen3_moe_layout
+from diffllm.checkpoint.hf.own import own_layout
 from diffllm.core.errors import ConfigError
-from diffllm.layouts.layout import Layout
-from diffllm.layouts.llama import diffllama_layout, llama_layout, qwen3_moe_layout
-from diffllm.layouts.own import own_layout
 from diffllm.model.config import ModelConfig
 
 KNOWN: Sequence[Callable[[ModelConfig], Layout | None]] = (

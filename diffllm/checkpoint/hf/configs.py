@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.layouts.own import OF_MACHINE, VARIANTS
+from diffllm.checkpoint.hf.own import OF_MACHINE, VARIANTS
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config
 from diffllm.model.attention.diff_v2 import DiffV2Config

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.core.errors import ConfigError
-from diffllm.layouts.layout import Mapped, same
 from diffllm.model import without_storage
 from diffllm.model.attention.diff_v2 import DiffV2Config, Lambda, Pairing
 from diffllm.model.attention.standard import Sink, StandardConfig
