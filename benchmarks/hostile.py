@@ -87,7 +87,7 @@ def imports() -> None:
     import torch
     import torch._dynamo
 
-    import diffllm.report.page
+    import diffllm.compare.report.page
     import diffllm.tools.run
     import diffllm.tools.train
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import matplotlib
 
-from diffllm.report.rows import Row
-from diffllm.report.style import RC, SMALL, row_styles, to_svg
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.style import RC, SMALL, row_styles, to_svg
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.page import draw_rules, markdown, verdict_text
+from diffllm.compare.study.verdict import judge
 from diffllm.statistics.estimates import Estimate
-from diffllm.study.file import load_study
-from diffllm.study.page import draw_rules, markdown, verdict_text
-from diffllm.study.verdict import judge
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 620

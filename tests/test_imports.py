@@ -19,10 +19,8 @@ FLOORS = (
     ("checkpoint",),
     ("config",),
     ("evaluation",),
-    ("report", "training"),
-    ("plan",),
-    ("interop", "sweep"),
-    ("study",),
+    ("training",),
+    ("compare", "interop", "plan"),
     ("tools",),
 )
 """The rooms of the package, from the ground up: each imports only from floors below its own."""

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.runs import DECIDING, Planned, config_of
+from diffllm.compare.sweep.cluster import ClusterLauncher
+from diffllm.compare.sweep.names import experiment_words, parse
+from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import load_config
 from diffllm.config.compose import bring, config_directory, variant_config
 from diffllm.config.origin import Origin, implied
 from diffllm.config.overrides import check_shared
 from diffllm.config.plugins import add_named_directory
 from diffllm.core.errors import ConfigError
-from diffllm.study.file import load_study
-from diffllm.study.runs import DECIDING, Planned, config_of
-from diffllm.sweep.cluster import ClusterLauncher
-from diffllm.sweep.names import experiment_words, parse
-from diffllm.sweep.plan import plan_sweep
 from diffllm.tools import main
 
 SECRET = "hfSecretOfNobody0123456789"

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from diffllm.compare.sweep.cluster import in_queue
 from diffllm.core.errors import ConfigError
-from diffllm.sweep.cluster import in_queue
 
 
 @pytest.fixture

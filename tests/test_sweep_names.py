@@ -5,9 +5,9 @@ import re
 import pytest
 from tiers import slow_but
 
+from diffllm.compare.sweep.names import combinations, label_value, parse, run_name, short_labels
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.sweep.names import combinations, label_value, parse, run_name, short_labels
 from diffllm.training.directory import NAME
 
 

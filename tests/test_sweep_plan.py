@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from diffllm.compare.sweep import report as report_module
+from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, why
+from diffllm.compare.sweep.job import Ending, Job, last_error
+from diffllm.compare.sweep.names import parse
+from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.sweep import report as report_module
-from diffllm.sweep.cluster import ClusterLauncher, first_failed, why
-from diffllm.sweep.job import Ending, Job, last_error
-from diffllm.sweep.names import parse
-from diffllm.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.tools.train import main
 
 
@@ -161,16 +161,18 @@ def test_a_report_that_fails_says_one_line(
     def fails(paths: list[Path]) -> None:
         raise RuntimeError(f"cannot\nread {paths[0]}")
 
-    monkeypatch.setattr("diffllm.report.comparison_text", lambda paths: "the table", raising=False)
-    monkeypatch.setattr("diffllm.report.write_report", fails, raising=False)
+    monkeypatch.setattr(
+        "diffllm.compare.report.comparison_text", lambda paths: "the table", raising=False
+    )
+    monkeypatch.setattr("diffllm.compare.report.write_report", fails, raising=False)
     report_module.write_comparison(Path("s"))
     assert capsys.readouterr().out == ("\nthe table\n\nno comparison of the runs: cannot read s\n")
     written = (Path("s/report.html"), Path("s/report.csv"))
-    monkeypatch.setattr("diffllm.report.write_report", lambda paths: written, raising=False)
+    monkeypatch.setattr("diffllm.compare.report.write_report", lambda paths: written, raising=False)
     report_module.write_comparison(Path("s"))
     page = "\nthe table\n\ncomparison s/report.html, s/report.csv\n"
     assert capsys.readouterr().out == f"{page}no gaps in wandb: s does not exist\n"
-    monkeypatch.setattr("diffllm.report.log_gaps", lambda paths: True, raising=False)
+    monkeypatch.setattr("diffllm.compare.report.log_gaps", lambda paths: True, raising=False)
     report_module.write_comparison(Path("s"))
     assert capsys.readouterr().out == page
 

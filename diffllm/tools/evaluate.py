@@ -24,6 +24,7 @@ import torch
 
 from diffllm.checkpoint import list_checkpoints, step_of
 from diffllm.checkpoint.directory import path_of
+from diffllm.compare.report.numbers import ascii_minus, in_digits
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.bounds import bounded, check_bounds
@@ -35,7 +36,6 @@ from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
-from diffllm.report.numbers import ascii_minus, in_digits
 from diffllm.tools.arguments import a_path, parse, plugins_field
 from diffllm.tools.table import print_table, table
 

@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 from scipy.optimize import bisect
 from scipy.special import softmax
 
+from diffllm.compare.report.numbers import short
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import replace_file
 from diffllm.core.printing import echo, echo_json
-from diffllm.report.numbers import short
 from diffllm.tools.arguments import a_path, parse
 from diffllm.tools.table import print_table, table
 

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     words = [word for word in argv if word not in launcher]
     cfg = load_config(words)
     if launcher:
-        from diffllm.sweep.nodes import prepare_on_nodes
+        from diffllm.compare.sweep.nodes import prepare_on_nodes
 
         prepare_on_nodes(words, launcher, cfg.prepare.num_nodes)
     try:

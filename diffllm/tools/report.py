@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffllm.compare.report.comparison import read
+from diffllm.compare.report.page import write
+from diffllm.compare.report.text import whole_text
+from diffllm.compare.report.wandb_gaps import log_gaps
 from diffllm.core.printing import echo
-from diffllm.report.comparison import read
-from diffllm.report.page import write
-from diffllm.report.text import whole_text
-from diffllm.report.wandb_gaps import log_gaps
 from diffllm.tools.arguments import a_path, parse, plugins_field
 
 WHAT = """\

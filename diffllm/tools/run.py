@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from diffllm.compare.report import write_report
 from diffllm.config import TrainConfig
 from diffllm.evaluation.suite import tasks_of
-from diffllm.report import write_report
 from diffllm.training.run import Outcome, run
 
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from diffllm.compare.report.numbers import MISSING, clock, compact
+from diffllm.compare.study.cost import Cost, costs
+from diffllm.compare.study.file import Study, load_study
 from diffllm.config.plugins import directories, is_plugins, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.printing import echo, echo_json
-from diffllm.report.numbers import MISSING, clock, compact
-from diffllm.study.cost import Cost, costs
-from diffllm.study.file import Study, load_study
 from diffllm.tools.table import print_table, table
 
 WHAT = """\
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if flag in words:
         dry_run(study, out, [user_path(word.partition("=")[2], "pilot") for word in pilot])
         return 0
-    from diffllm.study.command import run_study
+    from diffllm.compare.study.command import run_study
 
     named = [directory for directory in directories() if yamls(directory)]
     flags = [word for directory in named for word in ("--config-dir", str(directory))]
@@ -71,7 +71,7 @@ def arguments(words: list[str], flag: str) -> tuple[Study, Path, list[str]]:
 
 def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
     """Check every run, and print what they cost."""
-    from diffllm.study.command import check_runs
+    from diffllm.compare.study.command import check_runs
 
     check_runs(study, out, 1)
     found = costs(study, out, pilot)
@@ -108,8 +108,8 @@ def total(found: list[Cost]) -> str:
 
 def verdict(study: Study, out: Path, as_json: bool) -> int:
     """Judge a study, write its page, and print the verdict."""
-    from diffllm.study.page import verdict_text, write_verdict
-    from diffllm.study.verdict import judge
+    from diffllm.compare.study.page import verdict_text, write_verdict
+    from diffllm.compare.study.verdict import judge
 
     found = judge(study, out)
     files = write_verdict(found, out)

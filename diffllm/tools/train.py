@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
                 with result():
                     echo(text.getvalue(), end="")
         elif args.multirun:
-            from diffllm.sweep.command import sweep
+            from diffllm.compare.sweep.command import sweep
 
             return sweep(args.overrides, config_dirs)
         else:

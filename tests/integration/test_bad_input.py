@@ -648,7 +648,7 @@ def test_sweep_with_one_bad_job_starts_none(
     workspace: Workspace, words: list[str], named: list[str]
 ) -> None:
     workspace.monkeypatch.setattr(
-        "diffllm.sweep.command.run_here", lambda *_: pytest.fail("the sweep was launched")
+        "diffllm.compare.sweep.command.run_here", lambda *_: pytest.fail("the sweep was launched")
     )
     workspace.rejects_sweep(words, *named)
 

@@ -13,8 +13,8 @@ from test_same_data import samples
 
 from diffllm import load_config
 from diffllm.checkpoint import list_checkpoints, read_state
+from diffllm.compare.report import write_report
 from diffllm.data import prepare
-from diffllm.report import write_report
 
 STEPS, BATCH = 24, 12
 RAMP = "data.curriculum=[{at: 0.1, weights: {code: 3, prose: 1}}, {at: 0.9, weights: {prose: 1}}]"

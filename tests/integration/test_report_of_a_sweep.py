@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from forked_runs import tool, train
 
-from diffllm.report.comparison import read
+from diffllm.compare.report.comparison import read
 
 
 @pytest.mark.slow

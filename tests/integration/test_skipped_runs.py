@@ -8,8 +8,8 @@ from forked_runs import start, train
 from runs import checkpoint_tensors, prepared_corpus
 from tiers import slow_but
 
+from diffllm.compare.report.runs import load_run
 from diffllm.core.files.records import gave_up
-from diffllm.report.runs import load_run
 
 LIMIT, LOGGED = 6, 5
 

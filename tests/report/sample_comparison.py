@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 import diffllm
+from diffllm.compare.report.comparison import Comparison, compare
+from diffllm.compare.report.groups import Group
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.runs import Metrics, Run
 from diffllm.config import TrainConfig
 from diffllm.metrics.spikes import SpikeMonitor
-from diffllm.report.comparison import Comparison, compare
-from diffllm.report.groups import Group
-from diffllm.report.rows import Row
-from diffllm.report.runs import Metrics, Run
 from diffllm.statistics.estimates import Estimate
 
 FOUR = ("standard", "gated", "diff_v1", "diff_v2")

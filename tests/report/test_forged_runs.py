@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm import tools
+from diffllm.compare.report.bands import over_seeds
+from diffllm.compare.report.drawing import draw_curves
+from diffllm.compare.report.runs import Metrics, Series, load_run
+from diffllm.compare.report.style import RowStyle
+from diffllm.compare.study.pilot import trend_of
+from diffllm.compare.study.runs import deciding_runs, heldout_loss
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files.records import LARGEST, read_metrics_line, read_record
-from diffllm.report.bands import over_seeds
-from diffllm.report.drawing import draw_curves
-from diffllm.report.runs import Metrics, Series, load_run
-from diffllm.report.style import RowStyle
 from diffllm.statistics.gap_tests import welch
 from diffllm.statistics.power_analysis import paired_power, welch_power
-from diffllm.study.pilot import trend_of
-from diffllm.study.runs import deciding_runs, heldout_loss
 from tests.study.written_study import study_file, write_ended
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import sample_comparison as sample
 
-from diffllm.report.evaluations import Cell, Evaluated, ScoreLine
-from diffllm.report.page import page
+from diffllm.compare.report.evaluations import Cell, Evaluated, ScoreLine
+from diffllm.compare.report.page import page
 from diffllm.statistics.estimates import Estimate
 
 CHROMIUM = shutil.which("chromium")

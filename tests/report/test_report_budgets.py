@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from diffllm.report.bands import noise_floor
-from diffllm.report.budgets import BUDGETS, read, spent_band
-from diffllm.report.comparison import compare
-from diffllm.report.page import page
-from diffllm.report.rows import COSTS
-from diffllm.report.runs import Series
-from diffllm.report.table import COLUMNS
+from diffllm.compare.report.bands import noise_floor
+from diffllm.compare.report.budgets import BUDGETS, read, spent_band
+from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.page import page
+from diffllm.compare.report.rows import COSTS
+from diffllm.compare.report.runs import Series
+from diffllm.compare.report.table import COLUMNS
 from tests.report.written_runs import loaded, write_run
 
 TOKENS = 8 * 32

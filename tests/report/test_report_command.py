@@ -12,12 +12,12 @@ import pytest
 from tiers import slow_but
 from written_runs import sweep, write_run
 
-import diffllm.report.page
+import diffllm.compare.report.page
 from diffllm import tools
+from diffllm.compare.report import write_report
+from diffllm.compare.report.comparison import read
+from diffllm.compare.report.find import find_runs
 from diffllm.core.errors import ConfigError
-from diffllm.report import write_report
-from diffllm.report.comparison import read
-from diffllm.report.find import find_runs
 
 LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
@@ -216,7 +216,7 @@ def test_help_says_what_there_is(capsys):
 def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
     write_report([Path("cmp1")])
     before = {name: (swept / name).read_bytes() for name in files(swept)}
-    monkeypatch.setattr(diffllm.report.page, "csv_text", lambda comparison: "\ud800")
+    monkeypatch.setattr(diffllm.compare.report.page, "csv_text", lambda comparison: "\ud800")
     with pytest.raises(UnicodeEncodeError):
         write_report([Path("cmp1")])
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before
@@ -278,7 +278,7 @@ def test_python_gets_the_two_paths(swept):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, diffllm.report; print(*sys.modules)"
+    code = "import sys, diffllm.compare.report; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "scipy", "hydra", "jinja2"} & set(done.stdout.split())
 

@@ -12,14 +12,14 @@ from test_report_page import Reader
 from test_report_rows import loaded
 from written_runs import write_run
 
-from diffllm.report.comparison import compare
-from diffllm.report.page import page
-from diffllm.report.table import cost_columns, csv_text, folded, table_columns
-from diffllm.report.text import table_text
+from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.page import page
+from diffllm.compare.report.table import cost_columns, csv_text, folded, table_columns
+from diffllm.compare.report.text import table_text
+from diffllm.compare.sweep.job import Ending, Job
+from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.compare.sweep.report import report
 from diffllm.statistics.estimates import Rate
-from diffllm.sweep.job import Ending, Job
-from diffllm.sweep.plan import SweepDirectory
-from diffllm.sweep.report import report
 
 
 @pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])

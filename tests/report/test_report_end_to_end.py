@@ -7,7 +7,7 @@ import pytest
 from test_report_browser import CHROMIUM, asked
 from written_runs import metric_lines, sweep, write_run
 
-from diffllm.report import write_report
+from diffllm.compare.report import write_report
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
+from diffllm.compare.report.comparison import Comparison, read
+from diffllm.compare.report.evaluations import reaching
+from diffllm.compare.report.page import page
+from diffllm.compare.report.table import csv_text
+from diffllm.compare.report.text import whole_text, with_interval
 from diffllm.evaluation.results import SHARE, all_results, keep, results_of
-from diffllm.report.comparison import Comparison, read
-from diffllm.report.evaluations import reaching
-from diffllm.report.page import page
-from diffllm.report.table import csv_text
-from diffllm.report.text import whole_text, with_interval
 from diffllm.statistics.estimates import Estimate, estimate
 
 KEY = {"evaluation": "mqar", "tokenizer": "t", "levels": [{"pairs": 4}, {"pairs": 8}]}

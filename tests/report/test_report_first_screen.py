@@ -11,17 +11,17 @@ from test_report_page import Reader
 from tiers import slow_but
 from written_runs import loaded, metric_lines, parameters, sweep, write_run
 
+from diffllm.compare.report import comparison_text
+from diffllm.compare.report.bands import over_seeds
+from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.page import page
+from diffllm.compare.report.runs import Series
+from diffllm.compare.report.sections import top_of
+from diffllm.compare.report.table import folded, table_columns
+from diffllm.compare.report.text import finding, table_text
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.help import first_paragraph, variant_line
 from diffllm.model.attention.base import AttentionConfig
-from diffllm.report import comparison_text
-from diffllm.report.bands import over_seeds
-from diffllm.report.comparison import compare
-from diffllm.report.page import page
-from diffllm.report.runs import Series
-from diffllm.report.sections import top_of
-from diffllm.report.table import folded, table_columns
-from diffllm.report.text import finding, table_text
 
 LOSSES = {"standard": [4.0, 4.2], "gated": [4.1, 4.4], "diff_v2": [3.8, 4.0]}
 

@@ -11,15 +11,15 @@ import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader
 
+from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.gap_statistics import gap_lines, holm_sentence, p_text
+from diffllm.compare.report.page import page
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.sections import sections
+from diffllm.compare.report.style import row_styles
+from diffllm.compare.report.table import csv_text, table_columns
+from diffllm.compare.report.text import one_line, table_text
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.report.comparison import compare
-from diffllm.report.gap_statistics import gap_lines, holm_sentence, p_text
-from diffllm.report.page import page
-from diffllm.report.rows import Row
-from diffllm.report.sections import sections
-from diffllm.report.style import row_styles
-from diffllm.report.table import csv_text, table_columns
-from diffllm.report.text import one_line, table_text
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
 

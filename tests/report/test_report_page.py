@@ -12,18 +12,18 @@ import sample_comparison as sample
 from matplotlib.axes import Axes
 from tiers import slow_but
 
+from diffllm.compare.report import bands
+from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.drawing import draw_curves
+from diffllm.compare.report.intervals import ends
+from diffllm.compare.report.notes import settings
+from diffllm.compare.report.numbers import compact, fixed, percent, short
+from diffllm.compare.report.page import page
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.runs import Metrics, Run, Series
+from diffllm.compare.report.style import RC, row_styles
+from diffllm.compare.report.table import COLUMNS, Cell, table_columns
 from diffllm.config.compose import variants
-from diffllm.report import bands
-from diffllm.report.comparison import Comparison
-from diffllm.report.drawing import draw_curves
-from diffllm.report.intervals import ends
-from diffllm.report.notes import settings
-from diffllm.report.numbers import compact, fixed, percent, short
-from diffllm.report.page import page
-from diffllm.report.rows import Row
-from diffllm.report.runs import Metrics, Run, Series
-from diffllm.report.style import RC, row_styles
-from diffllm.report.table import COLUMNS, Cell, table_columns
 from diffllm.statistics.estimates import Estimate
 
 CASES = {

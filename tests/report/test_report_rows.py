@@ -9,11 +9,11 @@ import pytest
 from tiers import slow_but
 from written_runs import TINY, config, facts_of, loaded, metric_lines, parameters, sweep, write_run
 
+from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.runs import Metrics, load_run
+from diffllm.compare.report.table import COLUMNS, csv_text
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.report.comparison import compare
-from diffllm.report.runs import Metrics, load_run
-from diffllm.report.table import COLUMNS, csv_text
 from diffllm.statistics.estimates import estimate
 
 SPIKES = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffllm.report import log_gaps
+from diffllm.compare.report import log_gaps
 from diffllm.tools import main
 from tests.report.test_report_budgets import TOKENS, written
 from tests.wandb_file import OfflineRun

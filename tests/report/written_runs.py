@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from diffllm.compare.report.runs import Run, load_run
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.matching import totals
 from diffllm.core.files import write_atomic
-from diffllm.report.runs import Run, load_run
 
 TINY = ("model=tiny", "steps=20", "seq_len=32", "optim.warmup_steps=2", "log_interval=10")
 

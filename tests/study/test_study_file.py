@@ -5,8 +5,8 @@ from textwrap import dedent
 
 import pytest
 
+from diffllm.compare.study.file import load_study
 from diffllm.core.errors import ConfigError
-from diffllm.study.file import load_study
 from diffllm.tools import main
 
 GOOD = """\

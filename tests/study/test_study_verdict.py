@@ -5,17 +5,17 @@ import math
 
 import pytest
 
+from diffllm.compare.study import runs, verdict
+from diffllm.compare.study.command import check_runs, next_runs, run_study
+from diffllm.compare.study.cost import costs
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.page import conditions, markdown, origin, page, verdict_text
+from diffllm.compare.study.rates import choose
+from diffllm.compare.study.sensitivity import lr_sensitivity
+from diffllm.compare.study.verdict import Arm, apply_rules, judge
 from diffllm.config import load_config
 from diffllm.config.compose import config_directory
 from diffllm.core.errors import ConfigError
-from diffllm.study import runs, verdict
-from diffllm.study.command import check_runs, next_runs, run_study
-from diffllm.study.cost import costs
-from diffllm.study.file import load_study
-from diffllm.study.page import conditions, markdown, origin, page, verdict_text
-from diffllm.study.rates import choose
-from diffllm.study.sensitivity import lr_sensitivity
-from diffllm.study.verdict import Arm, apply_rules, judge
 from diffllm.tools import main
 from tests.study.written_study import study_file, write_arms, write_ended, write_rates
 from tests.tiers import slow_but

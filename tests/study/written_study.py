@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from diffllm.compare.study.file import Study, load_study
+from diffllm.compare.study.runs import Planned, deciding_runs, rate_run, words_of
 from diffllm.config import TrainConfig, load_config
 from diffllm.core.files import write_atomic
-from diffllm.study.file import Study, load_study
-from diffllm.study.runs import Planned, deciding_runs, rate_run, words_of
 from tests.report.written_runs import facts_of, with_seed
 
 BASE = "[model=tiny, steps=20, seq_len=32, global_batch_size=8]"

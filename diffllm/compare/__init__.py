@@ -1,0 +1,1 @@
+"""Runs against each other: sweeps, reports and studies."""

@@ -1,0 +1,211 @@
+"""The config keys and hashes that tell runs apart, and which of them forbid a comparison."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from diffllm.compare.report.runs import Run
+from diffllm.config.compose import variant_config
+from diffllm.config.plugins import several_versions, versions_text
+from diffllm.config.saved import FREE, flatten
+
+HASH = 8
+"""Characters of a hash that are shown."""
+SEEDS = ("seed", "model.init_seed")
+ATTENTION = "model.attention."
+FOLLOWS = {"model.seq_len": "seq_len", "data.vocab_size": "model.vocab_size"}
+"""Keys that take another's value unless they are set."""
+
+CORPUS = (
+    "data.source", "data.dataset", "data.name", "data.split", "data.revision", "data.paths",
+    "data.text_column", "data.sample_by",
+)  # fmt: skip
+TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
+HELDOUT = "heldout_tokens"
+"""Tokens that the last held-out loss is of; a run that an older version measured has none."""
+FACTS = {
+    "corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",),
+    HELDOUT: ("eval.tokens",),
+}  # fmt: skip
+"""Facts of run.json, and the keys that each settles: two paths may hold the same text."""
+FROM_CORPUS = (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)
+CAUSES = {
+    **FACTS, "tokenizer": FROM_CORPUS,
+    HELDOUT: ("eval.tokens", "data.heldout_fraction", "tokenizer", *FROM_CORPUS),
+}  # fmt: skip
+"""Where a difference in such a fact can come from; then a label need not tell it too."""
+
+MATCHES = ("model.match_params_to", "model.match_flops_to")
+"""Keys that name the variant whose total a run has."""
+PLUGINS = "plugins"
+"""Plugins of which the runs have several versions."""
+CHANGED = "changed"
+"""Not a key of a config: what was changed on the way of a run."""
+IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
+    "eval", "resume", *CORPUS, *TOKENIZER, "precision",
+}  # fmt: skip
+"""Where, how fast and how closely watched a run runs; sections stand for all their keys."""
+
+INCOMPARABLE = (
+    "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
+    "optim.schedule", "optim.warmup_steps", "optim.decay_fraction", "optim.min_lr_ratio", *FACTS,
+    PLUGINS, CHANGED,
+)  # fmt: skip
+SWEEPABLE = (
+    "model.ffn_dim", *MATCHES, "model.init_std", "model.z_loss", "model.attention",
+    "model.moe.expert_dim", "model.moe.bias_update_rate", "model.moe.balance_loss",
+    "model.moe.balance_over", "model.moe.router_z_loss",
+)  # fmt: skip
+"""Keys of `model` that are no part of its shape."""
+
+SPEED = (
+    "device", "ranks", "torch", "micro_batch_size", "compile", "compiled",
+    "activation_checkpointing",
+    "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
+    "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
+)  # fmt: skip
+"""Facts and config keys that decide speed alone."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The differences between runs."""
+
+    swept: list[str]
+    """The keys that tell rows apart: `attention`, then the others by name."""
+    incomparable: list[str]
+    """Keys that differ and that no loss can be compared across."""
+    values: list[dict[str, Any]]
+    """Every run's values of all of these; None also for a key that its variant does not have."""
+
+
+def distinguish(runs: list[Run]) -> Keys:
+    """The keys whose values differ between runs, and what each run has.
+
+    Seeds are left out, what only says where or how fast a run runs, and what follows from another
+    key: the fields of `model.attention` as the variant's YAML has them, and a width that was
+    solved for. A fact that only some runs know differs between these and the others; where
+    none knows it, the config keys behind it decide alone.
+    """
+    values = [deciding_values(run) for run in runs]
+    several = several_versions([run.plugin_code for run in runs])
+    for each, run in zip(values, runs, strict=True):
+        own = several.keys() & run.plugin_code.keys()
+        each[PLUGINS] = versions_text(run.plugin_code, own) or None
+    count_targets_as_matched(values)
+    for key, source in FOLLOWS.items():
+        if all(each[key] == each[source] for each in values):
+            for each in values:
+                del each[key]
+    hidden = set()
+    for fact, keys in FACTS.items():
+        known = [each for each in values if each[fact] is not None]
+        unknown = [each for each in values if each[fact] is None]
+        hidden |= {
+            key
+            for key in keys
+            if known and not decides([fact], key, known) and not differs(key, unknown)
+        }
+    names = {key for each in values for key in each} - hidden
+    differing = {key for key in names if differs(key, values)}
+    follow = {
+        fact
+        for fact, causes in CAUSES.items()
+        if fact in differing and decides(differing.intersection(causes), fact, values)
+    }
+    overridden = {key for run in runs for key in overrides(run)}
+    differing = {k for k in differing if not k.startswith(ATTENTION)} | overridden
+    swept = ["attention", *sorted(differing - follow - {"attention"})]
+    incomparable = sorted(filter(is_incomparable, differing))
+    kept = {*swept, *incomparable}
+    return Keys(swept, incomparable, [{k: each.get(k) for k in kept} for each in values])
+
+
+def deciding_values(run: Run) -> dict[str, Any]:
+    """All that decides a run's result, seeds aside: flat config keys, the variant, facts."""
+    cfg = run.cfg
+    values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
+    values["attention"] = run.variant
+    values["resume"] = None if cfg.resume in ("auto", "never") else cfg.resume
+    if cfg.run.matched:
+        values[f"model.{cfg.run.matched.key}"] = cfg.run.matched.target_ffn_dim
+    values[CHANGED] = run.changes or None
+    return values | {fact: run.facts.get(fact) for fact in FACTS}
+
+
+def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
+    """A target has its own total: it counts as matched where all other variants are."""
+    for match in MATCHES:
+        targets = {each[match] for each in values} - {None}
+        if len(targets) == 1 and all(
+            each["attention"] in targets for each in values if not each[match]
+        ):
+            for each in values:
+                each[match] = next(iter(targets))
+
+
+def match_of(values: dict[str, Any]) -> tuple[str, str] | None:
+    """The key of `MATCHES` that a run has, and the variant that it names; None for neither."""
+    return next(((key, values[key]) for key in MATCHES if values.get(key) is not None), None)
+
+
+def overrides(run: Run) -> dict[str, Any]:
+    """The fields of `model.attention` that are not as the variant's YAML has them."""
+    return {
+        key: run.config[key]
+        for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
+        if run.config[key] != value and not within(key, IGNORED)
+    }
+
+
+@cache
+def variant_keys(variant: str, schema: str) -> dict[str, Any]:
+    """The flat keys of a variant as its YAML alone makes them, or without it its class."""
+    attention = OmegaConf.structured(variant_config(variant, schema))
+    return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
+
+
+def within(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def is_incomparable(key: str) -> bool:
+    """Whether a difference in this key forbids comparing losses."""
+    return within(key, INCOMPARABLE) and not within(key, SWEEPABLE)
+
+
+def differs(key: str, values: list[dict[str, Any]]) -> bool:
+    """Whether two runs have different values; a key that one lacks is None there."""
+    return len({as_text(each.get(key)) for each in values}) > 1
+
+
+def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
+    """Whether `key` differs, and runs that agree on all of `keys` agree on it."""
+    seen: dict[str, set[str]] = {}
+    for each in values:
+        cause = as_text([each.get(k) for k in sorted(keys)])
+        seen.setdefault(cause, set()).add(as_text(each.get(key)))
+    return differs(key, values) and all(len(found) == 1 for found in seen.values())
+
+
+def as_text(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_text, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def text_of(key: str, value: Any) -> str:
+    """A key's or fact's value as text: the first characters of a hash, "unknown" without a fact."""
+    if key == CHANGED:
+        return "; ".join(value) if value else "nothing"
+    if key not in FACTS:
+        return as_text(value)
+    if value is None:
+        return "unknown"
+    return str(value)[:HASH] if isinstance(value, str) else as_text(value)

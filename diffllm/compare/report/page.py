@@ -1,0 +1,173 @@
+"""A comparison as one HTML file that needs nothing else: no network, no scripts to be readable."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from diffllm.compare.report.bands import POINTS
+from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.evaluations import LEVEL, reaching
+from diffllm.compare.report.gap_statistics import (
+    documents_text,
+    family,
+    gap_lines,
+    holm_sentence,
+    pairing_text,
+)
+from diffllm.compare.report.groups import in_short
+from diffllm.compare.report.notes import settings, summary
+from diffllm.compare.report.numbers import clock, compact, fixed, in_digits, percent
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.runs import Run
+from diffllm.compare.report.sections import sections
+from diffllm.compare.report.style import RC, RowStyle, row_styles
+from diffllm.compare.report.table import cost_columns, csv_text, folded, table_columns
+from diffllm.compare.report.text import apart_text, finding, with_interval
+from diffllm.config.help import variant_line
+from diffllm.core.errors import ConfigError, printable
+from diffllm.core.files import replace_file
+from diffllm.core.printing import KEPT
+
+FEW, MOST = 8, 12
+"""Sentences that always stand on the first screen, and at most."""
+
+
+def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
+    """Write report.html and report.csv, each in one step, and return their paths; raises
+    ConfigError if `directory` is None or cannot be written."""
+    if directory is None:
+        raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
+    html, table = page(comparison).encode(), csv_text(comparison).encode()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(directory / "report.html", html)
+        replace_file(directory / "report.csv", table)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror}); choose another with out=DIR"
+        ) from error
+    return directory / "report.html", directory / "report.csv"
+
+
+def page(comparison: Comparison) -> str:
+    """The whole page; equal comparisons give equal bytes."""
+    environment = Environment(
+        loader=PackageLoader("diffllm.compare.report", "."), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    rows = comparison.rows
+    runs = [run for row in rows for run in row.runs]
+    styles = row_styles(rows)
+    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
+        first, others = sections(comparison, styles, hidden(comparison))
+    columns, constant = folded(table_columns(comparison))
+    root = os.path.commonpath([run.path.absolute().parent for run in runs])
+    return environment.get_template("page.html.jinja").render(
+        comparison=comparison,
+        summary=summary(rows),
+        apart=apart_text(comparison) if len(comparison.groups) > 1 else "",
+        findings=findings(comparison, styles),
+        open=findings_in_the_open(comparison),
+        settings=settings(rows),
+        gaps=sum(row.gap is not None for row in rows),
+        holm=holm_sentence(rows),
+        tested=gap_lines(rows),
+        family=len(family(rows)),
+        pairing=pairing_text(rows),
+        documents=documents_text(rows),
+        styles=styles,
+        hidden=hidden(comparison),
+        columns=columns,
+        every_column=table_columns(comparison),
+        constant=constant,
+        first=first,
+        costs=cost_columns(comparison),
+        sections=others,
+        evaluated=comparison.evaluated,
+        in_digits=in_digits,
+        reaching=reaching(rows),
+        level=LEVEL,
+        with_interval=with_interval,
+        texts=texts(rows, styles),
+        names=[[row.label, run_name(row)] for row in rows],
+        several=len(runs) > len(rows),
+        root=root,
+        relpath=os.path.relpath,
+        compact=compact,
+        clock=clock,
+        fixed=fixed,
+        percent=percent,
+        points=POINTS,
+    )
+
+
+class Finding(NamedTuple):
+    """A row in a sentence, and what its variant is."""
+
+    style: RowStyle
+    sentence: str
+    about: str
+    group: str
+    """The keys that tell its group from others, before the group's first row."""
+
+
+def findings(comparison: Comparison, styles: list[RowStyle]) -> list[Finding]:
+    """A sentence a row; a variant is explained once."""
+    bases = [row.baseline for row in comparison.rows if row.baseline is not None]
+    groups = comparison.groups if len(comparison.groups) > 1 else []
+    heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
+    explained: set[str] = set()
+    found = []
+    for row, style in zip(comparison.rows, styles, strict=True):
+        about = "" if row.keys["attention"] in explained else about_variant(row.runs[0])
+        explained.add(row.keys["attention"])
+        found.append(Finding(style, finding(row, bases), about, heads.get(id(row), "")))
+    return found
+
+
+def findings_in_the_open(comparison: Comparison) -> int:
+    """How many sentences stand unfolded: all of a few, else those of the first group."""
+    if len(comparison.rows) <= FEW:
+        return len(comparison.rows)
+    return min(len(comparison.groups[0].rows), MOST) if hidden(comparison) else MOST
+
+
+def about_variant(run: Run) -> str:
+    """The line that explains the run's variant: as it was when it ran, if its run.json has it."""
+    said = run.facts.get("variant_line")
+    return said if isinstance(said, str) else variant_line(run.variant, run.cfg.model.attention)
+
+
+def hidden(comparison: Comparison) -> set[int]:
+    """Rows that the figures leave out until asked for: those of other groups than the first, where
+    that has something to compare."""
+    groups = comparison.groups
+    if len(groups) < 2 or not any(row.gap for row in groups[0].rows):
+        return set()
+    return {i for i, row in enumerate(comparison.rows) if row.group != groups[0].letter}
+
+
+class Text(NamedTuple):
+    """A sample of a row's text."""
+
+    style: RowStyle
+    seed: int
+    sample: str
+
+
+def texts(rows: list[Row], styles: list[RowStyle]) -> list[Text]:
+    """A sample of every row whose first finished run left one."""
+    found = []
+    for row, style in zip(rows, styles, strict=True):
+        for run in row.finished[:1]:
+            sample = (run.summary or {}).get("sample")
+            if isinstance(sample, str) and sample.strip():
+                found.append(Text(style, run.cfg.seed, printable(sample.strip("\n"), KEPT)))
+    return found
+
+
+def run_name(row: Row) -> str:
+    return row.runs[0].path.name if len(row.runs) == 1 else f"mean of {len(row.runs)} seeds"

@@ -1,0 +1,269 @@
+"""Rows: the runs of one combination of swept keys, its seeds side by side, and its numbers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diffllm.compare.report.keys import Keys, as_text
+from diffllm.compare.report.numbers import finite
+from diffllm.compare.report.runs import Run
+from diffllm.metrics.metric import Metric
+from diffllm.metrics.table import METRICS, metric_of
+from diffllm.statistics.arm_comparison import ArmComparison, Share
+from diffllm.statistics.estimates import Estimate, Rate, estimate
+
+FIRST = ("standard", "gated", "diff_v1", "diff_v2")
+"""Rows begin with these; other variants follow by name."""
+EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
+"""Ends of the names of columns of spike events, and the attribute of `Rate` that each shows."""
+
+
+def measured() -> list[Metric]:
+    return [metric for metric in METRICS if metric.column]
+
+
+COSTS = ("tokens", "flops", "seconds")
+"""The budgets of training, by the names that columns have for them."""
+
+
+@dataclass(frozen=True)
+class EqualGap:
+    """A gap where both rows had spent the same."""
+
+    gap: Estimate
+    """Paired over the seeds that both have."""
+    at: float
+    """The amount: the most that all runs of both reached."""
+    error: float
+    """Nats a token by which reading the curves between evaluations may be off."""
+
+
+@dataclass
+class Row:
+    """The runs of one combination of swept keys."""
+
+    label: str
+    """"diff_v2", or "diff_v2 lr=0.001" where more than the variant was swept; begins with a letter
+    where that would be too long: "B: diff_v2"."""
+    keys: dict[str, Any]
+    """The swept keys and this row's values of them; `attention` first."""
+    runs: list[Run]
+    """By seed."""
+    differing: dict[str, Any] = field(default_factory=dict)
+    """This row's values of all keys that differ between rows, also those that others decide."""
+    loss: Estimate | None = None
+    """Final held-out loss, nats a token; None while no run has one."""
+    gap: Estimate | None = None
+    """The loss minus the baseline's over the same seeds, paired; None for the baseline itself, and
+    where the two cannot be compared."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """All columns of the CSV, in order."""
+    baseline: "Row | None" = None
+    """The row that the gap is measured from; None where `gap` is."""
+    against: "Row | None" = None
+    """The row that `outcome` is against."""
+    outcome: ArmComparison | None = None
+    """Its runs against those of the baseline, diverged ones too; None where they cannot be
+    compared."""
+    documents: Estimate | None = None
+    """The gap with its interval over documents and seeds together."""
+    no_documents: str = ""
+    """Why there is none."""
+    p_holm: float | None = None
+    """The gap's p, adjusted for all gaps of the comparison; None where there is no test."""
+    diverged: int = 0
+    """Runs that ended without a finite loss: they are in no mean."""
+    group: str = ""
+    """The letter of the rows that it can be compared with; empty where all rows can be."""
+    equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps where as much was spent, by what: "tokens", "flops", "seconds"."""
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.summary is not None]
+
+    @property
+    def ended(self) -> list[Run]:
+        return [run for run in self.runs if run.ended]
+
+    @property
+    def diverged_share(self) -> Share:
+        return Share(self.diverged, len(self.ended))
+
+    def events(self, series: str) -> Rate | None:
+        """Spike events of "loss" or "grad" a thousand judged steps, of all ended runs; None where
+        none has counted them."""
+        counts = {}
+        for what in ("total", "judged"):
+            metric = metric_of(f"spikes_detrended/{series}_{what}")
+            known = [x for run in self.ended if (x := of_run(run, metric)) is not None]
+            counts[what] = round(sum(known))
+        return Rate(counts["total"], counts["judged"]) if counts["judged"] else None
+
+    @property
+    def losses(self) -> dict[tuple[int, int], float | None]:
+        """Final loss of every ended run by its seeds, None for one that diverged."""
+        return {run.seeds: run.final_loss for run in self.ended}
+
+
+def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
+    """Rows in their order; they have neither labels nor gaps yet.
+
+    Args:
+        keys: of these runs.
+        notes: gets a sentence for every run that is left out because another repeats it.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, values in enumerate(keys.values):
+        groups.setdefault(as_text([values[key] for key in sorted(values)]), []).append(i)
+    rows = []
+    for members in groups.values():
+        values = keys.values[members[0]]
+        same = one_a_seed([runs[i] for i in members], notes)
+        row = Row("", {key: values[key] for key in keys.swept}, same, values)
+        losses = [run.final_loss for run in same if run.final_loss is not None]
+        row.loss = estimate(losses) if losses else None
+        row.diverged = sum(run.diverged for run in same)
+        rows.append(row)
+    rows.sort(key=row_order)
+    return rows
+
+
+def variant_order(name: str) -> tuple[int, str]:
+    """Sort key of a variant: those of `FIRST`, then the others by name."""
+    return (*FIRST, name).index(name), name
+
+
+def row_order(row: Row) -> list[tuple[int, Any]]:
+    """Sort key of a row: its variant's, then those of its other values."""
+    variant, *others = row.keys.values()
+    return [variant_order(variant), *map(value_order, others)]
+
+
+def value_order(value: Any) -> tuple[int, Any]:
+    """Sort key of a value: None, then numbers, then text."""
+    if value is None:
+        return 0, None
+    return (1, value) if isinstance(value, int | float) else (2, as_text(value))
+
+
+def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
+    """The newest finished run of every seed, by seed; those left out are noted."""
+    by_seed: dict[tuple[int, int], Run] = {}
+    for run in sorted(runs, key=lambda run: (run.summary is not None, written(run), str(run.path))):
+        if other := by_seed.get(run.seeds):
+            why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
+            notes.append(
+                f"{other.path} is left out: {run.path} has the same keys and the same seed and is "
+                f"{why}."
+            )
+        by_seed[run.seeds] = run
+    return [by_seed[seeds] for seeds in sorted(by_seed)]
+
+
+def written(run: Run) -> float:
+    """When a run was finished, or last wrote; seconds since the epoch."""
+    files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
+    return next((file.stat().st_mtime for file in files if file.exists()), 0.0)
+
+
+def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
+    """The columns of a row, in order.
+
+    Args:
+        incomparable: keys that no loss of the report can be compared across.
+    """
+    cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
+    events = {name: row.events(name) for name in ("loss", "grad")}
+    facts = {
+        name: next((v for run in row.runs if (v := run.facts.get(name)) is not None), None)
+        for name in ("parameters", "active_parameters", "flops_per_token")
+    }
+    return {
+        "variant": row.keys["attention"],
+        **{key: value for key, value in row.keys.items() if key != "attention"},
+        **facts,
+        "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len,
+        "seeds": loss.seeds if loss else 0,
+        "seeds_diverged": row.diverged,
+        "seeds_ended": len(row.ended),
+        "loss": loss and loss.mean,
+        "loss_low": loss and loss.low,
+        "loss_high": loss and loss.high,
+        "gap": gap and gap.mean,
+        "gap_low": gap and gap.low,
+        "gap_high": gap and gap.high,
+        "gap_seeds": gap and gap.seeds,
+        **test_values(row),
+        **{name: value for budget in COSTS for name, value in equal_values(row, budget).items()},
+        "baseline": row.baseline and row.baseline.label,
+        "incomparable": incomparable or None,
+        "group": row.group or None,
+        **{
+            f"{name}_events{end}": rate and getattr(rate, field)
+            for name, rate in events.items()
+            for end, field in EVENTS.items()
+        },
+        "seconds": mean(summarised(row, "seconds")),
+        "bits_per_byte": mean(summarised(row, "heldout_bits_per_byte")),
+        **{metric.quantity: over_seeds(row, metric) for metric in measured()},
+    }
+
+
+def summarised(row: Row, name: str) -> list[float]:
+    """A number of the summaries of its finished runs, of those that have it."""
+    return [x for run in row.finished if (x := finite((run.summary or {}).get(name)))]
+
+
+def mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def test_values(row: Row) -> dict[str, float | None]:
+    """The columns of the tests of a gap, and of the share of runs that diverged."""
+    against, share = row.outcome, row.diverged_share
+    paired, unpaired = (against.paired, against.welch) if against else (None, None)
+    low, high = share.interval if share.runs else (None, None)
+    return {
+        "gap_p": paired.p if paired else None,
+        "gap_p_holm": row.p_holm,
+        "gap_welch_low": unpaired.low if unpaired else None,
+        "gap_welch_high": unpaired.high if unpaired else None,
+        "gap_documents_low": row.documents.low if row.documents else None,
+        "gap_documents_high": row.documents.high if row.documents else None,
+        "seed_correlation": against.correlation if against else None,
+        "diverged_low": low,
+        "diverged_high": high,
+        "diverged_p": against.p_diverged if against else None,
+    }
+
+
+def equal_values(row: Row, budget: str) -> dict[str, float | None]:
+    """The columns of a gap where as much of one budget was spent."""
+    names = [f"gap_at_{budget}{what}" for what in ("", "_low", "_high", "_error", "_of")]
+    if (found := row.equal.get(budget)) is None:
+        return dict.fromkeys(names)
+    values = (found.gap.mean, found.gap.low, found.gap.high, found.error, found.at)
+    return dict(zip(names, values, strict=True))
+
+
+def over_seeds(row: Row, metric: Metric) -> float | None:
+    """A metric's number of a row, from those of its finished runs; None where none has one."""
+    assert metric.column
+    known = [x for run in row.finished if (x := of_run(run, metric)) is not None]
+    return float(getattr(np, metric.column.seeds)(known)) if known else None
+
+
+def of_run(run: Run, metric: Metric) -> float | None:
+    """A metric's number of a run, over its layers and the steps that the metric's column names."""
+    column, layers = metric.column, metric.name.endswith("*")
+    assert column
+    said = finite((run.summary or {}).get(metric.name))
+    if column.steps == "last" and said is not None:
+        return said
+    values = run.by_layer(metric.quantity).values if layers else run.series(metric.name).values
+    if column.steps == "last":
+        values = values[-1:]
+    values = values[np.isfinite(values)]
+    return float(getattr(np, column.of)(values)) if len(values) else None

@@ -1,0 +1,47 @@
+"""Gaps to the baseline over tokens as a wandb run of their own, beside the runs compared."""
+
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.compare.report.bands import compared, gap_band, noise_floor
+from diffllm.compare.report.comparison import Comparison
+from diffllm.metrics.wandb_run import WandbRun, resolve_mode
+
+KIND = "comparison"
+"""The run's group and job type."""
+
+
+def log_gaps(comparison: Comparison, directory: Path) -> bool:
+    """Record the gap of every row, its ends over seeds, and the noise floor; false if nothing was.
+
+    `gap/<row>`, `gap/<row>/low` and `gap/<row>/high` over `tokens`, and `gap/noise_floor`, half the
+    width of the band around zero that 95% of gaps between equal rows lie in. In the mode and the
+    project of the first row's runs; nothing where these recorded nothing, or without a gap.
+
+    Args:
+        directory: wandb writes below it, and its name is the run's.
+    """
+    rows = [row for row in comparison.rows if row.gap]
+    bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}
+    cfg = comparison.rows[0].runs[0].cfg.wandb
+    if not bands or resolve_mode(cfg) == "disabled":
+        return False
+    lines: dict[int, dict[str, float]] = {}
+
+    def note(name: str, tokens: np.ndarray, values: np.ndarray) -> None:
+        for x, value in zip(tokens.tolist(), values.tolist(), strict=True):
+            lines.setdefault(int(x), {})[name] = value
+
+    for label, band in bands.items():
+        for end, values in (("", band.mean), ("/low", band.low), ("/high", band.high)):
+            note(f"gap/{label}{end}", band.x, values)
+    if floor := noise_floor(compared(comparison.rows)):
+        note("gap/noise_floor", floor.x, floor.half)
+    facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
+    choices = {"attention": KIND, "model": KIND}
+    run = WandbRun(cfg, directory, choices, directory.name, facts, None, over_tokens=("gap/*",))
+    for step, (tokens, line) in enumerate(sorted(lines.items())):
+        run.log({"step": step, "tokens": tokens, **line})
+    run.finish({f"gap/{row.label}": row.gap.mean for row in rows if row.gap})
+    return True

@@ -1,0 +1,267 @@
+"""The study file: what is claimed, which runs decide it, and by what rule."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from diffllm.compare.study.metric import OF_THE_SUMMARY, check_metric
+from diffllm.compare.study.sensitivity import LR_SENSITIVITY
+from diffllm.config.overrides import check_shared, nearest, suggest
+from diffllm.config.yaml_file import read_yaml
+from diffllm.core.bounds import at_most, bounded, check_bounds
+from diffllm.core.errors import ConfigError
+from diffllm.core.files.typed import made
+
+ARM = re.compile(r"(?!\.)[\w.+-]+")
+"""Names of arms, of which directories are made."""
+KINDS = ("difference", "equivalence", "log_rank")
+TESTS = ("paired", "welch")
+SCALES = ("linear", "log")
+MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The question that decides: how far one arm's metric has to be from another's."""
+
+    kind: str
+    """difference: the gap is below, or above, a bound. equivalence: it is within a margin.
+    log_rank: the arm's metric reaches a level in fewer tokens."""
+    arm: str
+    against: str
+    below: float | None = None
+    """Bound that the gap, arm minus against, has to be below."""
+    above: float | None = None
+    """Bound that it has to be above, in place of `below`."""
+    margin: float | None = bounded(None, above=0)
+    """Half the width of the band around zero in which arms count as equivalent."""
+    reaches: float | None = None
+    """The level of log_rank, of a logged metric that rises; a run that does not reach it counts as
+    one that takes longer than it lasted."""
+    alpha: float = bounded(0.05, above=0, below=0.5)
+    """Probability of a verdict "shown", or "equivalent", without any such difference."""
+
+    def words(self, metric: str) -> str:
+        """The rule in a sentence."""
+        if self.kind == "log_rank":
+            return (
+                f"{metric} of {self.arm} reaches {self.reaches:g} in fewer tokens than that of "
+                f"{self.against} (log-rank test, one-sided, alpha {self.alpha:g})"
+            )
+        gap = f"{metric} of {self.arm} minus that of {self.against}"
+        if self.kind == "equivalence":
+            return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
+        side, bound = ("below", self.below) if self.above is None else ("above", self.above)
+        return f"{gap} is {side} {bound:g} (one-sided, alpha {self.alpha:g})"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How every arm gets its learning rate: the best of a grid, by seeds that decide nothing."""
+
+    grid: list[float]
+    """Learning rates, increasing; where the best is the first or the last, the grid goes on."""
+    seeds: list[int]
+    steps: int | None = bounded(None, least=1)
+    """Steps of these runs; null: as many as the study's own have."""
+    extend: int = bounded(3, least=0, most=20)
+    """How many rates may be added at each end."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """The gap that the study can find, as it was reckoned before it ran."""
+
+    gap: float
+    sd: float
+    """Standard deviation of the metric between seeds, and where it was taken from."""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file."""
+
+    claim: str
+    base: list[str]
+    """Overrides of every arm."""
+    arms: dict[str, list[str]]
+    """Names to overrides."""
+    baseline: str
+    """The arm that gaps are drawn from."""
+    seeds: list[int]
+    rule: Rule
+    source: str = ""
+    """Who claims it."""
+    metric: str = "heldout_loss"
+    """A number of summary.json, or a metric of the logs, as report.csv has it; or lr_sensitivity,
+    of all rates of `lr_sweep` together."""
+    scale: str = "linear"
+    """linear; or log, for a metric above 0: then gaps, bounds and margins are of its logarithm, and
+    a gap is the logarithm of a ratio."""
+    also: list[Rule] = field(default_factory=list)
+    """Further rules: with `rule` they are the family that p is adjusted for."""
+    test: str = "paired"
+    """paired: by seed; welch: as two independent samples."""
+    lr: Rates | None = None
+    lr_sweep: list[float] | None = None
+    """Learning rates, increasing, at all of which every arm runs with every seed."""
+    power: Power | None = None
+    notes: str = ""
+    """Anything that its reader should know."""
+    path: Path = Path()
+    hash: str = ""
+    """SHA-256 of the file, hexadecimal."""
+
+    @property
+    def sets_rates(self) -> bool:
+        return self.lr is not None or self.lr_sweep is not None
+
+    @property
+    def quantity(self) -> str:
+        return self.metric if self.scale == "linear" else f"log {self.metric}"
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [self.rule, *self.also]
+
+
+def load_study(path: Path) -> Study:
+    """Read a study file; raises ConfigError: one line that names what is wrong."""
+    content, text = read_yaml(path)
+    try:
+        study = made(Study, content, unknown=hint, omit=("path", "hash"))
+        check(study)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    digest = hashlib.sha256(text).hexdigest()
+    return Study(**{**vars(study), "path": path, "hash": digest})
+
+
+def hint(key: str, known: list[str]) -> str:
+    """Return a hint for the message about an unknown key: similar keys, or all of them."""
+    return suggest(key, nearest(key, known) or known)
+
+
+def check(study: Study) -> None:
+    """Raise ConfigError for values that no study can have."""
+    check_bounds("", study)
+    check_sizes(study)
+    if len(study.arms) < 2:
+        raise ConfigError("arms: a study compares two or more")
+    for name, words in study.arms.items():
+        if not ARM.fullmatch(name):
+            raise ConfigError(f"arms: {name!r} must be letters, digits and _ . + -")
+        check_overrides(f"arms.{name}", words, study.sets_rates)
+    check_overrides("base", study.base, study.sets_rates)
+    named = [("baseline", study.baseline)]
+    for i, rule in enumerate(study.rules):
+        where = f"also[{i - 1}]" if i else "rule"
+        check_rule(where, rule)
+        named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
+    for where, arm in named:
+        if arm not in study.arms:
+            raise ConfigError(f"{where}={arm} is no arm{suggest(arm, list(study.arms))}")
+    check_seeds("seeds", study.seeds, least=2)
+    if any(rule.kind == "log_rank" for rule in study.rules) and (
+        study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
+    ):
+        raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
+    if study.lr_sweep is not None:
+        check_sweep(study)
+    else:
+        check_metric(study.metric)
+    one_of("test", study.test, TESTS)
+    one_of("scale", study.scale, SCALES)
+    if study.power and (study.power.sd <= 0 or study.power.gap <= 0):
+        raise ConfigError("power: gap and sd have to be above 0")
+    if study.lr:
+        check_rates(study.lr, study.seeds)
+
+
+def check_sizes(study: Study) -> None:
+    """Raise ConfigError for a study that has too many entries or plans too many runs."""
+    grid, choosing = (study.lr.grid, study.lr.seeds) if study.lr else ([], [])
+    sweep = study.lr_sweep or [0.0]
+    lists = {"arms": study.arms, "also": study.also, "lr.grid": grid, "lr_sweep": sweep}
+    lists |= {"base": study.base, **{f"arms.{arm}": words for arm, words in study.arms.items()}}
+    for where, each in {**lists, "seeds": study.seeds, "lr.seeds": choosing}.items():
+        at_most(where, len(each), MOST_SEEDS if where.endswith("seeds") else MOST_ENTRIES)
+    runs = len(study.arms) * (len(study.seeds) * len(sweep) + len(choosing) * len(grid))
+    at_most("runs (arms x seeds x learning rates)", runs, MOST_RUNS)
+
+
+def check_rule(where: str, rule: Rule) -> None:
+    """Raise ConfigError for a rule that decides nothing."""
+    one_of(f"{where}.kind", rule.kind, KINDS)
+    if rule.arm == rule.against:
+        raise ConfigError(f"{where}: {rule.arm} cannot be compared with itself")
+    bounds = [name for name in ("below", "above") if getattr(rule, name) is not None]
+    if rule.kind == "difference" and len(bounds) != 1:
+        raise ConfigError(f"{where}: a difference is either below or above a bound: below: 0.0")
+    if (rule.kind == "log_rank") != (rule.reaches is not None):
+        raise ConfigError(f"{where}: log_rank, and no other kind, has a level: reaches: 0.9")
+    if rule.kind == "log_rank" and (bounds or rule.margin is not None):
+        raise ConfigError(f"{where}: log_rank has neither a bound nor a margin")
+    if rule.kind == "equivalence" and (bounds or rule.margin is None):
+        raise ConfigError(f"{where}: an equivalence has a margin and no bound: margin: 0.02")
+
+
+def check_rates(rates: Rates, deciding: list[int]) -> None:
+    """Raise ConfigError for rates that cannot be chosen from, or by seeds that decide."""
+    check_grid("lr.grid", rates.grid)
+    check_seeds("lr.seeds", rates.seeds, least=1)
+    if both := sorted({*rates.seeds} & {*deciding}):
+        raise ConfigError(
+            f"lr.seeds: {', '.join(map(str, both))} would choose the learning rate and decide; "
+            "take other seeds"
+        )
+
+
+def check_sweep(study: Study) -> None:
+    """Raise ConfigError for a sweep of learning rates that has no single number."""
+    assert study.lr_sweep is not None
+    check_grid("lr_sweep", study.lr_sweep)
+    if study.lr:
+        raise ConfigError("lr_sweep runs at all of its rates, lr chooses one: give one of them")
+    if study.metric != LR_SENSITIVITY:
+        raise ConfigError(
+            f"metric={study.metric}: that of a study with lr_sweep is {LR_SENSITIVITY}"
+        )
+
+
+def check_grid(where: str, grid: list[float]) -> None:
+    """Raise ConfigError unless these are increasing learning rates."""
+    if len(grid) < 2 or any(b <= a for a, b in pairwise(grid)):
+        raise ConfigError(f"{where}={grid} has to be two or more increasing rates")
+    if grid[0] <= 0:
+        raise ConfigError(f"{where}={grid} has to be above 0")
+
+
+def check_seeds(where: str, seeds: list[int], least: int) -> None:
+    """Raise ConfigError for too few seeds, a repeated seed, or a negative seed."""
+    if len(seeds) < least:
+        raise ConfigError(f"{where}: {len(seeds)} are too few; it takes {least}")
+    if len({*seeds}) < len(seeds):
+        raise ConfigError(f"{where}={seeds} has a seed twice")
+    if min(seeds) < 0:
+        raise ConfigError(f"{where}={seeds} has to be at least 0")
+
+
+def check_overrides(where: str, words: list[str], rates: bool) -> None:
+    """Raise ConfigError for an override that no file may give, or of what the study sets itself."""
+    check_shared(words, where)
+    for word in words:
+        key, equals, _ = word.partition("=")
+        key = key.lstrip("+~")
+        if not equals:
+            raise ConfigError(f"{where}: {word!r} is not of the form key=value")
+        if key in ("seed", "run") or key.startswith("run.") or (rates and key == "optim.lr"):
+            raise ConfigError(f"{where}: {word}: the study sets {key} itself")
+
+
+def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{where}={value} is not one of {', '.join(known)}")

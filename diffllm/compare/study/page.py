@@ -1,0 +1,319 @@
+"""The verdict on a study as a page, as Markdown and as lines for a terminal."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from diffllm.compare.report import bands
+from diffllm.compare.report.drawing import draw_curves, draw_levels
+from diffllm.compare.report.intervals import draw_gaps
+from diffllm.compare.report.numbers import MISSING, compact, percent, short
+from diffllm.compare.report.rows import Row
+from diffllm.compare.report.runs import Series
+from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, scales, to_svg
+from diffllm.compare.report.text import ascii_minus, counted
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Arm, Tested, Verdict
+from diffllm.config.matching import TOLERANCE
+from diffllm.core.errors import printable
+from diffllm.core.files import replace_file
+from diffllm.core.printing import KEPT
+from diffllm.metrics.table import metric_of
+from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.power_analysis import paired_power, welch_power
+
+COMPARED = {
+    "tokens": "tokens",
+    "rates": "learning rate",
+    "parameters": "parameters",
+    "flops_per_token": "training FLOPs per token",
+}
+"""Quantities that a page compares across arms, by their key in an arm's numbers."""
+
+Drawn = tuple[str, str, str, str]
+"""Name, title, SVG and caption of a figure."""
+
+
+def write_verdict(found: Verdict, out: Path) -> list[Path]:
+    """Write verdict.html and verdict.md into a study's directory; return their paths."""
+    texts = {"verdict.html": page(found), "verdict.md": printable(markdown(found), KEPT)}
+    for name, text in texts.items():
+        replace_file(out / name, text.encode())
+    return [out / name for name in texts]
+
+
+def headline(found: Verdict) -> str:
+    if found.verdict == EXPLORATORY:
+        return f"{found.verdict}, it would be: {found.would_be}"
+    return found.verdict
+
+
+def verdict_text(found: Verdict) -> str:
+    """The verdict for a terminal."""
+    lines = [f"{headline(found).upper()}: {found.study.claim}"]
+    lines += [f"  {reason}" for reason in found.reasons]
+    lines += ["", conditions(found.numbers())]
+    lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
+    cells = [heads(found.study), *(arm_cells(arm) for arm in found.arms)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(padded).rstrip())
+    return ascii_minus("\n".join(lines))
+
+
+def rule_line(tested: Tested, study: Study) -> str:
+    """A rule, what came of it, and its numbers."""
+    words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
+    interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
+    if study.scale == "log" and tested.gap and interval:
+        logs = (tested.gap.mean, *interval)
+        ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
+        words.append(f"a ratio of {ratio} ({low} to {high})")
+    if tested.p is not None and tested.p_adjusted is not None:
+        adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
+        words.append(f"p {tested.p:.2g}{adjusted}")
+    if tested.outcome.correlation is not None:
+        words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
+    return ", ".join(words)
+
+
+def heads(study: Study) -> tuple[str, ...]:
+    return ("arm", study.quantity, "95% interval", "seeds", "diverged", "learning rate")
+
+
+def arm_cells(arm: Arm) -> tuple[str, ...]:
+    """A line of the table of arms."""
+    mean = arm.mean
+    interval = MISSING
+    if mean and mean.low is not None and mean.high is not None:
+        interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
+    return (
+        arm.name,
+        short(mean.mean, 5) if mean else MISSING,
+        interval,
+        f"{len(arm.finite)}",
+        f"{arm.diverged} of {len(arm.runs)}",
+        rates_text(arm),
+    )
+
+
+def rates_text(arm: Arm) -> str:
+    rates = sorted({run.cfg.optim.lr for run in arm.runs})
+    return " to ".join(f"{lr:g}" for lr in dict.fromkeys([*rates[:1], *rates[-1:]])) or MISSING
+
+
+def power_words(study: Study) -> str:
+    """State the power of the study, from numbers of its file, in a sentence."""
+    if study.power is None:
+        return "The study file states no power."
+    gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
+    alpha = study.rule.alpha / len(study.rules)
+    if study.test == "paired":
+        chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
+    else:
+        chance = welch_power(gap, sd, seeds, alpha, sides=1)
+    source = f" ({study.power.source})" if study.power.source else ""
+    return (
+        f"With {counted(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
+        f"seeds{source}, the study finds a true gap of {short(gap)} with probability {chance:.2f} "
+        "if seeds are uncorrelated."
+    )
+
+
+def rows_of(found: Verdict) -> list[Row]:
+    """The arms as rows of a report, the baseline first."""
+    study = found.study
+    arms = sorted(found.arms, key=lambda arm: arm.name != study.baseline)
+    rows = [Row(arm.name, {"attention": arm.runs[0].variant}, arm.runs) for arm in arms if arm.runs]
+    if rows and rows[0].label == study.baseline:
+        for row in rows[1:]:
+            row.baseline = rows[0]
+    return rows
+
+
+def figures(found: Verdict) -> list[Drawn]:
+    """The gaps at the end, and the losses over training or over learning rates."""
+    rows = rows_of(found)
+    styles = row_styles(rows)
+    drawn = []
+    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
+        gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
+        if gaps:
+            svg = to_svg(draw_rules(gaps, styles, found.study.quantity), "f1", styles)
+            drawn.append(("f1", "Gaps of the rules", svg, "Arm minus arm, with 95% intervals."))
+        second = over_rates if found.study.lr_sweep else over_training
+        drawn += second(found, rows, styles)
+    return drawn
+
+
+def draw_rules(
+    gaps: dict[tuple[str, str], Estimate], styles: list[RowStyle], across: str, width: float = WIDTH
+) -> Figure:
+    """Draw the gaps of rules with their 95% intervals; at least one gap.
+
+    Args:
+        gaps: by the arm of the rule and the arm that it is compared with.
+        across: the name of the scale.
+    """
+    named = [style_of(*pair, styles) for pair in gaps]
+    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))
+
+
+def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
+    """The study's metric over tokens where it was logged all along, or else the gaps of held-out
+    loss to the baseline; nothing where none was measured."""
+    name = found.study.metric
+    logged = [bands.band_of(row, lambda run: run.series(name)) for row in rows]
+    if any(curve is not None and len(curve.x) > 1 for curve in logged):
+        levels = [rule.reaches for rule in found.study.rules if rule.reaches is not None]
+        mark = (levels[0], short(levels[0])) if levels else None
+        figure = draw_curves(logged, styles, metric_of(name).unit, logged, mark=mark)
+        svg = to_svg(figure, "f2", styles, **scales(figure.axes[0], "tokens"))
+        return [("f2", f"{name} over training", svg, "Mean and range over seeds.")]
+    curves = [bands.gap_band(row) for row in rows]
+    if not any(curve is not None and len(curve.drawn) for curve in curves):
+        return []
+    floor = bands.noise_floor(rows)
+    figure = draw_curves(curves, styles, "nats a token", curves, zero=True, floor=floor)
+    caption = (
+        "Held-out loss during training, minus that of the run with the same seed: mean and "
+        f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
+    )
+    title = f"Gap to {found.study.baseline} over training"
+    svg = to_svg(figure, "f2", styles, **scales(figure.axes[0], "tokens"))
+    return [("f2", title, svg, caption)]
+
+
+def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
+    """The final held-out loss of every arm over the learning rates of the study."""
+    rates = found.study.lr_sweep
+    assert rates
+    places, curves = np.arange(len(rates)), []
+    for row in rows:
+        losses = {(run.cfg.seed, run.cfg.optim.lr): run.final_loss for run in row.runs}
+        seeds = [[losses.get((seed, lr)) for lr in rates] for seed in found.study.seeds]
+        curves.append(bands.over_seeds(Series(places, np.array(y, np.float64)) for y in seeds))
+    if not any(curves):
+        return []
+    labels = [f"{lr:g}" for lr in rates]
+    figure = draw_levels(curves, styles, "nats a token", "learning rate", labels)
+    caption = "Final held-out loss: mean and range over seeds; a cross where one diverged next."
+    return [("f2", "Loss over learning rates", to_svg(figure, "f2", styles), caption)]
+
+
+def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
+    own = next(style for style in styles if style.label == arm)
+    return replace(own, label=f"{arm} − {against}")
+
+
+def page(found: Verdict) -> str:
+    """The page; equal verdicts give equal bytes."""
+    numbers = found.numbers()
+    places = [PackageLoader(f"diffllm.{room}", ".") for room in ("study", "report")]
+    environment = Environment(
+        loader=ChoiceLoader(places), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template("verdict.html.jinja").render(
+        found=found,
+        study=found.study,
+        headline=headline(found),
+        figures=figures(found),
+        styles=row_styles(rows_of(found)),
+        heads=heads(found.study),
+        arms=[arm_cells(arm) for arm in found.arms],
+        rules=[rule_line(each, found.study) for each in found.tested],
+        power=power_words(found.study),
+        conditions=conditions(numbers),
+        origin=origin(numbers).replace("`", ""),
+    )
+
+
+def conditions(numbers: dict[str, Any]) -> str:
+    """Describe runs, seeds, tokens and model size, and what was equal across arms.
+
+    Args:
+        numbers: as from `Verdict.numbers`.
+    """
+    arms = [arm for arm in numbers["arms"].values() if arm["losses"]]
+    runs = sum(len(arm["losses"]) for arm in arms)
+    seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
+    words = [
+        counted(runs, "run"),
+        f"{ends(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
+        f"{ends(tokens)} tokens per run",
+    ]
+    sizes = [arm["parameters"] for arm in arms]
+    if None not in sizes:
+        ratios = [each / size for each, size in zip(tokens, sizes, strict=True)]
+        words.append(f"{ends(sizes)} parameters")
+        words.append(f"{ends(ratios, partial(short, digits=2))} tokens per parameter")
+    equal, unequal = [], []
+    for key, name in COMPARED.items():
+        found = [arm[key] for arm in arms]
+        if None in found:
+            continue
+        if all(each == found[0] for each in found):
+            equal.append(name)
+        elif key == "rates":
+            unequal.append(name)
+        elif (apart := max(found) / min(found) - 1) <= TOLERANCE:
+            equal.append(f"{name} (within {percent(apart)})")
+        else:
+            unequal.append(f"{name} (largest {percent(apart)} above smallest)")
+    said = [("Equal across arms", equal), ("Not equal", unequal)]
+    sentences = [f"{start}: {', '.join(names)}." for start, names in said if names]
+    return " ".join([f"{', '.join(words)}.", *sentences])
+
+
+def ends(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
+    """Write the smallest and the largest value, or one of them if both read the same."""
+    return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
+
+
+def origin(numbers: dict[str, Any]) -> str:
+    """Name the corpus, Python and torch of the runs."""
+    facts = numbers["facts"]
+    corpus = ", ".join(f"`{each}`" for each in facts["corpus"])
+    python, torch, device = (
+        ", ".join(facts[name]) or "not recorded" for name in ("python", "torch", "device")
+    )
+    return (
+        f"Corpus hash {corpus or 'not recorded'}. Python {python}, torch {torch}, device {device}."
+    )
+
+
+def markdown(found: Verdict) -> str:
+    """The verdict for a repository."""
+    study, names, numbers = found.study, heads(found.study), found.numbers()
+    rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
+    return "\n".join(
+        [
+            f"# {headline(found)}",
+            "",
+            f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
+            "",
+            *(f"- {reason}" for reason in found.reasons),
+            "",
+            f"{conditions(numbers)} {power_words(study)}",
+            "",
+            *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
+            "",
+            f"| {' | '.join(names)} |",
+            "|---" * len(names) + "|",
+            rows,
+            "",
+            f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
+            f"`{study.hash}`. {origin(numbers)}",
+            "",
+        ]
+    )

@@ -1,0 +1,158 @@
+"""A pilot: how much seeds vary and how long a run takes, read from finished runs."""
+
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.compare.report.comparison import read
+from diffllm.compare.report.groups import Group
+from diffllm.compare.report.numbers import finite
+from diffllm.compare.report.rows import Row
+from diffllm.core.errors import ConfigError
+from diffllm.statistics.seed_variance import Pairs, SeedSpread, Trend, pairs, pooled, trend
+
+FIRST = 0.2
+"""Share of a run whose evaluations say nothing of how the spread falls later."""
+FEWEST_POINTS = 4
+"""Evaluations behind it that a trend takes."""
+WIDEST = 0.5
+"""Half width of a trend's interval from which on it tells nothing: at 4 times the tokens the
+spread would be known within a factor of 2 either way."""
+STEEPEST = 10.0
+"""Slope beyond which a trend is not extrapolated."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A row of the pilot."""
+
+    label: str
+    losses: dict[tuple[int, int], float]
+    """Final held-out loss of the runs that ended finite, by seed."""
+    diverged: int
+
+    @property
+    def sd(self) -> float | None:
+        found = pooled([self.losses])
+        return found.sd if found else None
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """The spread of seeds in runs that were made, and what a run costs."""
+
+    title: str
+    arms: list[Arm]
+    spread: SeedSpread
+    """Between the seeds of an arm, nats a token."""
+    pairs: Pairs | None
+    """None where fewer than two arms share two seeds."""
+    trend: Trend | None
+    no_trend: str
+    """Why the trend cannot be told; "" if it can."""
+    tokens: int
+    """Tokens of a run."""
+    seconds: float | None
+    """Seconds of a run, all its starts together, mean over finished runs; None where unknown."""
+    notes: list[str]
+
+    @property
+    def diverged(self) -> int:
+        return sum(arm.diverged for arm in self.arms)
+
+    @property
+    def runs(self) -> int:
+        return sum(len(arm.losses) for arm in self.arms) + self.diverged
+
+
+def read_pilot(paths: list[Path]) -> Pilot:
+    """The pilot in runs, sweeps or globs of them; raises ConfigError where it says nothing.
+
+    Of runs that cannot be compared with each other it takes those of which most is known.
+    """
+    comparison, _ = read(paths)
+    groups = sorted(comparison.groups, key=lambda group: -freedom(group))
+    rows = groups[0].rows
+    arms = [arm_of(row) for row in rows if row.ended]
+    several = [arm.losses for arm in arms if len(arm.losses) > 1]
+    spread = pooled(several)
+    if spread is None:
+        raise ConfigError(
+            f"pilot: {comparison.title} needs at least 2 seeds of an arm, {had(arms)}"
+        )
+    if not spread.sd:
+        raise ConfigError(
+            f"pilot: the seeds of {comparison.title} do not vary at all; no power follows"
+        )
+    found, why = trend_of(rows)
+    ended = [run.summary or {} for row in rows for run in row.finished]
+    seconds = [x for summary in ended if (x := finite(summary.get("seconds")))]
+    left_out = [row.label for group in groups[1:] for row in group.rows]
+    note = f"left out, since they cannot be compared with the others: {', '.join(left_out)}"
+    cfg = rows[0].runs[0].cfg
+    return Pilot(
+        comparison.title,
+        arms,
+        spread,
+        pairs(several),
+        found,
+        why,
+        cfg.steps * cfg.global_batch_size * cfg.seq_len,
+        float(np.mean(seconds)) if seconds else None,
+        [note] if left_out else [],
+    )
+
+
+def had(arms: list[Arm]) -> str:
+    """Describe the runs that a pilot has where it lacks several seeds of an arm."""
+    finite = sum(len(arm.losses) for arm in arms)
+    if not arms:
+        return "and none of its runs has finished"
+    diverged = sum(arm.diverged for arm in arms)
+    ended = f"finished with a finite loss; it has 1 each of {finite}" if finite else "none finite"
+    return f"{ended}{f' ({diverged} diverged)' if diverged else ''}"
+
+
+def arm_of(row: Row) -> Arm:
+    finite = {seed: loss for seed, loss in row.losses.items() if loss is not None}
+    return Arm(row.label, finite, row.diverged)
+
+
+def freedom(group: Group) -> int:
+    """Degrees of freedom that the spread of a group's seeds rests on."""
+    return sum(max(0, len(arm_of(row).losses) - 1) for row in group.rows)
+
+
+def trend_of(rows: list[Row]) -> tuple[Trend | None, str]:
+    """How the spread of held-out loss changes with tokens, or why that cannot be told."""
+    series = [
+        {run.seeds: run.series("eval/loss") for run in row.finished if run.final_loss is not None}
+        for row in rows
+    ]
+    series = [arm for arm in series if len(arm) > 1]
+    tokens = reduce(np.intersect1d, [each.tokens for arm in series for each in arm.values()])
+    tokens = tokens[tokens >= FIRST * tokens.max(initial=0)]
+    if len(tokens) < FEWEST_POINTS:
+        return None, (
+            f"it takes {FEWEST_POINTS} evaluations after the first fifth of a run, these have "
+            f"{len(tokens)}: lower eval.interval"
+        )
+    curves = [
+        {seed: each.values[np.isin(each.tokens, tokens)] for seed, each in arm.items()}
+        for arm in series
+    ]
+    found = trend(tokens, curves)
+    if found is None:
+        return None, "the evaluations of seeds do not vary"
+    if found.low is None or found.high is None:
+        return None, f"it takes 3 seeds or more, these are {found.seeds}"
+    if abs(found.slope) > STEEPEST:
+        return None, f"sd ~ tokens^{found.slope:.2f} is too steep to hold at other lengths"
+    if found.high - found.low > 2 * WIDEST:
+        return None, (
+            f"sd ~ tokens^{found.slope:.2f} with a 95% interval from {found.low:.2f} to "
+            f"{found.high:.2f}, too wide: it takes more seeds"
+        )
+    return found, ""

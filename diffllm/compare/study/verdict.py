@@ -1,0 +1,371 @@
+"""The verdict on a study's claim, from its runs and by its rule."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffllm.compare.report.numbers import compact, finite
+from diffllm.compare.report.runs import Run, load_run
+from diffllm.compare.study.file import Rule, Study
+from diffllm.compare.study.metric import number_of
+from diffllm.compare.study.rates import Choice, choose_all
+from diffllm.compare.study.runs import (
+    RATES,
+    Planned,
+    config_of,
+    deciding_runs,
+    is_ended,
+    mark_of,
+    strayed,
+)
+from diffllm.compare.study.sensitivity import lr_sensitivity
+from diffllm.config.plugins import several_versions
+from diffllm.core.errors import ConfigError
+from diffllm.data.progress import track
+from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, diverged_more
+from diffllm.statistics.estimates import Estimate, Times, estimate, sooner
+from diffllm.statistics.gap_tests import Gap, equivalence, holm
+
+SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
+UNDERPOWERED, NOT_COMPARABLE, EXPLORATORY = "underpowered", "not comparable", "exploratory"
+ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
+"""Facts of run.json that runs of one study have in common."""
+FACTS = ("corpus", "python", "torch", "device", "ranks", "compute_dtype", "heldout_tokens")
+"""Facts of run.json that the verdict records."""
+
+
+@dataclass
+class Arm:
+    """An arm of a study, as far as it has been run."""
+
+    name: str
+    lr: float | None
+    runs: list[Run] = field(default_factory=list)
+    """Runs that have ended, seed by seed."""
+    values: dict[int, float | None] = field(default_factory=dict)
+    """The metric by seed; None where that seed diverged."""
+    missing: list[str] = field(default_factory=list)
+    """Names of runs that have not ended."""
+
+    @property
+    def diverged(self) -> int:
+        return sum(run.final_loss is None for run in self.runs)
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values.values() if value is not None]
+
+    @property
+    def mean(self) -> Estimate | None:
+        return estimate(self.finite) if self.finite else None
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A rule and what came of it."""
+
+    rule: Rule
+    outcome: ArmComparison
+    gap: Gap | None
+    """By the test that the study names."""
+    p: float | None
+    """One-sided p of the rule; None where there is no test."""
+    p_adjusted: float | None
+    """After Holm's correction over the rules of the study."""
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a claim, with everything that it rests on."""
+
+    study: Study
+    verdict: str
+    would_be: str
+    """The verdict as it would have been, had nothing made it exploratory; otherwise the same."""
+    reasons: list[str]
+    tested: list[Tested]
+    """The rule that decides, then the others."""
+    arms: list[Arm]
+    choices: list[Choice]
+    """How learning rates were chosen; empty where the study does not choose them."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything as JSON values, `verdict` among them."""
+        return {
+            "verdict": self.verdict,
+            "would_be": self.would_be,
+            "reasons": self.reasons,
+            "claim": self.study.claim,
+            "source": self.study.source,
+            "metric": self.study.metric,
+            "scale": self.study.scale,
+            "study": str(self.study.path),
+            "hash": self.study.hash,
+            "rules": [tested_numbers(each) for each in self.tested],
+            "arms": {arm.name: arm_numbers(arm) for arm in self.arms},
+            "learning_rates": {
+                choice.arm: {
+                    "lr": choice.lr,
+                    "losses": {f"{lr:g}": finite(loss) for lr, loss in choice.losses.items()},
+                }
+                for choice in self.choices
+            },
+            "facts": {name: fact_values(self.arms, name) for name in FACTS},
+        }
+
+
+def judge(study: Study, out: Path) -> Verdict:
+    """Judge a study by the runs in `out`; raises ConfigError where none has ended."""
+    choices = choose_all(study, out)
+    rates = {choice.arm: choice.lr for choice in choices}
+    arms, planned = [Arm(name, rates.get(name)) for name in study.arms], []
+    with track("reading runs", len(arms) * len(study.seeds)) as advance:
+        for arm in arms:
+            for seed in study.seeds:
+                runs = deciding_runs(study, arm.name, seed, arm.lr)
+                read_seed(study, arm, seed, runs, out)
+                planned += runs
+                advance(1)
+    if not any(arm.runs for arm in arms):
+        raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
+    by_name = {arm.name: arm for arm in arms}
+    tested = apply_rules(study, by_name)
+    verdict, reasons = tested[0].verdict, [tested[0].reason]
+    if problems := not_comparable(arms, choices, planned, out):
+        verdict, reasons = NOT_COMPARABLE, problems
+    would_be = verdict
+    if problems := exploratory(study, arms, choices, out):
+        verdict, reasons = EXPLORATORY, [*problems, *reasons]
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices)
+
+
+def read_seed(study: Study, arm: Arm, seed: int, planned: list[Planned], out: Path) -> None:
+    """Read what has ended of an arm's runs with one seed, and their number once all have."""
+    missing = [run.name for run in planned if not is_ended(out / run.name)]
+    runs = [load_run(out / run.name) for run in planned if run.name not in missing]
+    arm.missing += missing
+    arm.runs += runs
+    if not missing:
+        arm.values[seed] = value_of(runs, study)
+
+
+def value_of(runs: list[Run], study: Study) -> float | None:
+    """The number of a seed that rules are about, None where it diverged; raises ConfigError for one
+    without a logarithm."""
+    run = runs[0]
+    if study.lr_sweep:
+        value = lr_sensitivity([each.final_loss for each in runs], run.cfg.model.vocab_size)
+    else:
+        value = None if run.final_loss is None else number_of(run, study.metric)
+    if value is None or study.scale == "linear":
+        return value
+    if value <= 0:
+        raise ConfigError(f"{run.path}: {study.metric}={value:g} has no logarithm")
+    return math.log(value)
+
+
+def apply_rules(study: Study, arms: dict[str, Arm]) -> list[Tested]:
+    """Test every rule of a study, and adjust their p for their number."""
+    outcomes = [
+        compare_arms(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules
+    ]
+    paired = study.test == "paired"
+    gaps = [
+        None if rule.kind == "log_rank" else each.paired if paired else each.welch
+        for rule, each in zip(study.rules, outcomes, strict=True)
+    ]
+    sides = [
+        (times(study, arms[rule.arm], rule), times(study, arms[rule.against], rule))
+        for rule in study.rules
+    ]
+    ps = [
+        sooner(*two) if rule.kind == "log_rank" else p_of(rule, each, gap)
+        for rule, each, gap, two in zip(study.rules, outcomes, gaps, sides, strict=True)
+    ]
+    adjusted = iter(holm([p for p in ps if p is not None]))
+    tested = []
+    for rule, each, gap, two, p in zip(study.rules, outcomes, gaps, sides, ps, strict=True):
+        p_adjusted = None if p is None else next(adjusted)
+        if rule.kind == "log_rank":
+            verdict, reason = decide_times(rule, *two, p_adjusted)
+        else:
+            verdict, reason = decide(rule, each, gap, p_adjusted)
+        tested.append(Tested(rule, each, gap, p, p_adjusted, verdict, reason))
+    return tested
+
+
+def times(study: Study, arm: Arm, rule: Rule) -> Times:
+    """Read when the runs of an arm reached the level of a rule; empty where it has none."""
+    level = rule.reaches
+    if level is None:
+        return Times([], [])
+    found = [(run, run.reached(study.metric, level)) for run in arm.runs]
+    for run, when in found:
+        if when is None:
+            raise ConfigError(f"{run.path} has no {study.metric}")
+    return Times.of(when for _, when in found if when)
+
+
+def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) -> tuple[str, str]:
+    """Return the verdict by a log-rank test and a sentence that says why."""
+    said = "; ".join(
+        f"{side.count} of {len(side.tokens)} runs of {name} reach it"
+        + (f", half of them by {compact(side.median)} tokens" if side.median else "")
+        for name, side in ((rule.arm, own), (rule.against, base))
+    )
+    if p_adjusted is None or min(len(own.tokens), len(base.tokens)) < 2:
+        return UNDERPOWERED, f"{said}: no test"
+    if p_adjusted < rule.alpha:
+        return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
+    other = sooner(base, own)
+    if other is not None and other < rule.alpha / 2:
+        return REFUTED, f"{said}: {rule.against} is sooner, p {other:.2g}"
+    return UNDERPOWERED, f"{said}: neither shown nor refuted"
+
+
+def p_of(rule: Rule, outcome: ArmComparison, gap: Gap | None) -> float | None:
+    """The one-sided p of a rule; 1 for what favours an arm that diverged more often."""
+    if gap is None:
+        return None
+    if rule.margin is not None and rule.kind == "equivalence":
+        found = equivalence(gap, rule.margin, rule.alpha)
+        diverged = outcome.own.diverged or outcome.base.diverged
+        return None if found is None else 1.0 if diverged else found.p
+    p = gap.p_below(rule.below) if rule.below is not None else gap.p_above(rule.above or 0.0)
+    return 1.0 if p is not None and outcome.favours_diverging else p
+
+
+def decide(
+    rule: Rule, outcome: ArmComparison, gap: Gap | None, p_adjusted: float | None
+) -> tuple[str, str]:
+    """Return the verdict by one rule and a sentence that says why."""
+    diverged = outcome.own.diverged + outcome.base.diverged
+    shares = (
+        f"{outcome.own.diverged} of {outcome.own.runs} runs of {rule.arm} and "
+        f"{outcome.base.diverged} of {outcome.base.runs} of {rule.against} diverged"
+    )
+    wants_lower = rule.above is None and rule.kind == "difference"
+    worse = diverged and wants_lower and diverged_more(outcome.own, outcome.base)
+    if worse and outcome.p_diverged < rule.alpha:
+        return REFUTED, f"{shares} (Fisher's p {outcome.p_diverged:.2g})"
+    interval = gap.interval(1 - rule.alpha) if gap else None
+    if gap is None or interval is None:
+        return UNDERPOWERED, "fewer than two seeds have a number in both arms"
+    low, high = interval
+    said = f"{gap.mean:+.4g} ({low:+.4g} to {high:+.4g})"
+    if rule.kind == "difference" and p_adjusted is not None and p_adjusted < rule.alpha:
+        return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
+    close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
+    if close and close.inside and not diverged:
+        by_test = gap.zero_variance or rule.kind == "difference" or (p_adjusted or 0) < rule.alpha
+        if by_test:
+            return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
+    if gap.zero_variance:
+        return UNDERPOWERED, f"{gap.mean:+.4g} in every seed: without variance nothing is shown"
+    if wrong_side(rule, low, high):
+        return REFUTED, f"{said}: the interval lies wholly on the other side"
+    return UNDERPOWERED, f"{said}{f'; {shares}' if diverged else ''}: neither shown nor refuted"
+
+
+def wrong_side(rule: Rule, low: float, high: float) -> bool:
+    """Whether an interval lies wholly where the rule says that the gap is not."""
+    if rule.kind == "equivalence":
+        assert rule.margin is not None
+        return low > rule.margin or high < -rule.margin
+    return low > rule.below if rule.below is not None else high < (rule.above or 0.0)
+
+
+def not_comparable(
+    arms: list[Arm], choices: list[Choice], planned: list[Planned], out: Path
+) -> list[str]:
+    """Why the runs cannot be compared; nothing if they can."""
+    problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
+    runs = [run for arm in arms for run in arm.runs]
+    wanted = {out / each.name: each for each in planned}
+    for run in runs:
+        problem = strayed(run.path, run.cfg, config_of(wanted[run.path]))
+        problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
+    notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
+    problems += [f"corpus: {note}" for note in sorted(notes)]
+    for name, versions in several_versions([run.plugin_code for run in runs]).items():
+        problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
+    for fact in ALIKE:
+        known = sorted({str(run.facts.get(fact)) for run in runs})
+        if len(known) > 1:
+            problems.append(f"runs differ in {fact}: {', '.join(text[:12] for text in known)}")
+    return problems
+
+
+def exploratory(study: Study, arms: list[Arm], choices: list[Choice], out: Path) -> list[str]:
+    """Why the study is not what was written down before it ran; nothing if it is."""
+    marks = [run.cfg.run.study for arm in arms for run in arm.runs]
+    if choices:
+        marks += map(mark_of, filter(Path.is_dir, (out / RATES).glob("*")))
+    edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
+    problems = []
+    if edited:
+        problems.append(
+            f"{len(edited)} of {len(marks)} runs began under another version of "
+            f"{study.path.name}, or outside of a study"
+        )
+    waiting = [name for arm in arms for name in arm.missing]
+    waiting += [run.name for choice in choices for run in choice.wanted]
+    if waiting:
+        problems.append(f"{len(waiting)} runs have not ended: {', '.join(waiting[:3])}")
+    return problems
+
+
+def tested_numbers(tested: Tested) -> dict[str, Any]:
+    """A rule and its numbers as JSON values."""
+    gap, other = tested.gap, tested.outcome
+    interval = gap.interval(1 - tested.rule.alpha) if gap else None
+    return {
+        **vars(tested.rule),
+        "verdict": tested.verdict,
+        "reason": tested.reason,
+        "gap": gap and gap.mean,
+        "gap_low": interval and interval[0],
+        "gap_high": interval and interval[1],
+        "seeds": gap and gap.seeds,
+        "p": tested.p,
+        "p_adjusted": tested.p_adjusted,
+        "seed_correlation": other.correlation,
+        "gap_welch_low": other.welch and other.welch.low,
+        "gap_welch_high": other.welch and other.welch.high,
+        "diverged": {
+            tested.rule.arm: other.own.diverged,
+            tested.rule.against: other.base.diverged,
+        },
+    }
+
+
+def fact_values(arms: list[Arm], name: str) -> list[str]:
+    """Return the distinct values of a fact over all runs; empty if no run records the fact."""
+    facts = [run.facts for arm in arms for run in arm.runs]
+    if name == "python":
+        facts = [each.get("environment") or {} for each in facts]
+    return sorted({str(each[name]) for each in facts if each.get(name) is not None})
+
+
+def arm_numbers(arm: Arm) -> dict[str, Any]:
+    """An arm's numbers as JSON values."""
+    mean = arm.mean
+    first = arm.runs[0] if arm.runs else None
+    return {
+        "variant": first and first.variant,
+        "parameters": first and first.facts.get("parameters"),
+        "flops_per_token": first and first.facts.get("flops_per_token"),
+        "tokens": first and first.cfg.steps * first.cfg.global_batch_size * first.cfg.seq_len,
+        "rates": sorted({run.cfg.optim.lr for run in arm.runs}),
+        "lr": arm.lr,
+        "mean": mean and mean.mean,
+        "low": mean and mean.low,
+        "high": mean and mean.high,
+        "values": {str(seed): value for seed, value in arm.values.items()},
+        "losses": {run.path.name: run.final_loss for run in arm.runs},
+        "diverged": arm.diverged,
+        "missing": arm.missing,
+    }

@@ -1,0 +1,198 @@
+"""The jobs of a sweep through submitit, each a job of SLURM, or all at once on this machine.
+
+`hydra/launcher=submitit_slurm` and `hydra.launcher.*` mean what they mean to Hydra's launcher. That
+launcher itself would give up on all runs at the first job that is killed, and start finished ones.
+"""
+
+import importlib.util
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from diffllm.compare.sweep.job import Ending, Job, Stops
+from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.compare.sweep.task import ClusterTask
+from diffllm.config.compose import hydra
+from diffllm.config.overrides import one_line
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import user_path
+from diffllm.core.printing import echo
+
+FOLDER = "hydra.launcher.submitit_folder"
+LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
+
+
+@dataclass
+class ClusterLauncher:
+    """The cluster that a sweep's jobs go to, as `hydra/launcher` and its keys describe it."""
+
+    kind: str
+    """Either "slurm" or "local"."""
+    words: list[str]
+    """The overrides hydra/launcher=... and hydra.launcher.*."""
+
+    settings: dict[str, Any]
+    """The launcher's keys, composed."""
+
+    @classmethod
+    def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
+        """Read the cluster that the words ask for, None for Hydra's own; raises ConfigError.
+
+        Args:
+            sweep: the override that names the sweep, and so its jobs.
+        """
+        names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
+        name = names[-1] if names else "basic"
+        if name not in ("basic", *LAUNCHERS):
+            raise ConfigError(
+                f"hydra/launcher={name} does not exist; choose from basic, {', '.join(LAUNCHERS)}"
+            )
+        if name == "basic":
+            if len(words) > len(names):
+                raise ConfigError(f"{words[-1]} needs hydra/launcher=submitit_slurm")
+            return None
+        if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+            raise ConfigError(f'hydra/launcher={name} needs pip install "diffllm[slurm]"')
+        if ranks > 1:
+            raise ConfigError(
+                f"hydra/launcher={name} starts the processes of each run itself: start the sweep "
+                "without torchrun, with hydra.launcher.tasks_per_node"
+            )
+        with hydra():
+            try:
+                overrides = [*words, sweep, "hydra.job.name=${run.sweep}"]
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
+                settings: Any = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
+            except (HydraException, OmegaConfBaseException) as error:
+                raise ConfigError(f"{' '.join(words)}: {one_line(error)}") from error
+        del settings["_target_"]
+        user_path(settings["submitit_folder"], FOLDER)
+        return cls(LAUNCHERS[name], words, settings)
+
+    @property
+    def world_size(self) -> int:
+        return self.settings["nodes"] * self.settings["tasks_per_node"]
+
+    def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
+        """Submit the jobs that are not in the queue already, and wait for all of them.
+
+        Submitit asks the scheduler, at least once a minute, about jobs that left no result. A
+        signal stops jobs on this machine, and leaves those of a cluster in its queue.
+
+        Returns:
+            The signal that stopped the sweep or 0, and how each job ended by name.
+        """
+        with Stops() as stops:
+            handles = self.submit(jobs, directory)
+            endings: dict[str, Ending] = {}
+            while len(endings) < len(jobs) and not (stops.received and self.kind == "slurm"):
+                time.sleep(0.2)
+                for job in (job for job in jobs if job.name not in endings):
+                    handle = handles[job.name]
+                    if stops.received and self.kind == "local":
+                        handle.cancel()
+                    if handle.done():
+                        endings[job.name] = ending = self.ending(job, handle)
+                        echo(f"run {job.number} of {job.total}: {job.name} {ending.state}")
+        for name in handles.keys() - endings.keys():
+            endings[name] = Ending("stays", f"in the queue as {handles[name].job_id}")
+        return stops.received, endings
+
+    def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
+        """Submit new jobs as one job array; return submitit's handles by the runs' names."""
+        import submitit
+
+        folder = str(Path(self.settings["submitit_folder"]).absolute())
+        tasks = range(self.world_size)
+        handles: dict[str, Any] = {}
+        for job in jobs:
+            job_id = directory.record["jobs"].get(job.name)
+            if job_id and self.kind == "slurm" and in_queue(job_id):
+                handles[job.name] = submitit.SlurmJob(folder, job_id, tasks=tasks)
+        new = [job for job in jobs if job.name not in handles]
+        if new:
+            executor = self.executor(folder)
+            try:
+                submitted = executor.map_array(ClusterTask(), new)
+            except submitit.core.utils.FailedJobError as error:
+                raise ConfigError(f"{' '.join(self.words)}: {one_line(error)}") from error
+            handles |= {job.name: handle for job, handle in zip(new, submitted, strict=True)}
+            if self.kind == "slurm":
+                ids = {job.name: handles[job.name].job_id for job in new}
+                directory.record["jobs"] |= ids
+                directory.write()
+        for job in jobs:
+            how = "is" if job not in new else "submitted as"
+            echo(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
+        return handles
+
+    def executor(self, folder: str) -> Any:
+        """Build submitit's executor, and make the folder of its files; raises ConfigError if there
+        is no such cluster or key, or the folder cannot be made."""
+        import submitit
+        from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+        from submitit.core.utils import JobPaths
+
+        common = {*OmegaConf.structured(BaseQueueConf)}
+        settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
+        retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}
+        if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
+            retries = {}  # submitit's: the plugin's 0 is for code that does not resume
+        del settings["submitit_folder"]
+        try:
+            executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
+            executor.update_parameters(**settings)
+            JobPaths.get_first_id_independent_folder(folder).mkdir(parents=True, exist_ok=True)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
+        except OSError as error:
+            raise ConfigError(f"{FOLDER}={folder} cannot be made: {error.strerror}") from error
+        return executor
+
+    def ending(self, job: Job, handle: Any) -> Ending:
+        """Return how a job ended that is no longer in the queue."""
+        import submitit
+
+        try:
+            return first_failed(handle.results())
+        except submitit.core.utils.UncompletedJobError as error:
+            if job.has_summary:
+                return Ending("finished")
+            return Ending("failed", f"{why(error)}, {job.progress()}")
+
+
+def first_failed(endings: list[Ending]) -> Ending:
+    """Return the rank that failed before the others and says why; rank 0 if there is none."""
+    failed = [ending for ending in endings if ending.state == "failed"]
+    return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
+
+
+def why(error: Exception) -> str:
+    """Return why a job gave no result: the scheduler's word, or the last line."""
+    state = re.search(r"\(state: (.*?)\)", str(error))
+    if state:
+        return f"ended by the scheduler ({state[1]})"
+    lines = [line for line in str(error).splitlines() if "Error: " in line]
+    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "gave no result"
+    return text.replace("too many times", "more often than hydra.launcher.max_num_timeout")
+
+
+def in_queue(job_id: str) -> bool:
+    """Whether SLURM still has the job, waiting or running; raises ConfigError if it does not
+    answer, for to submit then could start a run twice."""
+    words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"squeue cannot be run: {error.strerror}") from error
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise ConfigError(f"squeue does not answer: {' '.join(answer.stderr.split())}")
+    return bool(answer.stdout.strip())
