@@ -87,9 +87,9 @@ def imports() -> None:
     import torch
     import torch._dynamo
 
+    import diffllm.cli.run
+    import diffllm.cli.train
     import diffllm.compare.report.page
-    import diffllm.tools.run
-    import diffllm.tools.train
 
     with contextlib.suppress(ImportError):  # of an older checkout
         import diffllm.interop.export

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from diffllm.core.version import VERSION
 
 if TYPE_CHECKING:
+    from diffllm.cli.python import train
     from diffllm.config import load_config
     from diffllm.evaluation.load import load_model
     from diffllm.model import build_model
-    from diffllm.tools.python import train
 
 __version__ = VERSION
 __all__ = ["build_model", "load_config", "load_model", "train"]
@@ -18,7 +18,7 @@ _HOMES = {
     "build_model": "diffllm.model",
     "load_config": "diffllm.config",
     "load_model": "diffllm.evaluation.load",
-    "train": "diffllm.tools.python",
+    "train": "diffllm.cli.python",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from diffllm.tools import main
+from diffllm.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
 from tiers import slow_but
 
-from diffllm import build_model, load_config, tools
+from diffllm import build_model, load_config
+from diffllm import cli as tools
 from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample

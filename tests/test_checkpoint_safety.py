@@ -33,8 +33,8 @@ from diffllm import load_config
 from diffllm.checkpoint import load_tensors, verify
 from diffllm.checkpoint.manifest import describe, read_manifest
 from diffllm.checkpoint.reader import RecordUnpickler, check_index
+from diffllm.cli import main
 from diffllm.core.errors import CheckpointError, UserError
-from diffllm.tools import main
 from diffllm.training.build import build
 from diffllm.training.directory import RunDirectory
 from diffllm.training.resume import resume_checkpoint

@@ -15,8 +15,8 @@ from diffllm import load_config
 from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, step_of, verify
 from diffllm.checkpoint.directory import find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import NAME, read_manifest
+from diffllm.cli import main
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.tools import main
 from diffllm.training.resume import resume_checkpoint
 
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}

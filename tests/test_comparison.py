@@ -11,9 +11,10 @@ import termios
 import pytest
 from processes import PATIENCE_S
 
-from diffllm import load_config, tools
-from diffllm.tools.count import count
-from diffllm.tools.count_table import print_counts, short
+from diffllm import cli as tools
+from diffllm import load_config
+from diffllm.cli.count import count
+from diffllm.cli.count_table import print_counts, short
 
 FIVE = ("standard", "gated", "diff_v1", "diff_v2", "standard_1p5x_heads")
 PARTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms", "sink")
@@ -162,7 +163,7 @@ def on_a_terminal(columns, *words):
     """Return the text that the command draws on a terminal, without its colours."""
     main, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (50, columns))
-    code = "import sys; from diffllm.tools import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from diffllm.cli import main; sys.exit(main(sys.argv[1:]))"
     kept = {name: v for name, v in os.environ.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", code, "count", *words],

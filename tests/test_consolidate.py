@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from diffllm import build_model, load_config
 from diffllm.checkpoint import Checkpointer
+from diffllm.cli import main
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.files import write_atomic
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import Transformer
-from diffllm.tools import main
 from diffllm.training.build import build
 from diffllm.training.state import LoopState, save
 from diffllm.training.step import train_step

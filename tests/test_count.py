@@ -21,11 +21,12 @@ from equations import (
 )
 from tiers import families, slow_but
 
-from diffllm import build_model, load_config, tools
+from diffllm import build_model, load_config
+from diffllm import cli as tools
+from diffllm.cli.count import count
 from diffllm.config.compose import variant_config
 from diffllm.core.errors import ConfigError
 from diffllm.model.groups import GROUPS, component_of, group_of
-from diffllm.tools.count import count
 
 KEYS = {
     "total_params",

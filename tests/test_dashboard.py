@@ -14,9 +14,9 @@ import wandb_workspaces.workspaces.interface as interface
 import wandb_workspaces.workspaces.internal as internal
 from wandb_file import covers, examples
 
+from diffllm.cli import main
 from diffllm.metrics.dashboard import panels as panels_of_the_table
 from diffllm.metrics.table import METRICS
-from diffllm.tools import main
 
 NAMES = [metric.name for metric in METRICS]
 WHERE = ["entity=a-team", "project=a-project"]
@@ -174,7 +174,7 @@ def test_without_the_extra_the_line_says_what_to_install(monkeypatch, capsys):
 def test_help_needs_neither_the_extra_nor_torch():
     code = """
 import sys
-from diffllm.tools import main
+from diffllm.cli import main
 try:
     main(["dashboard", "--help"])
 except SystemExit as stop:

@@ -13,11 +13,11 @@ from test_consolidate import trained_run
 from tiers import slow_but
 
 from diffllm.checkpoint import faults, newest_good, read_state
+from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import MOST_NODES, overrides_of, read_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.tools import main
 from diffllm.training.state import LoopState
 
 

@@ -14,14 +14,15 @@ import diffllm
 ROOT = Path(diffllm.__file__).parent
 FLOORS = (
     ("core",),
-    ("model", "optim", "statistics"),
-    ("data", "distributed", "metrics"),
+    ("statistics",),
+    ("data", "model", "optim"),
+    ("distributed", "metrics"),
     ("checkpoint",),
     ("config",),
     ("evaluation",),
     ("training",),
     ("compare", "interop", "plan"),
-    ("tools",),
+    ("cli",),
 )
 """The rooms of the package, from the ground up: each imports only from floors below its own."""
 DIAGRAM = ROOT.parent / "docs" / "architecture.md"
@@ -236,7 +237,7 @@ def test_importing_the_package_loads_neither_torch_nor_hydra():
 
 
 def test_the_console_script_without_a_command_loads_neither():
-    code = "from diffllm.tools import main\nassert main(['--help']) == 0"
+    code = "from diffllm.cli import main\nassert main(['--help']) == 0"
     assert not {"torch", "hydra"} & loaded_after(code)
 
 

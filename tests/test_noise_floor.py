@@ -10,8 +10,8 @@ import pytest
 from matplotlib.image import imread
 from tiers import slow_but
 
-from diffllm import tools
-from diffllm.tools.noise_floor import (
+from diffllm import cli as tools
+from diffllm.cli.noise_floor import (
     CONTEXTS,
     LAMBDAS,
     LARGEST_AMPLITUDE,
@@ -154,7 +154,7 @@ def test_without_noise_the_floor_is_uniform():
 def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "diffllm.tools.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
+        "diffllm.cli.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
     )
     drawn([(40001, 2.0)], correlation, seed=3)
     (noise1, noise2, signal), _ = seen

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffllm.cli import table
 from diffllm.core.printing import echo, echo_json, to_stderr
 from diffllm.core.printing.console import Console
 from diffllm.metrics.display import Display
-from diffllm.tools import table
 
 OWN = re.compile(r"\x1b\[[\d;]*m")
 """Colours, which rich writes itself."""

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from diffllm.cli import main
 from diffllm.compare.sweep.names import parse
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import compose, load_config
 from diffllm.config.removed import REMOVED, Removed
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.tools import main
 
 OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}}
 

@@ -127,7 +127,7 @@ def test_a_sweep_and_its_report(
 ) -> None:
     command = train_command(["-m", *words, "seed=0,1", "run.sweep=s", "wandb.mode=offline"])
     output = output_of(command, tmp_path, environment, 0)
-    tool = [sys.executable, "-c", "from diffllm.tools import main; main()", "report", "outputs/s"]
+    tool = [sys.executable, "-c", "from diffllm.cli import main; main()", "report", "outputs/s"]
     output += output_of(tool, tmp_path, environment, 0)
     assert (tmp_path / "outputs" / "s" / "report.html").is_file()
     assert_no_secrets(output, tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.runs import DECIDING, Planned, config_of
 from diffllm.compare.sweep.cluster import ClusterLauncher
@@ -18,7 +19,6 @@ from diffllm.config.origin import Origin, implied
 from diffllm.config.overrides import check_shared
 from diffllm.config.plugins import add_named_directory
 from diffllm.core.errors import ConfigError
-from diffllm.tools import main
 
 SECRET = "hfSecretOfNobody0123456789"
 STUDY = """claim: one

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from diffllm.cli.train import main
 from diffllm.compare.sweep import report as report_module
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.compare.sweep.job import Ending, Job, last_error
@@ -14,7 +15,6 @@ from diffllm.compare.sweep.names import parse
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.tools.train import main
 
 
 @pytest.fixture(autouse=True)

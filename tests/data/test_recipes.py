@@ -7,10 +7,10 @@ from sample_texts import sample_documents
 from tiers import slow_but
 
 import diffllm
+from diffllm.cli.prepare import main
 from diffllm.config.yaml_file import as_text, with_recipes
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare
-from diffllm.tools.prepare import main
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
 

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from diffllm import build_model, load_config
 from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.cli.evaluate import opened
 from diffllm.config import TrainConfig
 from diffllm.data import TokenData, prepare
 from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.evaluation.evaluation import Subject
-from diffllm.tools.evaluate import opened
 
 
 def write_corpus(directory: Path, documents: int = 120) -> Path:

@@ -12,13 +12,13 @@ from wandb_file import OfflineRun
 
 from diffllm import build_model, load_config
 from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.cli import main
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.train_tokenizer import train_tokenizer
 from diffllm.data.tasks.task import TASKS
 from diffllm.evaluation import suite
 from diffllm.evaluation.answers import Answers, numbers_of
 from diffllm.evaluation.evaluation import Subject
-from diffllm.tools import main
 
 FAST = ["tasks=[mqar,icl]", "limit=8"]
 

@@ -9,10 +9,10 @@ import torch
 from measured import data_words, made
 
 from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.cli import main
 from diffllm.evaluation.evaluation import Line, Settings, Subject
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.suite import EVALUATIONS
-from diffllm.tools import main
 
 NAMES = ["position", "outliers", "quantise"]
 

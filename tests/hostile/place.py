@@ -101,7 +101,7 @@ def train(words: object) -> int:
     """Be `train.py` with these words."""
     import sys
 
-    from diffllm.tools import train
+    from diffllm.cli import train
 
     sys.argv = ["train.py", *words]  # type: ignore[misc]
     return train.main()
@@ -109,7 +109,7 @@ def train(words: object) -> int:
 
 def tool(words: object) -> int:
     """Be `diffllm` with these words."""
-    from diffllm import tools
+    from diffllm import cli as tools
 
     return tools.main(list(words))  # type: ignore[call-overload]
 

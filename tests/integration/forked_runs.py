@@ -175,7 +175,7 @@ def run_train(words: list[str]) -> int:
 
 
 def run_tool(words: list[str]) -> int:
-    from diffllm import tools
+    from diffllm import cli as tools
 
     return tools.main(words)
 

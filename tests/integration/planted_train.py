@@ -47,7 +47,7 @@ def entry_module() -> ModuleType:
 def main(fault: Fault, words: list[str]) -> int:
     """Run train.py with these overrides, the fault planted; its exit code."""
     entry = entry_module()
-    import diffllm.tools.run as command
+    import diffllm.cli.run as command
     import diffllm.training.loop as trainer
     import diffllm.training.measure as heldout
     import diffllm.training.run as run

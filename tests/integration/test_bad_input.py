@@ -27,7 +27,7 @@ from cli_helpers import (
 )
 from forked_runs import ForkedRun, Gate
 
-from diffllm import tools
+from diffllm import cli as tools
 
 VARIANTS = ["diff_v1", "diff_v2", "gated", "standard"]
 

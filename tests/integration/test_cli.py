@@ -25,7 +25,7 @@ from cli_helpers import (
 from forked_runs import ForkedRun, tool, train
 from processes import PATIENCE_S
 
-from diffllm import tools
+from diffllm import cli as tools
 from diffllm.evaluation.load import load_model
 
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2"]

@@ -13,9 +13,9 @@ from hostile.paths import hostile_path, hostile_paths
 from tiers import slow_but
 
 from diffllm import load_config
+from diffllm.cli import COMMANDS, module_of
 from diffllm.config.values import PATHS, leaves
 from diffllm.core.errors import ConfigError
-from diffllm.tools import COMMANDS, module_of
 
 NO_PATHS = {
     "run.name", "run.sweep", "run.study", "run.allow_changes", "run.swept", "plugins",
@@ -39,7 +39,7 @@ def keys_of_text() -> Iterator[str]:
 def arguments() -> Iterator[tuple[str, str]]:
     """The commands and their arguments that are paths."""
     for command in COMMANDS:
-        tool_module = importlib.import_module(f"diffllm.tools.{module_of(command)}")
+        tool_module = importlib.import_module(f"diffllm.cli.{module_of(command)}")
         if own := getattr(tool_module, "Arguments", None):
             for field in dataclasses.fields(own):
                 if field.metadata.get("path"):
@@ -62,7 +62,7 @@ def test_every_argument_that_is_a_path_says_so():
     marked = set(arguments())
     assert {("generate", "run"), ("consolidate", "out"), ("power", "pilot")} < marked
     for command in COMMANDS:
-        tool_module = importlib.import_module(f"diffllm.tools.{module_of(command)}")
+        tool_module = importlib.import_module(f"diffllm.cli.{module_of(command)}")
         own = getattr(tool_module, "Arguments", None)
         names = {field.name for field in dataclasses.fields(own)} if own else set()
         for name in names & {"run", "out", "pilot", "config_dir", "dir", "file"}:
@@ -125,7 +125,7 @@ def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key, rng):
 def test_an_argument_with_one_is_refused_by_its_name(
     finished_run, tmp_path, environment, command, name
 ):
-    module = importlib.import_module(f"diffllm.tools.{module_of(command)}")
+    module = importlib.import_module(f"diffllm.cli.{module_of(command)}")
     others = {"run": str(finished_run), **OTHERS}
     needed = [
         f"{field.name}={others[field.name]}"

@@ -8,9 +8,9 @@ import pytest
 from cli_helpers import documents
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
 
+from diffllm.cli.run import run_and_report as run
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.tools.run import run_and_report as run
 
 WORDS = ("steps=8", "checkpoint.interval=4", "eval.interval=4", "log_interval=2")
 MASKED = ("data.mask_documents=true", "activation_checkpointing=true", "compile=false")

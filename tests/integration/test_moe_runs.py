@@ -8,7 +8,7 @@ import torch
 from forked_runs import Gate, finish, start
 from runs import assert_same_weights, metric_lines, prepared_corpus
 
-from diffllm import tools
+from diffllm import cli as tools
 from diffllm.evaluation.load import load_model
 
 STEPS, HALF = 20, 10

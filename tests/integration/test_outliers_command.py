@@ -9,7 +9,8 @@ from cli_helpers import call
 from forked_runs import start
 from runs import prepared_corpus
 
-from diffllm import load_model, tools
+from diffllm import cli as tools
+from diffllm import load_model
 from diffllm.config.saved import load_run_config
 from diffllm.data import prepare
 from diffllm.evaluation.outliers import measure

@@ -15,7 +15,7 @@ FILE = re.compile(r"`(mine/[\w./]+)`[^\n]*\n\n\Z")
 SHIM = """#!{python}
 import sys
 sys.path[0] = {repo!r}
-from diffllm.tools import main
+from diffllm.cli import main
 sys.exit(main())
 """
 CLUSTER = "submitit_slurm"

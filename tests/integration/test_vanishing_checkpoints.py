@@ -9,9 +9,9 @@ from tiers import slow_but
 
 from diffllm import checkpoint as checkpoints
 from diffllm.checkpoint import directory, reader, state_file
+from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.load import load_model
-from diffllm.tools import main
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from forked_runs import finish, train
 from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
 from tiers import slow_but
 
-from diffllm.tools import main
+from diffllm.cli import main
 
 WORDS = (
     "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",

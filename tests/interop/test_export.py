@@ -13,8 +13,8 @@ from exported_runs import CASES
 from tiers import slow_but
 
 import diffllm
+from diffllm.cli import main
 from diffllm.model.generate import generate
-from diffllm.tools import main
 
 transformers = pytest.importorskip("transformers", "5.4")
 

@@ -14,9 +14,9 @@ from tiers import slow_but
 from torch import Tensor
 
 import diffllm
+from diffllm.cli import main
 from diffllm.config.saved import load_run_config
 from diffllm.data import Tokenizer
-from diffllm.tools import main
 
 transformers = pytest.importorskip("transformers", "5")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import diffllm
-from diffllm.tools import main
+from diffllm.cli import main
 
 HUB = Path(__file__).parents[1] / "data" / "fake_hub.py"
 NAME, SHA = "someone/corpus", "0123456789abcdef0123456789abcdef01234567"

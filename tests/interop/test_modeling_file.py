@@ -19,10 +19,10 @@ from diffllm.checkpoint.hf.configs import CLASSES, rope_of
 from diffllm.checkpoint.hf.configs import Config as ForeignConfig
 from diffllm.checkpoint.hf.layout import rope_parameters
 from diffllm.checkpoint.hf.own import plain
+from diffllm.cli import main
 from diffllm.model.ffn.config import MoEConfig
 from diffllm.model.rope import RopeConfig, RopeScaling
 from diffllm.model.rope import RotaryEmbedding as RunRotaryEmbedding
-from diffllm.tools import main
 
 transformers = pytest.importorskip("transformers", "5.4")
 

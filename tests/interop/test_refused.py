@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from disks import small_disk
 
-from diffllm.tools import main
+from diffllm.cli import main
 
 pytest.importorskip("transformers", "5")
 

@@ -18,8 +18,8 @@ import torch
 from exported_runs import CASES
 
 import diffllm
+from diffllm.cli import main
 from diffllm.model import Transformer
-from diffllm.tools import main
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [

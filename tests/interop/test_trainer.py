@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from exported_runs import CASES
 
-from diffllm.tools import main
+from diffllm.cli import main
 
 pytest.importorskip("transformers", "5")
 pytest.importorskip("accelerate")

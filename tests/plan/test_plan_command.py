@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diffllm import tools
+from diffllm import cli as tools
 from diffllm.metrics.mfu import DEVICES, device_called
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import GIB, plan

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffllm import tools
+from diffllm import cli as tools
 from diffllm.compare.report.bands import over_seeds
 from diffllm.compare.report.drawing import draw_curves
 from diffllm.compare.report.runs import Metrics, Series, load_run

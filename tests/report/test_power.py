@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from written_runs import metric_lines, sweep, write_run
 
-from diffllm import tools
+from diffllm import cli as tools
 from diffllm.statistics.power_analysis import paired_power, welch_power
 
 LOSSES = {"standard": [4.00, 4.02, 4.05], "diff_v2": [3.91, 3.96, 3.96]}

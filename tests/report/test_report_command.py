@@ -13,7 +13,7 @@ from tiers import slow_but
 from written_runs import sweep, write_run
 
 import diffllm.compare.report.page
-from diffllm import tools
+from diffllm import cli as tools
 from diffllm.compare.report import write_report
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.find import find_runs

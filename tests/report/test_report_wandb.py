@@ -2,8 +2,8 @@
 
 import pytest
 
+from diffllm.cli import main
 from diffllm.compare.report import log_gaps
-from diffllm.tools import main
 from tests.report.test_report_budgets import TOKENS, written
 from tests.wandb_file import OfflineRun
 

@@ -5,9 +5,9 @@ from textwrap import dedent
 
 import pytest
 
+from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.core.errors import ConfigError
-from diffllm.tools import main
 
 GOOD = """\
 claim: V2's advantage is more than damping

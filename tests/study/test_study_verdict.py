@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from diffllm.cli import main
 from diffllm.compare.study import runs, verdict
 from diffllm.compare.study.command import check_runs, next_runs, run_study
 from diffllm.compare.study.cost import costs
@@ -16,7 +17,6 @@ from diffllm.compare.study.verdict import Arm, apply_rules, judge
 from diffllm.config import load_config
 from diffllm.config.compose import config_directory
 from diffllm.core.errors import ConfigError
-from diffllm.tools import main
 from tests.study.written_study import study_file, write_arms, write_ended, write_rates
 from tests.tiers import slow_but
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from rich.table import Table
 
+from diffllm.cli.table import print_table, table, width_of
 from diffllm.config.matching import MATCHABLE
 from diffllm.core.printing import echo
 from diffllm.core.printing.console import Console
 from diffllm.model.groups import OTHER_COMPONENTS
-from diffllm.tools.table import print_table, table, width_of
 
 Counts = dict[str, dict[str, Any]]
 """Variant to what `count` gives; the first is what the others are compared with."""

@@ -24,6 +24,8 @@ import torch
 
 from diffllm.checkpoint import list_checkpoints, step_of
 from diffllm.checkpoint.directory import path_of
+from diffllm.cli.arguments import a_path, parse, plugins_field
+from diffllm.cli.table import print_table, table
 from diffllm.compare.report.numbers import ascii_minus, in_digits
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml
@@ -36,8 +38,6 @@ from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
-from diffllm.tools.arguments import a_path, parse, plugins_field
-from diffllm.tools.table import print_table, table
 
 
 @dataclass

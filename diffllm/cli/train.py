@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
             return sweep(args.overrides, config_dirs)
         else:
-            from diffllm.tools.run import run_and_report
+            from diffllm.cli.run import run_and_report
 
             run_and_report(load_config(args.overrides))
     except UserError as error:

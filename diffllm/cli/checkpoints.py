@@ -16,11 +16,11 @@ from typing import Any
 
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
 from diffllm.checkpoint.state_file import faults, read_state
+from diffllm.cli.arguments import a_path, parse, plugins_field
+from diffllm.cli.table import print_table, table
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import echo, echo_json
 from diffllm.metrics.display import duration
-from diffllm.tools.arguments import a_path, parse, plugins_field
-from diffllm.tools.table import print_table, table
 
 
 @dataclass

@@ -33,13 +33,13 @@ from diffllm.checkpoint.hf.safetensors import (
     write_safetensors,
 )
 from diffllm.checkpoint.reader import reason
+from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, scratch_directory, sync
 from diffllm.core.printing import echo
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
-from diffllm.tools.arguments import a_path, parse, plugins_field
 
 LARGEST_FILE = 2**30
 """Limit in bytes of what is copied beside the parameters."""

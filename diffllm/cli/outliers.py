@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from diffllm.cli.arguments import a_path, parse, plugins_field
+from diffllm.cli.table import print_table, table
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import echo, echo_json
 from diffllm.evaluation.load import TOKENS, FirstSequences, decoder, own_data, sequences_for
 from diffllm.evaluation.outliers import TOP, measure
-from diffllm.tools.arguments import a_path, parse, plugins_field
-from diffllm.tools.table import print_table, table
 
 WHAT = """\
 diffllm outliers run=<dir> [key=value ...] [--json]: outliers and sinks, layer by layer

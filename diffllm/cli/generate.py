@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo
 from diffllm.evaluation.load import load_model
 from diffllm.model.generate import generate
-from diffllm.tools.arguments import a_path, parse, plugins_field
 
 
 @dataclass

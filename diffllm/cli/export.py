@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffllm.checkpoint.hf.safetensors import DTYPES, check_form
+from diffllm.cli.arguments import a_path, parse, plugins_field
+from diffllm.cli.extras import needing_interop
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo
-from diffllm.tools.arguments import a_path, parse, plugins_field
-from diffllm.tools.extras import needing_interop
 
 
 @dataclass

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(f"unknown command {args[0]!r}; {hint}choose from {', '.join(COMMANDS)}")
         words = bring(args[1:], args[0] in COMPOSE) if args[0] in READ_RUNS + COMPOSE else args[1:]
-        tool = importlib.import_module(f"diffllm.tools.{module_of(args[0])}")
+        tool = importlib.import_module(f"diffllm.cli.{module_of(args[0])}")
         runs = args[0] in RUN or args[:2] == ["study", "run"]
         with nullcontext() if runs else result():
             return tool.main(words) or 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import replace_file
@@ -17,7 +18,6 @@ from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
 from diffllm.model.probes import entropy, negative_share
-from diffllm.tools.arguments import a_path, parse, plugins_field
 
 MOST_TOKENS = 256
 """Beyond this neither labels nor cells could be told apart."""

@@ -13,13 +13,13 @@ import argparse
 from collections import Counter
 from typing import Any
 
+from diffllm.cli.count_table import print_counts
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import check_variant
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, echo_json
 from diffllm.model import without_storage
 from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
-from diffllm.tools.count_table import print_counts
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:

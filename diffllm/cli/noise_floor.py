@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 from scipy.optimize import bisect
 from scipy.special import softmax
 
+from diffllm.cli.arguments import a_path, parse
+from diffllm.cli.table import print_table, table
 from diffllm.compare.report.numbers import short
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import replace_file
 from diffllm.core.printing import echo, echo_json
-from diffllm.tools.arguments import a_path, parse
-from diffllm.tools.table import print_table, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
+from diffllm.cli.arguments import parse
+from diffllm.cli.table import print_table, table
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, echo_json
 from diffllm.plan.cluster import OWN_KEYS, Cluster
@@ -21,8 +23,6 @@ from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 from diffllm.plan.suggest import nearest_change
-from diffllm.tools.arguments import parse
-from diffllm.tools.table import print_table, table
 
 
 def main(argv: list[str]) -> None:

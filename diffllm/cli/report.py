@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.page import write
 from diffllm.compare.report.text import whole_text
 from diffllm.compare.report.wandb_gaps import log_gaps
 from diffllm.core.printing import echo
-from diffllm.tools.arguments import a_path, parse, plugins_field
 
 WHAT = """\
 diffllm report DIR... [key=value ...]: report.html and report.csv about runs

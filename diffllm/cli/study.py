@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from diffllm.cli.table import print_table, table
 from diffllm.compare.report.numbers import MISSING, clock, compact
 from diffllm.compare.study.cost import Cost, costs
 from diffllm.compare.study.file import Study, load_study
@@ -9,7 +10,6 @@ from diffllm.config.plugins import directories, is_plugins, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.core.printing import echo, echo_json
-from diffllm.tools.table import print_table, table
 
 WHAT = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]

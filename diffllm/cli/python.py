@@ -3,10 +3,10 @@
 import signal
 from typing import Any
 
+from diffllm.cli.run import run_and_report
 from diffllm.config import TrainConfig
 from diffllm.config.compose import checked
 from diffllm.core.errors import ConfigError
-from diffllm.tools.run import run_and_report
 
 
 class Stopped(KeyboardInterrupt):
