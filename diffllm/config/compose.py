@@ -1,6 +1,6 @@
 """From overrides to a typed config: Hydra composes, and the dataclasses type it.
 
-Nothing past `tools/train.py` sees a DictConfig.
+Nothing past `cli/train.py` sees a DictConfig.
 """
 
 import difflib

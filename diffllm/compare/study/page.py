@@ -218,7 +218,7 @@ def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
 def page(found: Verdict) -> str:
     """The page; equal verdicts give equal bytes."""
     numbers = found.numbers()
-    places = [PackageLoader(f"diffllm.{room}", ".") for room in ("study", "report")]
+    places = [PackageLoader(f"diffllm.compare.{room}", ".") for room in ("study", "report")]
     environment = Environment(
         loader=ChoiceLoader(places), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined,

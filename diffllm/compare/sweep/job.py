@@ -168,7 +168,7 @@ class Stops:
 
 def path_for_jobs() -> str:
     """Return a PYTHONPATH with which other processes find the modules that this one finds."""
-    package = str(Path(__file__).resolve().parents[2])
+    package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     own = [*([] if package in installed else [package]), *sys.path[:1]]
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
