@@ -19,8 +19,8 @@ import matplotlib
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.style import RC, SMALL, row_styles, to_svg
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.page import draw_rules, markdown, verdict_text
 from diffllm.compare.study.verdict import judge
+from diffllm.compare.study.verdict_page import draw_rules, markdown, verdict_text
 from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"

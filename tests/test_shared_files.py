@@ -9,7 +9,7 @@ import pytest
 
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.runs import DECIDING, Planned, config_of
+from diffllm.compare.study.planned_runs import DECIDING, Planned, config_of_planned
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.names import experiment_words, parse
 from diffllm.compare.sweep.plan import plan_sweep
@@ -189,7 +189,7 @@ def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word: str) ->
 
 def test_config_of_a_planned_run_imports_nothing() -> None:
     words = ["model=tiny", f"plugins=[{PLUGIN}]"]
-    config_of(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
+    config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules
 
 

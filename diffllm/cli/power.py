@@ -7,8 +7,7 @@ from typing import Any
 from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.cli.table import print_table, table
 from diffllm.compare.report.numbers import compact, fixed, short
-from diffllm.compare.study.pilot import Pilot, read_pilot
-from diffllm.compare.study.seeds import SHOWN, Need, Wanted, needs
+from diffllm.compare.study.pilot import SHOWN, Need, Pilot, Wanted, needs, read_pilot
 from diffllm.core.printing import echo, echo_json
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if flag in words:
         dry_run(study, out, [user_path(word.partition("=")[2], "pilot") for word in pilot])
         return 0
-    from diffllm.compare.study.command import run_study
+    from diffllm.compare.study.stages import run_study
 
     named = [directory for directory in directories() if yamls(directory)]
     flags = [word for directory in named for word in ("--config-dir", str(directory))]
@@ -71,9 +71,9 @@ def arguments(words: list[str], flag: str) -> tuple[Study, Path, list[str]]:
 
 def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
     """Check every run, and print what they cost."""
-    from diffllm.compare.study.command import check_runs
+    from diffllm.compare.study.stages import check_study_runs
 
-    check_runs(study, out, 1)
+    check_study_runs(study, out, 1)
     found = costs(study, out, pilot)
     echo(f"{study.path}: {study.claim}\n")
     made = table("stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go")
@@ -108,8 +108,8 @@ def total(found: list[Cost]) -> str:
 
 def verdict(study: Study, out: Path, as_json: bool) -> int:
     """Judge a study, write its page, and print the verdict."""
-    from diffllm.compare.study.page import verdict_text, write_verdict
     from diffllm.compare.study.verdict import judge
+    from diffllm.compare.study.verdict_page import verdict_text, write_verdict
 
     found = judge(study, out)
     files = write_verdict(found, out)

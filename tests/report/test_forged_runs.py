@@ -20,7 +20,7 @@ from diffllm.compare.report.drawing import draw_curves
 from diffllm.compare.report.runs import Metrics, Series, load_run
 from diffllm.compare.report.style import RowStyle
 from diffllm.compare.study.pilot import trend_of
-from diffllm.compare.study.runs import deciding_runs, heldout_loss
+from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
@@ -49,7 +49,7 @@ def test_number_beyond_reason_reads_as_missing(tmp_path: Path, value: str):
     assert read_metrics_line(line) == known
     (tmp_path / "summary.json").write_text(f'{{"steps": 1, "heldout_loss": {value}}}')
     assert read_record(tmp_path / "summary.json") == {"steps": 1, "heldout_loss": None}
-    assert heldout_loss(tmp_path) == math.inf
+    assert ended_loss(tmp_path) == math.inf
 
 
 @pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])

@@ -6,14 +6,20 @@ import math
 import pytest
 
 from diffllm.cli import main
-from diffllm.compare.study import runs, verdict
-from diffllm.compare.study.command import check_runs, next_runs, run_study
+from diffllm.compare.study import planned_runs, verdict
+from diffllm.compare.study.arms import StudyArm, lr_sensitivity
 from diffllm.compare.study.cost import costs
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.page import conditions, markdown, origin, page, verdict_text
-from diffllm.compare.study.rates import choose
-from diffllm.compare.study.sensitivity import lr_sensitivity
-from diffllm.compare.study.verdict import Arm, apply_rules, judge
+from diffllm.compare.study.planned_runs import choose
+from diffllm.compare.study.stages import check_study_runs, next_runs, run_study
+from diffllm.compare.study.verdict import apply_rules, judge
+from diffllm.compare.study.verdict_page import (
+    conditions,
+    markdown,
+    origin,
+    verdict_html,
+    verdict_text,
+)
 from diffllm.config import load_config
 from diffllm.config.compose import config_directory
 from diffllm.core.errors import ConfigError
@@ -38,7 +44,9 @@ def decided(tmp_path, rule, v2, half=HALF, **more):
     study = study_file(tmp_path / "study.yaml", rule, **more)
     values = {"standard": STANDARD, "half": half, "v2": v2}
     arms = {
-        name: Arm(name, None, values={i: None if math.isnan(x) else x for i, x in enumerate(found)})
+        name: StudyArm(
+            name, None, values={i: None if math.isnan(x) else x for i, x in enumerate(found)}
+        )
         for name, found in values.items()
     }
     return apply_rules(study, arms)
@@ -151,13 +159,15 @@ def test_config_of_composes_once_per_arm_and_equals_load_config(tmp_path, monkey
         tmp_path / "study.yaml", LOWER, **TWO, lr="{grid: [0.001, 0.002], seeds: [9]}"
     )
     calls = []
-    compose = runs.compose_config
-    monkeypatch.setattr(runs, "compose_config", lambda words: calls.append(words) or compose(words))
-    runs.composed.cache_clear()
+    compose = planned_runs.compose_config
+    monkeypatch.setattr(
+        planned_runs, "compose_config", lambda words: calls.append(words) or compose(words)
+    )
+    planned_runs.config_of_arm.cache_clear()
     for arm in study.arms:
         for seed, lr in ((0, 0.001), (2**40, 0.3)):
-            (planned,) = runs.deciding_runs(study, arm, seed, lr)
-            cfg = runs.config_of(planned)
+            (planned,) = planned_runs.deciding_runs(study, arm, seed, lr)
+            cfg = planned_runs.config_of_planned(planned)
             assert cfg == load_config([*planned.words, "run.report=false"])
             assert (cfg.seed, cfg.model.init_seed, cfg.optim.lr) == (seed, seed, lr)
     assert len(calls) == 2
@@ -167,7 +177,11 @@ def test_judge_composes_no_config_of_a_missing_run(tmp_path, monkeypatch):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO, seeds=str([*range(300)]))
     write_arms(study, tmp_path / "out", {"half": HALF, "v2": HALF})
     asked = []
-    monkeypatch.setattr(verdict, "config_of", lambda run: asked.append(run) or runs.config_of(run))
+    monkeypatch.setattr(
+        verdict,
+        "config_of_planned",
+        lambda run: asked.append(run) or planned_runs.config_of_planned(run),
+    )
     assert judge(study, tmp_path / "out").verdict == "exploratory"
     assert len(asked) == 6
 
@@ -198,7 +212,7 @@ def test_runs_of_two_versions_of_a_plugin_are_not_comparable_and_not_extended(tm
     with pytest.raises(
         ConfigError, match=r"half-seed0 was made with other plugin code \(plugins: "
     ):
-        check_runs(study, tmp_path / "out", 1)
+        check_study_runs(study, tmp_path / "out", 1)
 
 
 def test_runs_on_other_packages_than_the_reference_are_not_comparable(tmp_path):
@@ -315,8 +329,8 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, [4.30, 4.312, 4.289], power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     assert markdown(found).startswith("# shown\n")
-    text = page(found)
-    assert text == page(found)
+    text = verdict_html(found)
+    assert text == verdict_html(found)
     for said in ("v2 is better than half", "Gap to half over training", "Gaps of the rules"):
         assert said in text
     assert verdict_text(found).startswith("SHOWN: v2 is better than half\n")
@@ -351,11 +365,11 @@ def test_every_page_names_size_tokens_seeds_and_what_was_equal(tmp_path):
         "parameter. Equal across arms: tokens, learning rate, parameters (within 0.4%). Not equal: "
         "training FLOPs per token (largest 10% above smallest)."
     )
-    for text in (markdown(found), page(found), verdict_text(found)):
+    for text in (markdown(found), verdict_html(found), verdict_text(found)):
         assert expected in text
     source = f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU."
     assert source in markdown(found)
-    assert source.replace("`", "") in page(found)
+    assert source.replace("`", "") in verdict_html(found)
 
     numbers = found.numbers()
     numbers["arms"]["v2"] |= {"parameters": 10_060, "rates": [0.1]}
@@ -400,7 +414,7 @@ def test_arms_are_compared_over_all_learning_rates(tmp_path):
     assert half["losses"]["half-lr0.004-seed0"] is None
     assert v2["values"]["0"] == pytest.approx(0.04)
     assert v2["lr"] is None
-    text = page(found)
+    text = verdict_html(found)
     assert "Loss over learning rates" in text
     assert "0.001 to 0.004" in verdict_text(found)
     json.dumps(found.numbers(), allow_nan=False)
@@ -449,7 +463,7 @@ OURS = slow_but(["damping_short"], sorted(path.stem for path in STUDIES.glob("*.
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_studies_can_run(tmp_path, name):
     study = load_study(STUDIES / f"{name}.yaml")
-    check_runs(study, tmp_path / "out", 1)
+    check_study_runs(study, tmp_path / "out", 1)
     assert study.power or study.metric.startswith("tasks/")  # of these no spread was known before
 
 
@@ -493,6 +507,17 @@ def test_a_level_that_is_reached_sooner(tmp_path, v2, half, verdict):
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert numbers["rules"][0]["reaches"] == 0.9
     assert numbers["rules"][0]["gap"] is None
-    html = page(found)
+    html = verdict_html(found)
     assert "tasks/mqar over training" in html
     assert "Gap to half" not in html
+
+
+def test_log_rank_rule_without_a_run_of_one_arm_is_underpowered(tmp_path):
+    study = study_file(tmp_path / "s.yaml", SOONER, **TWO, metric="tasks/mqar")
+    out = tmp_path / "out"
+    write_arms(study, out, {"v2": [4.4]})
+    line = {"step": 20, "tokens": 5120, "tasks/mqar": 0.95}
+    (out / "v2-seed0" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    found = judge(study, out)
+    assert (found.verdict, found.would_be) == ("exploratory", "underpowered")
+    assert "0 of 0 runs of half reach it" in found.reasons[-1]

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.study.runs import Planned, deciding_runs, rate_run, words_of
+from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run, start_words
 from diffllm.config import TrainConfig, load_config
 from diffllm.core.files import write_atomic
 from tests.report.written_runs import facts_of, with_seed
@@ -51,7 +51,7 @@ def composed(words: tuple[str, ...]) -> TrainConfig:
 def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts: Any) -> Path:
     """A run that has ended with this held-out loss; NaN for one that diverged."""
     path = out / planned.name
-    cfg = config(words_of(study, planned, out))
+    cfg = config(start_words(study, planned, out))
     (path / "checkpoints").mkdir(parents=True)
     write_atomic(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
     known = {**facts_of(f"attention={cfg.run.choices['attention']}"), **facts}

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffllm.compare.report.find import find_runs
-from diffllm.compare.study.command import first_runs
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.runs import Planned, config_of, deciding_runs, is_ended, rate_run
+from diffllm.compare.study.planned_runs import (
+    Planned,
+    config_of_planned,
+    deciding_runs,
+    is_ended,
+    rate_run,
+)
+from diffllm.compare.study.stages import first_runs
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
 from diffllm.core.files.records import finite, read_summary
@@ -58,7 +64,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     for arm, of_arm in stages.items():
         known = speeds[arm] or others
         for runs in of_arm:
-            cfg = config_of(runs[0])
+            cfg = config_of_planned(runs[0])
             tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
             flops = tokens * totals(cfg.model)["flops"]
             ended = sum(is_ended(out / run.name) for run in runs)

@@ -6,19 +6,21 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from diffllm.compare.study.metric import OF_THE_SUMMARY, check_metric
-from diffllm.compare.study.sensitivity import LR_SENSITIVITY
 from diffllm.config.overrides import check_shared, nearest, suggest
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.files.typed import made
+from diffllm.metrics.table import METRICS, metric_of
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
 """Names of arms, of which directories are made."""
 KINDS = ("difference", "equivalence", "log_rank")
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
+OF_THE_SUMMARY = ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens_per_s", "seconds")
+"""Numbers of summary.json that are not logged metrics."""
+LR_SENSITIVITY = "lr_sensitivity"
 MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 
@@ -133,7 +135,7 @@ def load_study(path: Path) -> Study:
     content, text = read_yaml(path)
     try:
         study = made(Study, content, unknown=hint, omit=("path", "hash"))
-        check(study)
+        check_study(study)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     digest = hashlib.sha256(text).hexdigest()
@@ -145,17 +147,17 @@ def hint(key: str, known: list[str]) -> str:
     return suggest(key, nearest(key, known) or known)
 
 
-def check(study: Study) -> None:
+def check_study(study: Study) -> None:
     """Raise ConfigError for values that no study can have."""
     check_bounds("", study)
-    check_sizes(study)
+    check_numbers_of_runs(study)
     if len(study.arms) < 2:
         raise ConfigError("arms: a study compares two or more")
     for name, words in study.arms.items():
         if not ARM.fullmatch(name):
             raise ConfigError(f"arms: {name!r} must be letters, digits and _ . + -")
-        check_overrides(f"arms.{name}", words, study.sets_rates)
-    check_overrides("base", study.base, study.sets_rates)
+        check_arm_overrides(f"arms.{name}", words, study.sets_rates)
+    check_arm_overrides("base", study.base, study.sets_rates)
     named = [("baseline", study.baseline)]
     for i, rule in enumerate(study.rules):
         where = f"also[{i - 1}]" if i else "rule"
@@ -170,7 +172,7 @@ def check(study: Study) -> None:
     ):
         raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
     if study.lr_sweep is not None:
-        check_sweep(study)
+        check_lr_sweep(study)
     else:
         check_metric(study.metric)
     one_of("test", study.test, TESTS)
@@ -181,7 +183,7 @@ def check(study: Study) -> None:
         check_rates(study.lr, study.seeds)
 
 
-def check_sizes(study: Study) -> None:
+def check_numbers_of_runs(study: Study) -> None:
     """Raise ConfigError for a study that has too many entries or plans too many runs."""
     grid, choosing = (study.lr.grid, study.lr.seeds) if study.lr else ([], [])
     sweep = study.lr_sweep or [0.0]
@@ -220,7 +222,7 @@ def check_rates(rates: Rates, deciding: list[int]) -> None:
         )
 
 
-def check_sweep(study: Study) -> None:
+def check_lr_sweep(study: Study) -> None:
     """Raise ConfigError for a sweep of learning rates that has no single number."""
     assert study.lr_sweep is not None
     check_grid("lr_sweep", study.lr_sweep)
@@ -250,7 +252,7 @@ def check_seeds(where: str, seeds: list[int], least: int) -> None:
         raise ConfigError(f"{where}={seeds} has to be at least 0")
 
 
-def check_overrides(where: str, words: list[str], rates: bool) -> None:
+def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:
     """Raise ConfigError for an override that no file may give, or of what the study sets itself."""
     check_shared(words, where)
     for word in words:
@@ -265,3 +267,16 @@ def check_overrides(where: str, words: list[str], rates: bool) -> None:
 def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{where}={value} is not one of {', '.join(known)}")
+
+
+def check_metric(name: str) -> None:
+    """Raise ConfigError for a metric that no run records."""
+    if name in OF_THE_SUMMARY:
+        return
+    if name == LR_SENSITIVITY:
+        raise ConfigError(f"metric={name} takes lr_sweep: learning rates at which all arms run")
+    try:
+        metric_of(name)
+    except KeyError:
+        known = [*OF_THE_SUMMARY, *(metric.quantity for metric in METRICS if metric.column)]
+        raise ConfigError(f"metric={name} is none of {', '.join(known)}") from None

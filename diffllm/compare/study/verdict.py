@@ -1,30 +1,27 @@
 """The verdict on a study's claim, from its runs and by its rule."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diffllm.compare.report.numbers import compact, finite
-from diffllm.compare.report.runs import Run, load_run
+from diffllm.compare.study.arms import StudyArm, arm_numbers, fact_values, read_seed, times_of
 from diffllm.compare.study.file import Rule, Study
-from diffllm.compare.study.metric import number_of
-from diffllm.compare.study.rates import Choice, choose_all
-from diffllm.compare.study.runs import (
+from diffllm.compare.study.planned_runs import (
     RATES,
+    ChosenRate,
     Planned,
-    config_of,
+    choose_all,
+    config_of_planned,
     deciding_runs,
-    is_ended,
-    mark_of,
+    read_mark,
     strayed,
 )
-from diffllm.compare.study.sensitivity import lr_sensitivity
 from diffllm.config.plugins import several_versions
 from diffllm.core.errors import ConfigError
 from diffllm.data.progress import track
 from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, diverged_more
-from diffllm.statistics.estimates import Estimate, Times, estimate, sooner
+from diffllm.statistics.estimates import Times, sooner
 from diffllm.statistics.gap_tests import Gap, equivalence, holm
 
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
@@ -33,32 +30,6 @@ ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
 """Facts of run.json that runs of one study have in common."""
 FACTS = ("corpus", "python", "torch", "device", "ranks", "compute_dtype", "heldout_tokens")
 """Facts of run.json that the verdict records."""
-
-
-@dataclass
-class Arm:
-    """An arm of a study, as far as it has been run."""
-
-    name: str
-    lr: float | None
-    runs: list[Run] = field(default_factory=list)
-    """Runs that have ended, seed by seed."""
-    values: dict[int, float | None] = field(default_factory=dict)
-    """The metric by seed; None where that seed diverged."""
-    missing: list[str] = field(default_factory=list)
-    """Names of runs that have not ended."""
-
-    @property
-    def diverged(self) -> int:
-        return sum(run.final_loss is None for run in self.runs)
-
-    @property
-    def finite(self) -> list[float]:
-        return [value for value in self.values.values() if value is not None]
-
-    @property
-    def mean(self) -> Estimate | None:
-        return estimate(self.finite) if self.finite else None
 
 
 @dataclass(frozen=True)
@@ -70,11 +41,13 @@ class Tested:
     gap: Gap | None
     """By the test that the study names."""
     p: float | None
-    """One-sided p of the rule; None where there is no test."""
-    p_adjusted: float | None
+    """One-sided p of the rule; None without a test."""
+    times: tuple[Times, Times] | None = None
+    """Of both arms, for a log-rank test."""
+    p_adjusted: float | None = None
     """After Holm's correction over the rules of the study."""
-    verdict: str
-    reason: str
+    verdict: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,8 +61,8 @@ class Verdict:
     reasons: list[str]
     tested: list[Tested]
     """The rule that decides, then the others."""
-    arms: list[Arm]
-    choices: list[Choice]
+    arms: list[StudyArm]
+    choices: list[ChosenRate]
     """How learning rates were chosen; empty where the study does not choose them."""
 
     def numbers(self) -> dict[str, Any]:
@@ -121,7 +94,7 @@ def judge(study: Study, out: Path) -> Verdict:
     """Judge a study by the runs in `out`; raises ConfigError where none has ended."""
     choices = choose_all(study, out)
     rates = {choice.arm: choice.lr for choice in choices}
-    arms, planned = [Arm(name, rates.get(name)) for name in study.arms], []
+    arms, planned = [StudyArm(name, rates.get(name)) for name in study.arms], []
     with track("reading runs", len(arms) * len(study.seeds)) as advance:
         for arm in arms:
             for seed in study.seeds:
@@ -142,71 +115,29 @@ def judge(study: Study, out: Path) -> Verdict:
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices)
 
 
-def read_seed(study: Study, arm: Arm, seed: int, planned: list[Planned], out: Path) -> None:
-    """Read what has ended of an arm's runs with one seed, and their number once all have."""
-    missing = [run.name for run in planned if not is_ended(out / run.name)]
-    runs = [load_run(out / run.name) for run in planned if run.name not in missing]
-    arm.missing += missing
-    arm.runs += runs
-    if not missing:
-        arm.values[seed] = value_of(runs, study)
-
-
-def value_of(runs: list[Run], study: Study) -> float | None:
-    """The number of a seed that rules are about, None where it diverged; raises ConfigError for one
-    without a logarithm."""
-    run = runs[0]
-    if study.lr_sweep:
-        value = lr_sensitivity([each.final_loss for each in runs], run.cfg.model.vocab_size)
-    else:
-        value = None if run.final_loss is None else number_of(run, study.metric)
-    if value is None or study.scale == "linear":
-        return value
-    if value <= 0:
-        raise ConfigError(f"{run.path}: {study.metric}={value:g} has no logarithm")
-    return math.log(value)
-
-
-def apply_rules(study: Study, arms: dict[str, Arm]) -> list[Tested]:
-    """Test every rule of a study, and adjust their p for their number."""
-    outcomes = [
-        compare_arms(arms[rule.arm].values, arms[rule.against].values) for rule in study.rules
-    ]
-    paired = study.test == "paired"
-    gaps = [
-        None if rule.kind == "log_rank" else each.paired if paired else each.welch
-        for rule, each in zip(study.rules, outcomes, strict=True)
-    ]
-    sides = [
-        (times(study, arms[rule.arm], rule), times(study, arms[rule.against], rule))
-        for rule in study.rules
-    ]
-    ps = [
-        sooner(*two) if rule.kind == "log_rank" else p_of(rule, each, gap)
-        for rule, each, gap, two in zip(study.rules, outcomes, gaps, sides, strict=True)
-    ]
-    adjusted = iter(holm([p for p in ps if p is not None]))
+def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
+    """Test every rule of a study, adjust their p for their number, and decide."""
+    found = [tested_rule(study, arms[rule.arm], arms[rule.against], rule) for rule in study.rules]
+    adjusted = iter(holm([each.p for each in found if each.p is not None]))
     tested = []
-    for rule, each, gap, two, p in zip(study.rules, outcomes, gaps, sides, ps, strict=True):
-        p_adjusted = None if p is None else next(adjusted)
-        if rule.kind == "log_rank":
-            verdict, reason = decide_times(rule, *two, p_adjusted)
+    for each in found:
+        p = None if each.p is None else next(adjusted)
+        if each.times:
+            verdict, reason = decide_times(each.rule, *each.times, p)
         else:
-            verdict, reason = decide(rule, each, gap, p_adjusted)
-        tested.append(Tested(rule, each, gap, p, p_adjusted, verdict, reason))
+            verdict, reason = decide(each.rule, each.outcome, each.gap, p)
+        tested.append(replace(each, p_adjusted=p, verdict=verdict, reason=reason))
     return tested
 
 
-def times(study: Study, arm: Arm, rule: Rule) -> Times:
-    """Read when the runs of an arm reached the level of a rule; empty where it has none."""
-    level = rule.reaches
-    if level is None:
-        return Times([], [])
-    found = [(run, run.reached(study.metric, level)) for run in arm.runs]
-    for run, when in found:
-        if when is None:
-            raise ConfigError(f"{run.path} has no {study.metric}")
-    return Times.of(when for _, when in found if when)
+def tested_rule(study: Study, own: StudyArm, base: StudyArm, rule: Rule) -> Tested:
+    """Test a rule by itself."""
+    outcome = compare_arms(own.values, base.values)
+    if rule.kind == "log_rank":
+        times = times_of(study, own, rule), times_of(study, base, rule)
+        return Tested(rule, outcome, None, sooner(*times), times)
+    gap = outcome.paired if study.test == "paired" else outcome.welch
+    return Tested(rule, outcome, gap, p_of(rule, outcome, gap))
 
 
 def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) -> tuple[str, str]:
@@ -279,14 +210,14 @@ def wrong_side(rule: Rule, low: float, high: float) -> bool:
 
 
 def not_comparable(
-    arms: list[Arm], choices: list[Choice], planned: list[Planned], out: Path
+    arms: list[StudyArm], choices: list[ChosenRate], planned: list[Planned], out: Path
 ) -> list[str]:
     """Why the runs cannot be compared; nothing if they can."""
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
     wanted = {out / each.name: each for each in planned}
     for run in runs:
-        problem = strayed(run.path, run.cfg, config_of(wanted[run.path]))
+        problem = strayed(run.path, run.cfg, config_of_planned(wanted[run.path]))
         problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
     notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
     problems += [f"corpus: {note}" for note in sorted(notes)]
@@ -299,11 +230,13 @@ def not_comparable(
     return problems
 
 
-def exploratory(study: Study, arms: list[Arm], choices: list[Choice], out: Path) -> list[str]:
+def exploratory(
+    study: Study, arms: list[StudyArm], choices: list[ChosenRate], out: Path
+) -> list[str]:
     """Why the study is not what was written down before it ran; nothing if it is."""
     marks = [run.cfg.run.study for arm in arms for run in arm.runs]
     if choices:
-        marks += map(mark_of, filter(Path.is_dir, (out / RATES).glob("*")))
+        marks += map(read_mark, filter(Path.is_dir, (out / RATES).glob("*")))
     edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
     problems = []
     if edited:
@@ -339,33 +272,4 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
             tested.rule.arm: other.own.diverged,
             tested.rule.against: other.base.diverged,
         },
-    }
-
-
-def fact_values(arms: list[Arm], name: str) -> list[str]:
-    """Return the distinct values of a fact over all runs; empty if no run records the fact."""
-    facts = [run.facts for arm in arms for run in arm.runs]
-    if name == "python":
-        facts = [each.get("environment") or {} for each in facts]
-    return sorted({str(each[name]) for each in facts if each.get(name) is not None})
-
-
-def arm_numbers(arm: Arm) -> dict[str, Any]:
-    """An arm's numbers as JSON values."""
-    mean = arm.mean
-    first = arm.runs[0] if arm.runs else None
-    return {
-        "variant": first and first.variant,
-        "parameters": first and first.facts.get("parameters"),
-        "flops_per_token": first and first.facts.get("flops_per_token"),
-        "tokens": first and first.cfg.steps * first.cfg.global_batch_size * first.cfg.seq_len,
-        "rates": sorted({run.cfg.optim.lr for run in arm.runs}),
-        "lr": arm.lr,
-        "mean": mean and mean.mean,
-        "low": mean and mean.low,
-        "high": mean and mean.high,
-        "values": {str(seed): value for seed, value in arm.values.items()},
-        "losses": {run.path.name: run.final_loss for run in arm.runs},
-        "diverged": arm.diverged,
-        "missing": arm.missing,
     }

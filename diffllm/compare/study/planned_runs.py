@@ -1,4 +1,4 @@
-"""The runs of a study: which there are to be, and which there are."""
+"""The runs that a study plans, what has become of them, and the learning rates chosen from them."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from diffllm.compare.study.file import Study
+from diffllm.compare.study.file import Rates, Study
 from diffllm.config import TrainConfig
 from diffllm.config.compose import LENGTHS, compose_config
 from diffllm.config.loading import solved
@@ -68,12 +68,12 @@ def without_length(words: list[str]) -> list[str]:
     return [word for word in words if word.partition("=")[0] not in LENGTHS]
 
 
-def config_of(planned: Planned) -> TrainConfig:
+def config_of_planned(planned: Planned) -> TrainConfig:
     """The config of a planned run; raises ConfigError that names its arm."""
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
     words = [*(word for word in planned.words if word not in own), "run.report=false"]
     try:
-        config = composed(tuple(words), planned.lr is not None)
+        config = config_of_arm(tuple(words), planned.lr is not None)
         config.seed = planned.seed
         if planned.lr is not None:
             config.optim.lr = planned.lr
@@ -83,21 +83,21 @@ def config_of(planned: Planned) -> TrainConfig:
 
 
 @cache
-def composed(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
-    """Compose the config that the runs of an arm share; `config_of` sets the seed and rate in it.
+def config_of_arm(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
+    """Compose the config that the runs of an arm share, without their seeds and rates.
 
     Hydra takes 0.1 s to compose a config, which is too long to do it for every seed.
     """
     return compose_config(with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr]))
 
 
-def mark(study: Study, planned: Planned) -> str:
+def study_mark(study: Study, planned: Planned) -> str:
     """The words that a run of this study begins with, in `run.study`: the file's hash, the stage
     and the arm."""
     return f"{study.hash}/{planned.stage}/{planned.arm}"
 
 
-def mark_of(path: Path) -> str | None:
+def read_mark(path: Path) -> str | None:
     """The mark that the run at `path` began with; None where no run has begun.
 
     Raises CheckpointError for what is not a run of this version.
@@ -107,11 +107,11 @@ def mark_of(path: Path) -> str | None:
     return load_run_config(path).run.study or ""
 
 
-def words_of(study: Study, planned: Planned, out: Path) -> list[str]:
+def start_words(study: Study, planned: Planned, out: Path) -> list[str]:
     """The overrides that start a run, or continue it under the mark that it began with."""
     path = out / planned.name
-    own = mark_of(path)
-    begun = mark(study, planned) if own is None else own
+    own = read_mark(path)
+    begun = study_mark(study, planned) if own is None else own
     return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={begun}"]
 
 
@@ -120,7 +120,7 @@ def is_ended(path: Path) -> bool:
     return read_summary(path) is not None or gave_up(path)
 
 
-def heldout_loss(path: Path) -> float | None:
+def ended_loss(path: Path) -> float | None:
     """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
     it has not ended."""
     if (summary := read_summary(path)) is None:
@@ -140,3 +140,65 @@ def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig) -> str:
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
     return "it was changed on its way" if (path / "changes.jsonl").exists() else ""
+
+
+@dataclass(frozen=True)
+class ChosenRate:
+    """The state of the choice of one arm."""
+
+    arm: str
+    losses: dict[float, float | None]
+    """Learning rate to mean held-out loss, increasing; infinite where a seed diverged, None where
+    one has not ended."""
+    wanted: list[Planned]
+    """The runs that are still to end."""
+    lr: float | None = None
+    """The best one, once all runs have ended and one of them is finite."""
+    problem: str = ""
+    """Why the best one is not to be trusted: it lies at an end of a grid that goes no further."""
+
+
+def choose_all(study: Study, out: Path) -> list[ChosenRate]:
+    """Choose the learning rate of every arm; return an empty list if the study chooses none."""
+    return [choose(study, arm, out) for arm in study.arms] if study.lr else []
+
+
+def choose(study: Study, arm: str, out: Path) -> ChosenRate:
+    """Choose an arm's learning rate from the runs in `out`, as far as they have ended.
+
+    Where the best lies at an end of the grid, the grid goes on there by the same ratio, as often as
+    the study allows.
+    """
+    rates = study.lr
+    assert rates
+    grid, added = list(rates.grid), [0, 0]
+    while True:
+        losses: dict[float, float | None] = {}
+        wanted: list[Planned] = []
+        for lr in grid:
+            runs = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
+            ended = [ended_loss(out / run.name) for run in runs]
+            known = [loss for loss in ended if loss is not None]
+            wanted += [run for run, loss in zip(runs, ended, strict=True) if loss is None]
+            losses[lr] = sum(known) / len(known) if len(known) == len(runs) else None
+        means = {lr: loss for lr, loss in losses.items() if loss is not None}
+        if wanted:
+            return ChosenRate(arm, losses, wanted)
+        best = min(grid, key=means.__getitem__)
+        if not math.isfinite(means[best]):
+            return ChosenRate(arm, losses, [], None, "every learning rate diverged")
+        end = (grid[-1] == best) - (grid[0] == best)
+        if not end:
+            return ChosenRate(arm, losses, [], best)
+        side = int(end > 0)
+        if added[side] == rates.extend:
+            where = "largest" if side else "smallest"
+            return ChosenRate(arm, losses, [], best, f"the best is the {where} of the grid")
+        added[side] += 1
+        grid = [*grid, beyond(rates, grid, 1)] if side else [beyond(rates, grid, 0), *grid]
+
+
+def beyond(rates: Rates, grid: list[float], side: int) -> float:
+    """The next rate after an end of a grid, by the ratio that it has there."""
+    first, second = (rates.grid[-2:]) if side else rates.grid[1::-1]
+    return float(f"{(grid[-1] if side else grid[0]) * second / first:.6g}")

@@ -20,8 +20,9 @@ from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
 from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, scales, to_svg
 from diffllm.compare.report.text import ascii_minus, counted
+from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Arm, Tested, Verdict
+from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
@@ -44,13 +45,13 @@ Drawn = tuple[str, str, str, str]
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
     """Write verdict.html and verdict.md into a study's directory; return their paths."""
-    texts = {"verdict.html": page(found), "verdict.md": printable(markdown(found), KEPT)}
+    texts = {"verdict.html": verdict_html(found), "verdict.md": printable(markdown(found), KEPT)}
     for name, text in texts.items():
         replace_file(out / name, text.encode())
     return [out / name for name in texts]
 
 
-def headline(found: Verdict) -> str:
+def verdict_headline(found: Verdict) -> str:
     if found.verdict == EXPLORATORY:
         return f"{found.verdict}, it would be: {found.would_be}"
     return found.verdict
@@ -58,7 +59,7 @@ def headline(found: Verdict) -> str:
 
 def verdict_text(found: Verdict) -> str:
     """The verdict for a terminal."""
-    lines = [f"{headline(found).upper()}: {found.study.claim}"]
+    lines = [f"{verdict_headline(found).upper()}: {found.study.claim}"]
     lines += [f"  {reason}" for reason in found.reasons]
     lines += ["", conditions(found.numbers())]
     lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
@@ -90,7 +91,7 @@ def heads(study: Study) -> tuple[str, ...]:
     return ("arm", study.quantity, "95% interval", "seeds", "diverged", "learning rate")
 
 
-def arm_cells(arm: Arm) -> tuple[str, ...]:
+def arm_cells(arm: StudyArm) -> tuple[str, ...]:
     """A line of the table of arms."""
     mean = arm.mean
     interval = MISSING
@@ -106,7 +107,7 @@ def arm_cells(arm: Arm) -> tuple[str, ...]:
     )
 
 
-def rates_text(arm: Arm) -> str:
+def rates_text(arm: StudyArm) -> str:
     rates = sorted({run.cfg.optim.lr for run in arm.runs})
     return " to ".join(f"{lr:g}" for lr in dict.fromkeys([*rates[:1], *rates[-1:]])) or MISSING
 
@@ -129,7 +130,7 @@ def power_words(study: Study) -> str:
     )
 
 
-def rows_of(found: Verdict) -> list[Row]:
+def arm_rows(found: Verdict) -> list[Row]:
     """The arms as rows of a report, the baseline first."""
     study = found.study
     arms = sorted(found.arms, key=lambda arm: arm.name != study.baseline)
@@ -142,7 +143,7 @@ def rows_of(found: Verdict) -> list[Row]:
 
 def figures(found: Verdict) -> list[Drawn]:
     """The gaps at the end, and the losses over training or over learning rates."""
-    rows = rows_of(found)
+    rows = arm_rows(found)
     styles = row_styles(rows)
     drawn = []
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
@@ -215,7 +216,7 @@ def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
     return replace(own, label=f"{arm} − {against}")
 
 
-def page(found: Verdict) -> str:
+def verdict_html(found: Verdict) -> str:
     """The page; equal verdicts give equal bytes."""
     numbers = found.numbers()
     places = [PackageLoader(f"diffllm.compare.{room}", ".") for room in ("study", "report")]
@@ -226,9 +227,9 @@ def page(found: Verdict) -> str:
     return environment.get_template("verdict.html.jinja").render(
         found=found,
         study=found.study,
-        headline=headline(found),
+        headline=verdict_headline(found),
         figures=figures(found),
-        styles=row_styles(rows_of(found)),
+        styles=row_styles(arm_rows(found)),
         heads=heads(found.study),
         arms=[arm_cells(arm) for arm in found.arms],
         rules=[rule_line(each, found.study) for each in found.tested],
@@ -249,14 +250,14 @@ def conditions(numbers: dict[str, Any]) -> str:
     seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
     words = [
         counted(runs, "run"),
-        f"{ends(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
-        f"{ends(tokens)} tokens per run",
+        f"{range_text(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
+        f"{range_text(tokens)} tokens per run",
     ]
     sizes = [arm["parameters"] for arm in arms]
     if None not in sizes:
         ratios = [each / size for each, size in zip(tokens, sizes, strict=True)]
-        words.append(f"{ends(sizes)} parameters")
-        words.append(f"{ends(ratios, partial(short, digits=2))} tokens per parameter")
+        words.append(f"{range_text(sizes)} parameters")
+        words.append(f"{range_text(ratios, partial(short, digits=2))} tokens per parameter")
     equal, unequal = [], []
     for key, name in COMPARED.items():
         found = [arm[key] for arm in arms]
@@ -275,7 +276,7 @@ def conditions(numbers: dict[str, Any]) -> str:
     return " ".join([f"{', '.join(words)}.", *sentences])
 
 
-def ends(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
+def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
     """Write the smallest and the largest value, or one of them if both read the same."""
     return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
 
@@ -298,7 +299,7 @@ def markdown(found: Verdict) -> str:
     rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
     return "\n".join(
         [
-            f"# {headline(found)}",
+            f"# {verdict_headline(found)}",
             "",
             f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
             "",

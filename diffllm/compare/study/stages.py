@@ -1,0 +1,155 @@
+"""The stages of a study: runs that choose learning rates, if it does so, then deciding runs."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import (
+    Planned,
+    choose_all,
+    config_of_planned,
+    deciding_runs,
+    is_ended,
+    start_words,
+    strayed,
+)
+from diffllm.compare.sweep.cluster import ClusterLauncher
+from diffllm.compare.sweep.command import Place, meet, run_here, run_jobs
+from diffllm.compare.sweep.job import Job
+from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.config.saved import load_run_config, plugin_changes
+from diffllm.config.schema import what_differs
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import echo
+from diffllm.data.progress import track
+
+
+def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
+    """Run what has not ended yet, stage by stage, and say which runs did not end.
+
+    All configs are checked before the first run starts. A run that has ended starts no process,
+    another one resumes.
+
+    Args:
+        launcher: the overrides hydra/launcher=... and hydra.launcher.*.
+        added: plugins and --config-dir, for the command lines of the runs.
+
+    Returns:
+        0 if every run has ended and every arm has a learning rate, 128 + n if signal n stopped the
+        study, else 1.
+
+    Raises:
+        ConfigError: a study that could not run; nothing has been started or changed.
+    """
+    world = meet()
+
+    def begin() -> Place:
+        cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
+        check_study_runs(study, out, cluster.world_size if cluster else world.size)
+        directory = SweepDirectory(out)
+        directory.hold()
+        return directory, cluster
+
+    _, place = world.broadcast_and_keep("study", lambda: (None, begin()))
+    failed: list[str] = []
+    stopped = 0
+
+    def stage() -> list[dict[str, Any]]:
+        assert place
+        return [] if failed or stopped else next_jobs(study, place[0], added)
+
+    for number in count():
+        jobs = [Job(**job) for job in world.broadcast_from_rank0(f"stage/{number}", stage)]
+        if not jobs:
+            break
+        if place is None:
+            run_here(jobs, world)
+            continue
+        echo(f"{out}: {len(jobs)} runs to go in this stage", flush=True)
+        stopped, endings = run_jobs(jobs, world, *place)
+        for job in (job for job in jobs if not is_ended(Path(job.path))):
+            failed.append(job.name)
+            ending = endings.get(job.name)
+            echo(f"{job.path}: {ending.state if ending else 'not started'}")
+    if place is None:
+        return 0
+    if failed or stopped:
+        echo(f"{len(failed)} runs did not end; the same command goes on with them")
+        return 128 + stopped if stopped else 1
+    diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
+    for choice in diverged:
+        rates = ", ".join(f"{lr:g}" for lr in choice.losses)
+        echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
+    which = "all other runs" if diverged else "all runs"
+    echo(f"{which} of {out} have ended: diffllm study verdict {study.path} out={out}")
+    return 1 if diverged else 0
+
+
+def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list[dict[str, Any]]:
+    """Return the fields of the next stage's jobs, and record them in sweep.json."""
+    out, jobs = directory.path, []
+    runs = next_runs(study, out)
+    with track("checking runs", len(runs)) as advance:
+        for number, planned in enumerate(runs, start=1):
+            words = start_words(study, planned, out)
+            directory.record["runs"][planned.name] = words
+            jobs.append(
+                {
+                    "number": number,
+                    "total": len(runs),
+                    "name": planned.name,
+                    "path": str(out / planned.name),
+                    "steps": config_of_planned(planned).steps,
+                    "words": [*added, *words],
+                    "finished": False,
+                }
+            )
+            advance(1)
+    directory.record["keys"] = []
+    directory.write()
+    return jobs
+
+
+def next_runs(study: Study, out: Path) -> list[Planned]:
+    """Return the runs of the next stage that have not ended: those that choose learning rates, of
+    all arms together, or else the deciding ones."""
+    choices = choose_all(study, out)
+    if wanted := [run for choice in choices for run in choice.wanted]:
+        return wanted
+    rates = {choice.arm: choice.lr for choice in choices}
+    runs = [
+        run
+        for seed in study.seeds
+        for arm in study.arms
+        if study.lr is None or rates[arm] is not None
+        for run in deciding_runs(study, arm, seed, rates.get(arm))
+    ]
+    return [run for run in runs if not is_ended(out / run.name)]
+
+
+def check_study_runs(study: Study, out: Path, world_size: int) -> None:
+    """Raise ConfigError for an arm that cannot run, and a directory that holds other runs."""
+    for planned in first_runs(study):
+        cfg = config_of_planned(planned)
+        try:
+            cfg.check_world(world_size)
+        except ConfigError as error:
+            raise ConfigError(f"arm {planned.arm}: {error}") from error
+    for path in (out / name for name in SweepDirectory(out).record["runs"]):
+        if changes := plugin_changes(path):
+            raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
+    for planned in next_runs(study, out):
+        path = out / planned.name
+        if not (path / "config.yaml").is_file():
+            continue
+        if problem := strayed(path, load_run_config(path), config_of_planned(planned)):
+            raise ConfigError(
+                f"{path} is a run with another config ({problem}); choose another out="
+            )
+
+
+def first_runs(study: Study) -> list[Planned]:
+    """A run of every arm that decides, with a rate of the grid where rates are chosen."""
+    lr = study.lr.grid[0] if study.lr else None
+    return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]
