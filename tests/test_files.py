@@ -18,6 +18,7 @@ from diffllm.core.files import (
     acquire,
     build_once,
     hold,
+    new_directory,
     open_to_append,
     publish,
     replace_file,
@@ -126,6 +127,54 @@ def test_scratch_directories_of_two_long_names_differ(tmp_path):
         scratch_directory(tmp_path / f"{'x' * 240}b") as second,
     ):
         assert first != second
+
+
+@pytest.mark.parametrize("files_synced", [False, True])
+def test_publish_syncs_content_before_the_rename_and_the_parent_after(
+    tmp_path, monkeypatch, files_synced
+):
+    order: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        order.append("renamed")
+        rename(source, target)
+
+    (tmp_path / "hidden" / "inner").mkdir(parents=True)
+    (tmp_path / "hidden" / "inner" / "file").write_text("")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    publish(tmp_path / "hidden", tmp_path / "final", files_synced)
+    content = [] if files_synced else ["inner", "file"]
+    assert order == [*content, "hidden", "renamed", tmp_path.name]
+    assert names(tmp_path) == ["final"]
+
+
+def test_publish_and_new_directory_refuse_an_existing_path_and_keep_it(tmp_path):
+    (tmp_path / "final").symlink_to("elsewhere")
+    (tmp_path / "hidden").mkdir()
+    with pytest.raises(FileExistsError):
+        publish(tmp_path / "hidden", tmp_path / "final")
+    with pytest.raises(FileExistsError), new_directory(tmp_path / "final"):
+        pass
+    assert names(tmp_path) == ["final", "hidden"]
+    assert (tmp_path / "final").is_symlink()
+
+
+def test_new_directory_appears_after_the_block_and_never_after_an_error(tmp_path):
+    final = tmp_path / "parent" / "final"
+    with pytest.raises(FileNotFoundError), new_directory(final) as scratch:
+        (scratch / "half").rename(scratch / "missing" / "half")
+    assert names(final.parent) == []
+    with new_directory(final) as scratch:
+        (scratch / "whole").write_text("")
+        assert not final.exists()
+    assert names(final.parent) == ["final"]
+    assert names(final) == ["whole"]
 
 
 def test_failed_build_leaves_nothing_and_the_next_build_succeeds(tmp_path):

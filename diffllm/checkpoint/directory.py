@@ -12,7 +12,6 @@ from diffllm.checkpoint.config import CheckpointConfig
 from diffllm.checkpoint.manifest import read_manifest
 from diffllm.checkpoint.state_file import faults
 from diffllm.core.errors import CheckpointError, UserError
-from diffllm.core.files import sync
 from diffllm.core.printing import to_stderr
 
 T = TypeVar("T")
@@ -135,15 +134,6 @@ def set_aside(path: Path) -> None:
     aside = next(place for place in places if not os.path.lexists(place))
     path.rename(aside)
     to_stderr(f"warning: {path} was in the way of a new checkpoint; it is now {aside.name}")
-
-
-def publish(hidden: Path, final: Path) -> None:
-    """Give a checkpoint its visible name, so that it outlives a power cut."""
-    if os.path.lexists(final):
-        set_aside(final)
-    sync(hidden)
-    hidden.rename(final)
-    sync(final.parent)
 
 
 def outdated(paths: Sequence[Path], cfg: CheckpointConfig) -> list[Path]:

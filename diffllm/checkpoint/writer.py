@@ -25,14 +25,14 @@ from diffllm.checkpoint.directory import (
     list_checkpoints,
     outdated,
     path_of,
-    publish,
     remove,
+    set_aside,
     step_of,
 )
 from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durably, write_manifest
 from diffllm.checkpoint.reader import reason
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
-from diffllm.core.files import replace_file
+from diffllm.core.files import publish, replace_file
 from diffllm.core.printing import to_stderr
 from diffllm.core.torch_versions import Stager
 from diffllm.distributed.collectives import in_background
@@ -187,7 +187,9 @@ class Checkpointer:
             write_durably(hidden / "state.json", text)
             files |= describe(hidden / name for name in (".metadata", "state.json"))
             write_manifest(hidden, step, files)
-            publish(hidden, final)
+            if os.path.lexists(final):
+                set_aside(final)
+            publish(hidden, final, files_synced=True)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
             return reason(error)

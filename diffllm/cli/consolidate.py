@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from diffllm.checkpoint import step_of
@@ -31,8 +30,8 @@ from diffllm.checkpoint.hf.safetensors import (
     loaded,
     tensors_of,
     write_safetensors,
+    writing,
 )
-from diffllm.checkpoint.reader import reason
 from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
@@ -87,19 +86,21 @@ def write(args: Arguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> Non
 
     made = not directory.exists()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with scratch_directory(directory / stem) as hidden:
-            size = write_safetensors(hidden, stem, tensors, values, args.max_shard_size, checkpoint)
-            for name, content in beside.items():
-                (hidden / name).write_bytes(content)
-            complete = sorted(hidden.iterdir())
-            for file in complete:
-                sync(file)
-            written = [file.replace(directory / file.name) for file in complete]
-            for file in set(earlier) - set(written):
-                file.unlink()
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{directory} cannot be written: {reason(error)}") from error
+        with writing(str(directory)):
+            directory.mkdir(parents=True, exist_ok=True)
+            with scratch_directory(directory / stem) as hidden:
+                size = write_safetensors(
+                    hidden, stem, tensors, values, args.max_shard_size, checkpoint
+                )
+                for name, content in beside.items():
+                    (hidden / name).write_bytes(content)
+                complete = sorted(hidden.iterdir())
+                for file in complete:
+                    sync(file)
+                written = [file.replace(directory / file.name) for file in complete]
+                for file in set(earlier) - set(written):
+                    file.unlink()
+            sync(directory)
     finally:
         if made:
             with suppress(OSError):  # it holds something

@@ -13,16 +13,17 @@ from torch import Tensor
 from diffllm.checkpoint import read_state, step_of
 from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.checkpoint.hf import Layout, layout_of
-from diffllm.checkpoint.hf.safetensors import loaded, tensors_of, write_safetensors
+from diffllm.checkpoint.hf.safetensors import loaded, tensors_of, write_safetensors, writing
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.core.errors import CheckpointError, DataError
+from diffllm.core.files import new_directory
+from diffllm.core.files.paths import check_absent
 from diffllm.core.files.records import read_record, read_summary
 from diffllm.data import Tokenizer
 from diffllm.data.config import DataConfig, TextConfig
 from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
-from diffllm.interop.appearing import appearing, check_free
 from diffllm.interop.card import card_of
 from diffllm.interop.fast import fast_tokenizer
 from diffllm.interop.settings import model_settings, special_ids, tokenizer_settings
@@ -49,10 +50,10 @@ def export(
     """
     cfg = load_run_config(run)
     layout = layout_of(cfg.model, own)
-    check_free(out)
+    check_absent(out, "out")
 
     def write(checkpoint: Path) -> int:
-        with appearing(out) as hidden:
+        with writing(f"out={out}"), new_directory(out) as hidden:
             write_tensors(cfg, checkpoint, layout, hidden, dtype, shard_size)
             tokenizer = write_tokenizer(run, hidden, cfg.model)
             write_configs(hidden, layout, tokenizer, dtype)

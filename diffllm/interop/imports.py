@@ -13,13 +13,14 @@ from torch import Tensor
 from diffllm.checkpoint import load_tensors, step_of
 from diffllm.checkpoint.hf import converted
 from diffllm.checkpoint.hf.layout import Mapped, same
+from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import user_path
+from diffllm.core.files import new_directory, user_path
+from diffllm.core.files.paths import check_absent
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
-from diffllm.interop.appearing import appearing, check_free
 from diffllm.model import without_storage
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -40,7 +41,7 @@ def import_model(
         attention: "diff_v2" or "standard", to convert to; see `converted`, also for `perturb` and
             `seed`.
     """
-    check_free(out)
+    check_absent(out, "out")
     path, facts = located(source)
     origin = origin_of(path)
     checkpoint = origin.checkpoint()
@@ -55,7 +56,7 @@ def import_model(
     if origin.directory:
         facts |= {"architecture": origin.directory.architecture}
     tokenizer = origin.tokenizer
-    with appearing(out) as hidden:
+    with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
         if made is not None:
             tensors = remade(tensors, made)

@@ -3,15 +3,19 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
+from diffllm.checkpoint.reader import reason
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, without_storage
@@ -28,6 +32,15 @@ def check_form(dtype: str, max_shard_size: str) -> None:
         raise ConfigError(
             f"max_shard_size={max_shard_size} must be a size above 0, as in 500MB or 5GB"
         )
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn a failure to write files into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise ConfigError(f"{what} cannot be written: {reason(error)}") from error
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from diffllm.core.files.reading import (
 )
 from diffllm.core.files.writing import (
     build_once,
+    new_directory,
     open_to_append,
     open_to_write,
     publish,
@@ -28,6 +29,7 @@ __all__ = [
     "holder",
     "locked",
     "missing",
+    "new_directory",
     "open_to_append",
     "open_to_write",
     "parse_json",

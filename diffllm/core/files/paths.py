@@ -43,6 +43,12 @@ def user_path(text: str | Path, key: str) -> Path:
     return path
 
 
+def check_absent(path: Path, key: str) -> None:
+    """Raise ConfigError if something has the name that a new directory is to have."""
+    if os.path.lexists(path):
+        raise ConfigError(f"{key}={path} is there already; choose a new directory")
+
+
 def check_length(path: Path, shown: str) -> None:
     """Raise ConfigError, which begins with `shown`, for a path that is longer than the file system
     takes."""

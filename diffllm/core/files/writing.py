@@ -114,12 +114,24 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 
 @contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Yield an empty scratch directory, which becomes `final` after the block, unless it raises.
+
+    Raises OSError, also if `final` exists, and InUseError if another process is building it.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_directory(final) as scratch:
+        yield scratch
+        publish(scratch, final)
+
+
+@contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     """Create an empty hidden directory next to `final`, which the block may rename.
 
-    At the end, remove the directory if it still exists, and sync its parent. A lock file next to it
-    keeps other processes out. Under the lock, a directory of this name was left by a killed process
-    and is removed. Raises OSError.
+    At the end, remove the directory if it still exists. A lock file next to it keeps other
+    processes out. Under the lock, a directory of this name was left by a killed process and is
+    removed. Raises OSError.
 
     Args:
         wait: wait for the lock; otherwise raise InUseError if another process has it.
@@ -143,16 +155,22 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
         with suppress(OSError):
             lock_file.unlink()  # before the release: a waiting process then makes a new one
         lock.release()
-    sync(final.parent)
 
 
-def publish(scratch: Path, final: Path) -> None:
-    """Sync a directory to disk and rename it to `final`; raises OSError, also if `final` exists."""
-    for path in [*scratch.rglob("*"), scratch]:
+def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
+    """Rename a directory to `final`, so that it outlives a power cut with all of its content.
+
+    Raises OSError, also if `final` exists.
+
+    Args:
+        files_synced: the content is on disk already, only the names in the directory are not.
+    """
+    for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     os.rename(scratch, final)
+    sync(final.parent)
 
 
 def sync(path: Path) -> None:

@@ -5,7 +5,6 @@ is done, from which a later start goes on.
 """
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from filelock import Timeout
 
 from diffllm.core.errors import DataError
-from diffllm.core.files import locked, read_text, replace_file, sync
+from diffllm.core.files import locked, publish, read_text, replace_file
 from diffllm.core.files.arrays import read_array
 from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.config import PrepareConfig
@@ -152,16 +151,13 @@ class TokensJob:
                 path.unlink()
         self.corpus.check()  # so that no other text gets its hash
         manifest.save(encoding.directory)
-        for path in [*encoding.directory.iterdir(), encoding.directory]:
-            sync(path)
-        os.rename(encoding.directory, self.final)
+        publish(encoding.directory, self.final)
         for shard in shards:
             path = self.final / shard.file
             leave_mark(path, shard.sha256, identity_of(path))
             if shard.mask and shard.mask_sha256:
                 path = self.final / shard.mask
                 leave_mark(path, shard.mask_sha256, identity_of(path))
-        sync(self.final.parent)
         self.remove_partial()
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         to_stderr(
