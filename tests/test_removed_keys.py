@@ -17,6 +17,7 @@ from diffllm.config.removed import REMOVED, Removed
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 
+REAL = dict(REMOVED)
 OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}}
 
 
@@ -47,6 +48,16 @@ def test_removed_key_on_command_line_is_one_line_and_exit_code_2(
 ) -> None:
     assert main([command, "model=tiny", word, "steps=1"]) == 2
     assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
+
+
+@pytest.mark.parametrize("key", REAL)
+def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_default(
+    key: str,
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
+        load_config([f"{key}={json.dumps(REAL[key].default)}"])
+    run = saved(**{key.replace(".", "__"): REAL[key].default})
+    assert load_run_config(run) == load_config(["model=tiny"])
 
 
 def test_removed_key_in_experiment_names_key_and_experiment() -> None:

@@ -54,8 +54,7 @@ def data_text(data: Prepared) -> str:
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
         *([f"corpus   {manifest.note}"] if manifest.note else []),
         *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable, "
-        f"{manifest.skipped_duplicates} duplicates; "
+        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable; "
         f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
     ]
     return "\n".join(lines)

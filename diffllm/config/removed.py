@@ -14,7 +14,9 @@ class Removed(NamedTuple):
     """What to do instead, in the imperative."""
 
 
-REMOVED: dict[str, Removed] = {}
+REMOVED = {
+    "data.deduplicate": Removed(False, "leave out duplicates with datatrove (data/README.md)"),
+}
 """The removed keys by dotted name; a whole section may be one entry with a mapping as default."""
 
 

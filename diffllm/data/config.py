@@ -185,8 +185,6 @@ class DataConfig(TextConfig):
     """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
     heldout_fraction: float = bounded(0.02, above=0, below=1)
     """Share of documents that are never trained on, chosen by a hash of their text."""
-    deduplicate: bool = False
-    """Leave out documents whose text came before, in this source or in one named earlier."""
     num_workers: int = bounded(1, least=0, most=256)
     """Loader processes a rank; 0 reads in the training process."""
     prefetch_factor: int = bounded(4, least=1, most=10_000)
@@ -218,9 +216,6 @@ class DataConfig(TextConfig):
         self.check_read("data.")
         for name, source in self.sources.items():
             source.check_read(f"data.sources.{name}.")
-        kinds = {source.source for source in self.sources.values()} or {self.source}
-        if self.deduplicate and kinds == {TOKENS}:
-            raise ConfigError("data.deduplicate=true compares texts, and source=tokens has none")
 
     def check_mixture(self) -> None:
         """Raise ConfigError for sources or a curriculum that no mixture can have."""

@@ -102,7 +102,6 @@ class Manifest:
     splits: dict[str, Split]
     cut: bool = False
     """True if the corpus is a single document, whose end is held out."""
-    skipped_duplicates: int = 0
     note: str = ""
     """How the corpus differs from a reference that is known; empty if it does not."""
 
@@ -142,7 +141,7 @@ class Manifest:
             raise ValueError(f"dtype {self.dtype} does not go with {self.vocab_size} pieces")
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
-        skipped = (self.skipped_empty, self.skipped_undecodable, self.skipped_duplicates)
+        skipped = (self.skipped_empty, self.skipped_undecodable)
         if min(*skipped, self.heldout_unigram_entropy) < 0:
             raise ValueError("skipped_* and heldout_unigram_entropy must not be negative")
         check_splits(self.splits)

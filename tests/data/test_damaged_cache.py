@@ -15,6 +15,7 @@ from diffllm.core.errors import DataError
 from diffllm.data import prepare
 from diffllm.data.config import DataConfig, Packing, SampleBy
 from diffllm.data.packing.sequences import PackedSequences
+from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.training_sequences import packed_sequences
 
 HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
@@ -28,7 +29,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n")
     cfg = DataConfig(
         **{"source": "files", "paths": [str(directory / "t.txt")], "sample_by": SampleBy.line},
-        **{"vocab_size": 300, "heldout_fraction": 0.1, "deduplicate": True},
+        **{"vocab_size": 300, "heldout_fraction": 0.1},
         packing=Packing.best_fit,
         cache_dir=str(directory / "cache"),
     )
@@ -59,7 +60,6 @@ def holds(content: bytes) -> Callable[[Path], None]:
 
 
 RECORDS = ("file_index.json", "tokens/*/manifest.json", "packing/*/plan.json")
-ARRAYS = ("duplicates/*/left-out-*.npy", "hashes/*/part-*.npy")
 OTHERS = (
     "tok*/*/tokenizer.model",
     "tokens/*/train-*.bin",
@@ -71,12 +71,10 @@ OTHERS = (
 @pytest.mark.parametrize(
     ("pattern", "damage"),
     [
-        *((pattern, fifo) for pattern in (*RECORDS, *ARRAYS, *OTHERS)),
-        *((pattern, terabyte) for pattern in (*RECORDS, *ARRAYS, OTHERS[0])),
+        *((pattern, fifo) for pattern in (*RECORDS, *OTHERS)),
+        *((pattern, terabyte) for pattern in (*RECORDS, OTHERS[0])),
         *((pattern, holds(b"[" * 200_000)) for pattern in RECORDS),
         *((pattern, holds(b"[]")) for pattern in RECORDS),
-        *((pattern, holds(UNPICKLED)) for pattern in ARRAYS),
-        *((pattern, holds(b"")) for pattern in ARRAYS),
     ],
 )
 def test_damaged_file_of_the_cache_is_replaced_or_named(
@@ -86,7 +84,7 @@ def test_damaged_file_of_the_cache_is_replaced_or_named(
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
     for path in cache.glob(pattern):
         damage(path)
-    if pattern in (*ARRAYS, OTHERS[0]):  # only read to prepare tokens
+    if pattern == OTHERS[0]:  # only read to prepare tokens
         shutil.rmtree(cache / "tokens")
     said: list[DataError] = []
     try:
@@ -96,6 +94,24 @@ def test_damaged_file_of_the_cache_is_replaced_or_named(
         found = whole
     assert found == whole
     assert all(f"{cache}/" in str(error) for error in said)
+
+
+@pytest.mark.parametrize("damage", [fifo, terabyte, holds(UNPICKLED), holds(b"")])
+def test_damaged_array_of_an_unfinished_preparation_is_refused_with_its_name(
+    kept: DataConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+) -> None:
+    cfg = DataConfig(**{**vars(kept), "cache_dir": str(tmp_path / "cache")})
+    with monkeypatch.context() as patch:
+        patch.setattr(TokensJob, "join", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(cfg)
+    (file,) = tmp_path.glob("cache/tokens/*.partial-*/heldout-00000.npy")
+    damage(file)
+    with pytest.raises(DataError, match=rf"^{file}: unusable .*; delete {file.parent} to prepare"):
+        prepare(cfg)
 
 
 def edited(file: Path, keys: list[Any], value: Any) -> None:

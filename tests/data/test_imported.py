@@ -263,6 +263,19 @@ def test_our_own_shards_are_taken_where_they_lie(make: Make, prepared: TokenData
     assert data.directory == prepared.directory.absolute()
 
 
+def test_shards_that_an_older_version_deduplicated_are_read(
+    make: Make, tmp_path: Path, prepared: TokenData
+) -> None:
+    old = shutil.copytree(prepared.directory, tmp_path / "old")
+    content = json.loads((old / "manifest.json").read_text())
+    (old / "manifest.json").write_text(json.dumps({**content, "skipped_duplicates": 7}))
+    data = prepare(make(old, tokenizer=None))
+    assert data.manifest == prepared.manifest
+    for split in ("train", "heldout"):
+        expected, stream = prepared.split(split), data.split(split)
+        assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected)))
+
+
 def test_tokens_and_text_mix(make: Make, tmp_path: Path, prepared: TokenData) -> None:
     (tmp_path / "a.txt").write_text("\n".join(f"Line {i} says little." for i in range(300)))
     sources = {

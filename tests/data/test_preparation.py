@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,6 +316,21 @@ def test_a_disk_that_fills_up_is_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list((tmp_path / "cache" / "tokens").glob("*.partial-*/tokens/*.bin"))
     assert prepare(changed).manifest.splits["train"].documents > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, "021af93c8e0912625ef54a2b08e4a83a"),
+        ({"heldout_fraction": 0.3}, "cfbfb248de23b137ab2f695b8aaef059"),
+    ],
+)
+def test_cache_key_of_a_corpus_is_that_of_former_versions(
+    tmp_path: Path, make_config: MakeConfig, changes: dict[str, Any], key: str
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"Line {i} says {i * i % 97}.\n" for i in range(400)))
+    data = prepare(make_config(tmp_path / "a.txt", vocab_size=284, **changes))
+    assert data.directory.name == key
 
 
 def test_txt_documents_are_files_paragraphs_or_lines(

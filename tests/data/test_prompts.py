@@ -96,18 +96,27 @@ def test_prompts_have_a_part_in_the_identity(prompted: DataConfig) -> None:
     assert not without.manifest.splits["train"].masked
 
 
-def test_equal_completions_of_different_prompts_are_no_duplicates(
+def two_documents(path: Path, prompts: list[str]) -> None:
+    """Write two documents with equal completions."""
+    rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_one_of_two_equal_completions_is_held_out_if_prompts_differ(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
-    rows = [{"prompt": f"{p}?", "completion": c} for p in TEXTS[:20] for c in TEXTS[20:23]]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + rows[:7]))
-    cfg = make_config(
-        tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt", deduplicate=True,
-        vocab_size=320,
-    )  # fmt: skip
-    data = prepare(cfg)
-    assert sum(split.documents for split in data.manifest.splits.values()) == 60
-    assert data.manifest.skipped_duplicates == 7
+    two_documents(tmp_path / "a.jsonl", ["a", "b"])
+    cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
+    assert {s.documents for s in prepare(cfg).manifest.splits.values()} == {1}
+
+
+def test_documents_that_are_equal_with_their_prompts_are_refused(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    two_documents(tmp_path / "a.jsonl", ["a", "a"])
+    cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
+    with pytest.raises(DataError, match="fewer than two distinct documents that are not blank"):
+        prepare(cfg)
 
 
 def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig) -> None:

@@ -25,7 +25,6 @@ UNREAD = [
     ([MIXTURE, "data.sample_by=line"], "each source has its own, data.sources.NAME.sample_by"),
     ([MIXTURE, "data.split=test"], "each source has its own, data.sources.NAME.split"),
     ([MIXTURE.replace("]}", "], split: test}")], "data.sources.a.split=test is not read with"),
-    ([*TOKENS, "data.deduplicate=true"], "data.deduplicate=true compares texts"),
 ]
 
 
@@ -46,7 +45,7 @@ def test_a_key_that_nothing_reads(words: list[str], named: str) -> None:
         ["data.paths=['texts/*']", "data.sample_by=line", "data.text_column=body"],
         ["data.dataset=a/b", "data.split=test", "data.text_column=body"],
         [*TOKENS, "data.text_column=input_ids"],
-        [MIXTURE.replace("]}", "], text_column: body}"), "data.deduplicate=true"],
+        [MIXTURE.replace("]}", "], text_column: body}")],
     ],
 )
 def test_a_key_that_is_read(words: list[str]) -> None:

@@ -44,7 +44,6 @@ class MixtureData:
             corpus=combined_hash([[name, manifest.corpus] for name, manifest in each.items()]),
             skipped_empty=sum(manifest.skipped_empty for manifest in each.values()),
             skipped_undecodable=sum(manifest.skipped_undecodable for manifest in each.values()),
-            skipped_duplicates=sum(manifest.skipped_duplicates for manifest in each.values()),
             heldout_unigram_entropy=float(np.average(entropies, weights=heldout)),
             splits={
                 name: together([manifest.splits[name] for manifest in each.values()])

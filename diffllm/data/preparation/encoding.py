@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +13,12 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import replace_file
-from diffllm.core.files.arrays import read_array, write_array
+from diffllm.core.files.arrays import write_array
 from diffllm.core.files.typed import read_typed
 from diffllm.data.preparation.workers import Meter
 from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits
 from diffllm.data.text.corpus import Part
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.verified import usable
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 ALL_HASHES = 2**64
@@ -46,7 +45,6 @@ class PartRecord:
 
     splits: dict[str, Split]
     skipped_empty: int
-    skipped_duplicates: int
     below: int
     """Documents whose hash is below this are held out; all hashes here are less HALF."""
     least: int | None
@@ -82,8 +80,6 @@ class Encoding:
     """Documents whose hash is below this are held out."""
     last_is_heldout: bool
     """Instead of these, the last part alone is held out."""
-    left_out: Path | None
-    """Directory of the documents that are left out, as `left_out_path` names them."""
     has_prompts: bool
     """Whether documents begin with what is only context."""
 
@@ -112,18 +108,9 @@ class Encoding:
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
-        repeated = None
-        if self.left_out:
-            with usable(path := left_out_path(self.left_out, number), self.left_out):
-                repeated = read_array(path, "<i8")
-        empty, seen, least, most = 0, 0, ALL_HASHES, -1
+        empty, least, most = 0, ALL_HASHES, -1
         for kept, blank in batches(self.parts[number]):
             empty += blank
-            places = range(seen, seen + len(kept))
-            seen += len(kept)
-            if repeated is not None:
-                new = np.isin(places, repeated, invert=True, assume_unique=True)
-                kept = list(compress(kept, new))
             if not kept:
                 continue
             hashes = document_hashes(kept)
@@ -148,7 +135,6 @@ class Encoding:
         record = PartRecord(
             splits=splits,
             skipped_empty=empty,
-            skipped_duplicates=0 if repeated is None else len(repeated),
             below=self.heldout_below - HALF,
             least=least - HALF if there else None,
             most=most - HALF if there else None,
@@ -219,12 +205,6 @@ def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
     each has so many tokens that are in turn only context and to be predicted."""
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)
-
-
-def left_out_path(directory: Path, number: int) -> Path:
-    """Return the file of the documents of a part that are left out: their numbers among those that
-    are more than blank, (n,) int64, rising."""
-    return directory / f"left-out-{number:05d}.npy"
 
 
 def record_path(directory: Path, number: int) -> Path:

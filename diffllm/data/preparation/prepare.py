@@ -88,20 +88,17 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
         build_tokenizer(cfg, sample, path, list(texts.values()))
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
-    before: list[Corpus] = []
     prepared: dict[str, TokenData] = {}
     left: list[str] = []
     for name in each:
         try:
             with of_source(name):
                 if name in texts:
-                    prepared[name] = prepare_text(own[name], texts[name], before, cache_dir, how)
+                    prepared[name] = prepare_text(own[name], texts[name], cache_dir, how)
                 else:
                     prepared[name] = prepare_tokens(own[name], cache_dir)
         except LeftToOthers as error:
             left.append(str(error))
-        if name in texts:
-            before.append(texts[name])
     if left:
         raise LeftToOthers(listed(left))
     return MixtureData(prepared)
@@ -111,18 +108,13 @@ def prepare_source(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Toke
     """Prepare one source that stands alone."""
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
-    return prepare_text(cfg, open_corpus(cfg, cache_dir), [], cache_dir, how)
+    return prepare_text(cfg, open_corpus(cfg, cache_dir), cache_dir, how)
 
 
-def prepare_text(
-    cfg: DataConfig, corpus: Corpus, before: Sequence[Corpus], cache_dir: Path, how: PrepareConfig
-) -> TokenData:
+def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> TokenData:
     """Prepare text: a tokenizer, unless one is given, and tokens, unless they are there.
 
     Raises LeftToOthers where parts of other nodes are missing.
-
-    Args:
-        before: the corpora that its documents may not repeat, with data.deduplicate.
     """
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
@@ -132,8 +124,6 @@ def prepare_text(
         tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
     what = [FORMAT_VERSION, DIVISION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
-    without = ["without", *(each.identity for each in before)]
-    what += [without] if cfg.deduplicate else []
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
         for partial in directory.parent.glob(f"{directory.name}.partial-*"):  # of a killed process
@@ -143,25 +133,14 @@ def prepare_text(
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
-    left_out = None
-    if cfg.deduplicate and not halves:
-        from diffllm.data.preparation.duplicates import find_duplicates
-
-        left_out = find_duplicates(before, corpus, cache_dir, how)
-        parts = corpus.parts
-        identity = combined_hash([corpus.identity, without])
-        corpus = replace(corpus, identity=identity, list_parts=lambda: parts)
     left = TokensJob(
         corpus=halves or corpus,
         tokenizer=tokenizer_path,
         heldout_fraction=cfg.heldout_fraction,
         final=directory,
         cut=halves is not None,
-        left_out=left_out,
         origin=corpus.place
-        and combined_hash(
-            [corpus.place, cfg.tokenizer, cfg.vocab_size, cfg.heldout_fraction, cfg.deduplicate]
-        ),
+        and combined_hash([corpus.place, cfg.tokenizer, cfg.vocab_size, cfg.heldout_fraction]),
     ).build(how)
     if left:
         raise LeftToOthers(f"{directory} lacks {of_nodes(left, how.num_nodes)}")

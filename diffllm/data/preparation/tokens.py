@@ -44,7 +44,6 @@ class TokensJob:
 
     Args:
         cut: that the corpus is a single document, whose last part is held out.
-        left_out: directory of the documents of each part that are left out, as duplicates.
         origin: hash of where the corpus lies and what is made of it, whatever its content.
     """
 
@@ -53,7 +52,6 @@ class TokensJob:
     heldout_fraction: float
     final: Path
     cut: bool = False
-    left_out: Path | None = None
     origin: str | None = None
 
     @cached_property
@@ -105,7 +103,6 @@ class TokensJob:
             directory=tokens,
             heldout_below=math.floor(self.heldout_fraction * 2**64),
             last_is_heldout=self.cut,
-            left_out=self.left_out,
             has_prompts=self.corpus.has_prompts,
         )
 
@@ -208,7 +205,6 @@ class TokensJob:
             skipped_undecodable=self.corpus.skipped_undecodable,
             splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
             cut=self.cut,
-            skipped_duplicates=sum(r.skipped_duplicates for r in records),
             note=self.corpus.note,
         )
 
@@ -224,14 +220,13 @@ def remove_unless_held(partial: Path) -> None:
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash below which documents are held out: the one that is asked for, or the next
-    that leaves a document on either side. Raises DataError where duplicates are left out, and less
-    than two documents are not."""
+    that leaves a document on either side. Raises DataError if all documents are equal."""
     least = HALF + min((r.least for r in records if r.least is not None), default=-HALF)
     most = HALF + max((r.most for r in records if r.most is not None), default=-HALF)
     if least == most:
         raise DataError(
-            "fewer than two documents that differ are left to hold one out of, without those that "
-            "are blank or, with data.deduplicate, came before"
+            "the corpus has fewer than two distinct documents that are not blank, too few to hold "
+            "one out"
         )
     return least + 1 if least >= below else min(below, most)
 
