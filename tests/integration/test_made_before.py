@@ -1,0 +1,238 @@
+"""Runs, sweeps, studies and caches that version 0.1.0 wrote are still opened and continued.
+
+tests/data_files/made_before/README.md says how they were made.
+"""
+
+import contextlib
+import csv
+import json
+import shlex
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import changes, metrics, snapshot
+from forked_runs import ForkedRun, tool, train
+from safetensors.torch import load_file
+
+MADE = Path(__file__).parents[1] / "data_files" / "made_before"
+EXPECTED = MADE / "expected"
+MARKS = (".lock", ".verified", "file_index.json")
+"""Ends of files that a cache may write anew; their directories change, too."""
+
+GREEDY = ("prompt=Document 3: 3 times", "temperature=0", "max_new_tokens=12")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, as a user moves a directory; it is the current one."""
+    shutil.copytree(MADE, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "runs").rename(tmp_path / "outputs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def diffllm(place: Path, environment: dict[str, str]) -> Any:
+    """A function that runs a command to a good end and returns its standard output."""
+
+    def run(*words: str) -> str:
+        result = (train if words[0] == "-m" else tool)(list(words), place, environment)
+        assert result.code == 0, result.out + result.err
+        assert "warning: " not in result.err
+        return result.out
+
+    return run
+
+
+def words_of(run: Path) -> list[str]:
+    """Return the overrides of the command line in run.json."""
+    words = shlex.split(json.loads((run / "run.json").read_text())["command"])
+    return words[words.index("data=files") :]
+
+
+def expected(name: str) -> Any:
+    return json.loads((EXPECTED / name).read_text())
+
+
+def close(value: Any) -> Any:
+    """Return a value that equals `value` if its numbers are equal but for rounding."""
+    if isinstance(value, dict):
+        return {key: close(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [close(part) for part in value]
+    return pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+
+
+def cached(place: Path) -> dict[str, str]:
+    """Return the identities of the tokenizer, the tokens and the packing in the cache."""
+    files = snapshot(place / "cache").items()
+    return {name: seen for name, seen in files if seen != "directory" and not name.endswith(MARKS)}
+
+
+def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
+    """Return by step the samples of all ranks and the loss."""
+    samples, losses = defaultdict(list), {}
+    for file in files:
+        for line in map(json.loads, file.read_text().splitlines()):
+            samples[line["step"]] += line["samples"]
+            losses[line["step"]] = line["loss"]
+    return {step: (sorted(samples[step]), losses[step]) for step in samples}
+
+
+@pytest.mark.parametrize(
+    ("name", "stopped", "words", "ranks"),
+    [
+        ("run", 6, [], 1),
+        ("ranks", 4, ["parallel.expert=1"], 1),
+        pytest.param("ranks", 4, [], 2, marks=pytest.mark.slow),
+        pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
+    ],
+)
+def test_stopped_run_resumes_with_samples_and_losses_of_undisturbed_run(
+    place: Path, name: str, stopped: int, words: list[str], ranks: int
+) -> None:
+    run = place / "outputs" / name
+    logged, cache = (run / "metrics.jsonl").read_text(), cached(place)
+    output = ForkedRun([*words_of(run), *words], ranks, place).finish()
+    assert "warning: " not in output
+    assert changes(cache, cached(place)) == []
+
+    whole = sampled([EXPECTED / f"{name}.jsonl"])
+    resumed = sampled(list(run.glob("samples-*.jsonl")))
+    assert list(resumed) == list(whole)[stopped:]
+    for step, (samples, loss) in resumed.items():
+        assert samples == whole[step][0], step
+        assert loss == pytest.approx(whole[step][1], abs=2e-5), step
+    summary, undisturbed = json.loads((run / "summary.json").read_text()), expected(f"{name}.json")
+    for key in ("steps", "tokens", "train_loss", "heldout_loss", "heldout_tokens"):
+        assert summary[key] == pytest.approx(undisturbed[key], abs=2e-5), key
+    assert (run / "metrics.jsonl").read_text().startswith(logged)
+    assert metrics(run)[-1]["step"] == len(whole)
+    assert not (run / "changes.jsonl").exists()
+
+
+def test_checkpoints_are_whole(diffllm: Any) -> None:
+    found = {
+        name: [
+            (each["step"], each["state"], each["ranks"])
+            for each in json.loads(diffllm("checkpoints", f"run=outputs/{name}", "--json"))
+        ]
+        for name in ("run", "ranks", "sweep/diff_v2-seed0")
+    }
+    assert found == {
+        "run": [(4, "good", 1), (6, "good", 1)],
+        "ranks": [(4, "good", 2)],
+        "sweep/diff_v2-seed0": [(4, "good", 1)],
+    }
+
+
+def test_consolidated_parameters_are_those_of_the_export(diffllm: Any) -> None:
+    diffllm("consolidate", "run=outputs/run", "out=whole")
+    assert contents("whole") == contents("exported")
+
+
+@pytest.mark.slow
+def test_export_is_the_same_and_is_imported(diffllm: Any) -> None:
+    diffllm("export", "run=outputs/run", "out=again")
+    assert contents("again") == contents("exported")
+    before, after = (json.loads(Path(p, "config.json").read_text()) for p in ("exported", "again"))
+    assert before == after
+    diffllm("import", "hf=exported", "out=outputs/imported")
+    text = (EXPECTED / "generated.txt").read_text()
+    assert diffllm("generate", "run=outputs/imported", *GREEDY) == text
+
+
+def contents(directory: str) -> list[tuple[list[int], bytes]]:
+    """Return shapes and values of all parameters, independent of their names."""
+    tensors = load_file(f"{directory}/model.safetensors").values()
+    return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
+
+
+def test_generated_text_outliers_and_maps_are_those_of_before(place: Path, diffllm: Any) -> None:
+    text = (EXPECTED / "generated.txt").read_text()
+    assert diffllm("generate", "run=outputs/run", *GREEDY) == text
+    assert close(expected("outliers.json")) == json.loads(
+        diffllm("outliers", "run=outputs/run", "--json")
+    )
+    diffllm("attention-map", "run=outputs/run", GREEDY[0], "out=map.png")
+    assert (place / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words", [["suite=checkpoint"], ["tasks=[mqar]"]])
+def test_evaluation_finds_scores_of_before(place: Path, diffllm: Any, words: list[str]) -> None:
+    run = place / "outputs" / "sweep" / "diff_v2-seed0"
+    before = scores(run)
+    shown = json.loads(diffllm("evaluate", f"run={run}", *words, "limit=4", "--json"))
+    assert shown
+    for name in shown:
+        assert scores(run)[name] == close(before[name])
+
+
+def scores(run: Path) -> dict[str, Any]:
+    """Return the scores of the kept evaluations of step 4 by name."""
+    files = (run / "evaluation" / "step-00000004").glob("*.jsonl")
+    return {file.stem: json.loads(file.read_text().splitlines()[0])["scores"] for file in files}
+
+
+def test_finished_sweep_starts_nothing_and_is_reported(place: Path, diffllm: Any) -> None:
+    sweep = place / "outputs" / "sweep"
+    own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
+    words = [word for word in words_of(sweep / "standard-seed0") if not word.startswith(own)]
+    runs = snapshot(*sweep.glob("*-seed?"))
+    diffllm("-m", *words, "attention=standard,diff_v2", "seed=0,1", "run.sweep=sweep")
+    assert changes(runs, snapshot(*sweep.glob("*-seed?"))) == []
+
+    before = table(MADE / "runs" / "sweep" / "report.csv")
+    reported = table(sweep / "report.csv")
+    assert [{key: row.get(key) for key in before[0]} for row in reported] == close(before)
+    assert any("phonebook" in key for key in reported[0]), "results of a task that was removed"
+
+
+def table(file: Path) -> list[dict[str, Any]]:
+    """Read a CSV file with its numbers as float."""
+    with open(file) as lines:
+        return [{key: number(text) for key, text in row.items()} for row in csv.DictReader(lines)]
+
+
+def number(text: str) -> float | str:
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return text
+
+
+def test_finished_study_starts_nothing_and_keeps_its_verdict(place: Path, diffllm: Any) -> None:
+    runs = [file.parent for file in (place / "outputs" / "study").rglob("config.yaml")]
+    assert len(runs) == 10
+    seen = snapshot(*runs)
+    diffllm("study", "run", "study.yaml", "out=outputs/study")
+    assert changes(seen, snapshot(*runs)) == []
+    found = json.loads(diffllm("study", "verdict", "study.yaml", "out=outputs/study", "--json"))
+    before = expected("verdict.json")
+    for key in ("verdict", "hash", "arms", "learning_rates"):
+        assert found[key] == close(before[key]), key
+    assert found["rules"][0]["gap"] == close(before["rules"][0]["gap"])
+
+
+def test_prepare_reuses_tokens_and_packing(place: Path, diffllm: Any) -> None:
+    cache = cached(place)
+    assert len(cache) == 9
+    for name in ("run", "ranks"):
+        words = words_of(place / "outputs" / name)
+        diffllm("prepare", *(word for word in words if not word.startswith("parallel.")))
+    assert changes(cache, cached(place)) == []
+
+
+@pytest.mark.slow
+def test_run_starts_from_weights_of_before(place: Path) -> None:
+    new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
+    ForkedRun([*words_of(place / "outputs" / "run")[:-1], *new], 1, place).finish()
+
+
+@pytest.mark.slow
+def test_runs_of_before_are_reported_together(place: Path, diffllm: Any) -> None:
+    diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
+    assert len(table(place / "all" / "report.csv")) == 12
+    assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))
