@@ -15,19 +15,15 @@ To load it again:
 """
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
 
 from diffllm.checkpoint import step_of
 from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.checkpoint.hf.safetensors import (
     DTYPES,
     check_form,
-    loaded,
     tensors_of,
     write_safetensors,
     writing,
@@ -80,18 +76,12 @@ def write(args: Arguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> Non
     if there and not args.overwrite:
         raise ConfigError(f"{there[0]} is there already; overwrite=true replaces it")
     tensors = tensors_of(cfg.model, checkpoint, DTYPES[args.dtype])
-
-    def values(names: Sequence[str]) -> dict[str, Tensor]:
-        return loaded(checkpoint, {name: tensors[name] for name in names})
-
     made = not directory.exists()
     try:
         with writing(str(directory)):
             directory.mkdir(parents=True, exist_ok=True)
             with scratch_directory(directory / stem) as hidden:
-                size = write_safetensors(
-                    hidden, stem, tensors, values, args.max_shard_size, checkpoint
-                )
+                size = write_safetensors(hidden, stem, checkpoint, tensors, args.max_shard_size)
                 for name, content in beside.items():
                     (hidden / name).write_bytes(content)
                 complete = sorted(hidden.iterdir())

@@ -3,17 +3,16 @@
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diffllm.checkpoint import read_state, step_of
 from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.checkpoint.hf import Layout, layout_of
-from diffllm.checkpoint.hf.safetensors import loaded, tensors_of, write_safetensors, writing
+from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.values import OF_WEIGHTS
@@ -54,34 +53,14 @@ def export(
 
     def write(checkpoint: Path) -> int:
         with writing(f"out={out}"), new_directory(out) as hidden:
-            write_tensors(cfg, checkpoint, layout, hidden, dtype, shard_size)
+            ours = tensors_of(cfg.model, checkpoint, dtype)
+            write_safetensors(hidden, "model", checkpoint, ours, shard_size, layout.exported)
             tokenizer = write_tokenizer(run, hidden, cfg.model)
             write_configs(hidden, layout, tokenizer, dtype)
             write_card(run, checkpoint, hidden, out.name, cfg, layout)
         return step_of(checkpoint)
 
     return layout, with_checkpoint(run, step, write)
-
-
-def write_tensors(
-    cfg: TrainConfig,
-    checkpoint: Path,
-    layout: Layout,
-    directory: Path,
-    dtype: torch.dtype,
-    shard_size: str,
-) -> None:
-    """Write the parameters."""
-    ours = tensors_of(cfg.model, checkpoint, dtype)
-    by_name = {tensor.name: tensor for tensor in layout.exported}
-
-    def values(names: Sequence[str]) -> dict[str, Tensor]:
-        sources = {source for name in names for source in by_name[name].sources}
-        read = loaded(checkpoint, {source: ours[source] for source in sources})
-        return {name: by_name[name].of(read) for name in names}
-
-    shapes = {name: tensor.of(ours) for name, tensor in by_name.items()}
-    write_safetensors(directory, "model", shapes, values, shard_size, checkpoint)
 
 
 def write_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:

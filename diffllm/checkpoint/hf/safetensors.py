@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint import check_parameters, load_tensors, read_state
+from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.checkpoint.reader import reason
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
@@ -73,26 +74,36 @@ def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 def write_safetensors(
     directory: Path,
     stem: str,
-    tensors: Mapping[str, Tensor],
-    values: Callable[[Sequence[str]], Mapping[str, Tensor]],
-    max_shard_size: str,
     checkpoint: Path,
+    ours: Mapping[str, Tensor],
+    max_shard_size: str,
+    exported: Sequence[Mapped] | None = None,
 ) -> int:
-    """Write `<stem>.safetensors` into a directory, beyond max_shard_size as several files with an
-    index, as Hugging Face libraries write them; return the bytes of all tensors.
+    """Write a checkpoint's tensors as `<stem>.safetensors` into a directory, beyond max_shard_size
+    as several files with an index, as Hugging Face libraries write them; return the bytes of all
+    tensors.
 
     Args:
-        tensors: all of them without storage, in the dtype that they get.
-        values: returns those of a file.
-        checkpoint: the files get the permissions of its own.
+        checkpoint: the files get the permissions of its state.json.
+        ours: the result of `tensors_of`.
+        exported: the tensors to write, made of ours; None writes ours under their own names.
     """
+    if exported is None:
+        exported = [Mapped(name, (name,), same) for name in ours]
+    by_name = {tensor.name: tensor for tensor in exported}
+    empty = {name: tensor.of(ours) for name, tensor in by_name.items()}
+
+    def values(names: Sequence[str]) -> dict[str, Tensor]:
+        sources = {source for name in names for source in by_name[name].sources}
+        read = loaded(checkpoint, {source: ours[source] for source in sources})
+        return {name: by_name[name].of(read).to(empty[name].dtype) for name in names}
+
     pattern = stem.replace("{", "{{").replace("}", "}}") + "{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(
-        dict(tensors), filename_pattern=pattern, max_shard_size=max_shard_size
+        empty, filename_pattern=pattern, max_shard_size=max_shard_size
     )
     for file, names in split.filename_to_tensors.items():
-        held = {name: t.to(tensors[name].dtype) for name, t in values(names).items()}
-        save_file(held, directory / file, {"format": "pt"})
+        save_file(values(names), directory / file, {"format": "pt"})
         shutil.copymode(checkpoint / "state.json", directory / file)  # not only the owner's
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
