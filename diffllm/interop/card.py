@@ -1,7 +1,17 @@
 """The model card of an export: what was measured, and nothing else."""
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from diffllm.checkpoint import read_state
+from diffllm.checkpoint.hf import Layout
+from diffllm.checkpoint.hf.own import ARCHITECTURE
+from diffllm.config import TrainConfig
+from diffllm.config.values import OF_WEIGHTS
+from diffllm.core.files.records import read_record, read_summary
+from diffllm.data.config import DataConfig, TextConfig
 
 CARD = """\
 ---
@@ -38,6 +48,51 @@ These are the numbers of one run; it has not been evaluated on any task, nor for
 CARRIED = """ `modeling_diffllm.py`
 computes the model in transformers 5.4 or later; `trust_remote_code=True` runs it, and so does
 `import diffllm.interop`."""
+
+
+def write_card(
+    run: Path, checkpoint: Path, directory: Path, name: str, cfg: TrainConfig, layout: Layout
+) -> None:
+    """Write README.md, of what the run has measured."""
+    facts, summary = read_record(run / "run.json") or {}, read_summary(run)
+    state = read_state(checkpoint)
+    step = state["step"]
+    model = {
+        "variant": cfg.run.choices["attention"],
+        "parameters": sum(math.prod(shape) for shape in state["parameters"].values()),
+        "architecture": layout.architecture,
+        **origin_or_training(facts.get("imported"), step, cfg),
+    }
+    ended = summary if summary is not None and summary.get("steps") == step else None
+    card = card_of(name, model, facts, ended, layout.architecture == ARCHITECTURE)
+    (directory / "README.md").write_text(card)
+
+
+def origin_or_training(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
+    """Say what a model was trained on; of an imported one, where it comes from."""
+    if imported:
+        revision = f" at revision {imported['revision']}" if imported.get("revision") else ""
+        return {"from": f"{imported.get('from')}{revision}", "changed": imported.get("converted")}
+    weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
+    tokens = step * cfg.global_batch_size * cfg.seq_len
+    return {"from": weights, "step": step, "tokens": tokens, "data": data_text(cfg.data)}
+
+
+def data_text(data: DataConfig) -> str:
+    """Name a corpus: hub datasets with their revision, files without their directories."""
+    if data.sources:
+        return "; ".join(f"{name}: {source_text(of)}" for name, of in data.sources.items())
+    return source_text(data)
+
+
+def source_text(source: TextConfig) -> str:
+    """Name one source of text."""
+    if source.dataset:
+        revision = f" at revision {source.revision}" if source.revision else ""
+        return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"
+    if source.paths:
+        return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
+    return str(source.source)
 
 
 def card_of(

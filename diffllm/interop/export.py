@@ -1,7 +1,6 @@
 """A run's checkpoint as a directory that transformers opens."""
 
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,27 +8,22 @@ from typing import Any
 
 import torch
 
-from diffllm.checkpoint import read_state, step_of
+from diffllm.checkpoint import step_of
 from diffllm.checkpoint.directory import with_checkpoint
 from diffllm.checkpoint.hf import Layout, layout_of
+from diffllm.checkpoint.hf.own import ARCHITECTURE
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
-from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.config.values import OF_WEIGHTS
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import new_directory
 from diffllm.core.files.paths import check_absent
-from diffllm.core.files.records import read_record, read_summary
 from diffllm.data import Tokenizer
-from diffllm.data.config import DataConfig, TextConfig
 from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
-from diffllm.interop.card import card_of
+from diffllm.interop.card import write_card
 from diffllm.interop.fast import fast_tokenizer
-from diffllm.interop.settings import model_settings, special_ids, tokenizer_settings
 from diffllm.model.config import ModelConfig
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
-OWN = "DiffLLMForCausalLM"
 OLDEST = "5.4.0"
 """Oldest version of transformers that our modelling file works in."""
 
@@ -86,7 +80,7 @@ def write_configs(
     directory: Path, layout: Layout, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
     """Write config.json, generation_config.json, tokenizer_config.json, and our modelling file."""
-    carried = layout.architecture == OWN
+    carried = layout.architecture == ARCHITECTURE
     config = model_settings(layout, tokenizer) | {"dtype": str(dtype).removeprefix("torch.")}
     if carried:
         shutil.copyfile(MODELLING, directory / MODELLING.name)
@@ -94,7 +88,7 @@ def write_configs(
         config["auto_map"] = {
             "AutoConfig": "modeling_diffllm.DiffLLMConfig",
             "AutoModel": "modeling_diffllm.DiffLLMModel",
-            "AutoModelForCausalLM": f"modeling_diffllm.{OWN}",
+            "AutoModelForCausalLM": f"modeling_diffllm.{ARCHITECTURE}",
         }
     write_json(directory / "config.json", config)
     generation = {**special_ids(tokenizer), "do_sample": False}
@@ -106,49 +100,40 @@ def write_configs(
     )
 
 
-def write_card(
-    run: Path, checkpoint: Path, directory: Path, name: str, cfg: TrainConfig, layout: Layout
-) -> None:
-    """Write README.md, of what the run has measured."""
-    facts, summary = read_record(run / "run.json") or {}, read_summary(run)
-    state = read_state(checkpoint)
-    step = state["step"]
-    model = {
-        "variant": cfg.run.choices["attention"],
-        "parameters": sum(math.prod(shape) for shape in state["parameters"].values()),
-        "architecture": layout.architecture,
-        **origin_or_training(facts.get("imported"), step, cfg),
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the ids of special tokens: a document's end is all that there is, and pads, too."""
+    return {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.eos_id,
     }
-    ended = summary if summary is not None and summary.get("steps") == step else None
-    card = card_of(name, model, facts, ended, layout.architecture == OWN)
-    (directory / "README.md").write_text(card)
 
 
-def origin_or_training(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Say what a model was trained on; of an imported one, where it comes from."""
-    if imported:
-        revision = f" at revision {imported['revision']}" if imported.get("revision") else ""
-        return {"from": f"{imported.get('from')}{revision}", "changed": imported.get("converted")}
-    weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
-    tokens = step * cfg.global_batch_size * cfg.seq_len
-    return {"from": weights, "step": step, "tokens": tokens, "data": data_text(cfg.data)}
+def model_settings(layout: Layout, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the content of config.json but for the dtype and what finds our modelling file."""
+    return {
+        "architectures": [layout.architecture],
+        **layout.config,
+        **special_ids(tokenizer),
+        "use_cache": True,
+    }
 
 
-def data_text(data: DataConfig) -> str:
-    """Name a corpus: hub datasets with their revision, files without their directories."""
-    if data.sources:
-        return "; ".join(f"{name}: {source_text(of)}" for name, of in data.sources.items())
-    return source_text(data)
+def tokenizer_settings(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+    """Return the arguments of a fast tokenizer.
 
-
-def source_text(source: TextConfig) -> str:
-    """Name one source of text."""
-    if source.dataset:
-        revision = f" at revision {source.revision}" if source.revision else ""
-        return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"
-    if source.paths:
-        return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
-    return str(source.source)
+    Args:
+        length: most tokens that the model takes.
+    """
+    return {
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.eos_token,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        "model_max_length": length,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.checkpoint.hf.own import OF_MACHINE, VARIANTS
+from diffllm.checkpoint.hf.own import ARCHITECTURE, OF_MACHINE, VARIANTS
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config
 from diffllm.model.attention.diff_v2 import DiffV2Config
@@ -187,7 +187,7 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "DiffLlamaForCausalLM": diffllama,
-    "DiffLLMForCausalLM": own,
+    ARCHITECTURE: own,
 }
 """Architectures that can be read."""
 

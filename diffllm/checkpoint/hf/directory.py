@@ -17,6 +17,7 @@ from torch import Tensor
 from diffllm.checkpoint.hf.choice import layout_of
 from diffllm.checkpoint.hf.configs import model_of
 from diffllm.checkpoint.hf.layout import Mapped
+from diffllm.checkpoint.hf.own import ARCHITECTURE
 from diffllm.core.errors import CheckpointError, ConfigError, DataError, listed
 from diffllm.core.files import read_json, readable
 from diffllm.core.files.reading import open_regular
@@ -28,7 +29,6 @@ from diffllm.model.config import ModelConfig
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = ("F32", "BF16", "F16")
-OWN = "DiffLLMForCausalLM"
 
 
 class ModelDirectory:
@@ -50,13 +50,13 @@ class ModelDirectory:
             raise CheckpointError(f"{path / CONFIG} {error}") from error
         self._places = self._placed()
         moe, least = self.model.moe, self.model.n_layers
-        if self.architecture != OWN:  # an expert has tensors of its own
+        if self.architecture != ARCHITECTURE:  # an expert has tensors of its own
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
         if len(self._places) < least:  # a forged config could describe billions
             raise CheckpointError(
                 f"{path} has {len(self._places)} tensors; its {CONFIG} describes at least {least}"
             )
-        layout = layout_of(self.model, own=self.architecture == OWN)
+        layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
         self._made = {tensor.name: tensor for tensor in layout.imported}
         self._check({tensor.name: tensor for tensor in layout.exported})
 

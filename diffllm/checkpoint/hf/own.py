@@ -12,6 +12,8 @@ from diffllm.model import without_storage
 from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig
 
+ARCHITECTURE = "DiffLLMForCausalLM"
+"""The class of our modelling file."""
 PARTS = {
     ".attention.w_lambda.": ".self_attn.lambda_proj.",
     ".attention.w_gate.": ".self_attn.gate_proj.",
@@ -60,7 +62,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
         "attention": {"variant": variant, **plain(asdict(model.attention))},
         "moe": plain(asdict(model.moe)) if model.moe.n_experts else None,
     }
-    return Layout("DiffLLMForCausalLM", config, exported, imported)
+    return Layout(ARCHITECTURE, config, exported, imported)
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
