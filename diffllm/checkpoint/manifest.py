@@ -47,6 +47,12 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def complete(path: Path, step: int, state: str, files: Manifest) -> None:
+    """Write a checkpoint's state.json, and its manifest of that, .metadata and `files`."""
+    write_durably(path / "state.json", state)
+    write_manifest(path, step, files | describe(path / name for name in REQUIRED))
+
+
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
     files = {name: vars(record) for name, record in sorted(manifest.items())}
     text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from diffllm.checkpoint.directory import path_of
-from diffllm.checkpoint.manifest import FORMAT, describe, write_durably, write_manifest
+from diffllm.checkpoint.manifest import FORMAT, complete, describe
 from diffllm.checkpoint.writer import TensorWriter
 
 
@@ -35,8 +35,5 @@ def write_parameters(
         )
     shapes = {name: list(tensors[name].shape) for name in parameters}
     state = {"format": FORMAT, "step": 0, "parameters": shapes, "ranks": 1, "loop": None}
-    write_durably(path / "state.json", json.dumps(state))
-    write_manifest(
-        path, 0, describe([*path.glob("*.distcp"), path / ".metadata", path / "state.json"])
-    )
+    complete(path, 0, json.dumps(state), describe(path.glob("*.distcp")))
     return path

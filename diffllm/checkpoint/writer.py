@@ -29,7 +29,7 @@ from diffllm.checkpoint.directory import (
     set_aside,
     step_of,
 )
-from diffllm.checkpoint.manifest import FORMAT, Manifest, describe, write_durably, write_manifest
+from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, describe
 from diffllm.checkpoint.reader import reason
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import publish, replace_file
@@ -184,9 +184,7 @@ class Checkpointer:
                 if isinstance(part, str):
                     raise CheckpointError(part)
                 files |= part
-            write_durably(hidden / "state.json", text)
-            files |= describe(hidden / name for name in (".metadata", "state.json"))
-            write_manifest(hidden, step, files)
+            complete(hidden, step, text, files)
             if os.path.lexists(final):
                 set_aside(final)
             publish(hidden, final, files_synced=True)
