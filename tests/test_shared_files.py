@@ -11,7 +11,7 @@ from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import DECIDING, Planned, config_of_planned
 from diffllm.compare.sweep.cluster import ClusterLauncher
-from diffllm.compare.sweep.names import experiment_words, parse
+from diffllm.compare.sweep.names import experiment_words, split_overrides
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import load_config
 from diffllm.config.compose import bring, config_directory, variant_config
@@ -78,7 +78,7 @@ def of_sweeper(word: str) -> None:
 
 def of_sweep(word: str) -> None:
     """Continue a sweep whose record has a run with an override."""
-    own = parse(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
+    own = split_overrides(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
     plan_sweep(own, 1)[0].lock.release()
     file = Path("outputs/s/sweep.json")
     record = json.loads(file.read_text())

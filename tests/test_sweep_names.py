@@ -5,16 +5,22 @@ import re
 import pytest
 from tiers import slow_but
 
-from diffllm.compare.sweep.names import combinations, label_value, parse, run_name, short_labels
+from diffllm.compare.sweep.names import (
+    combinations,
+    label_value,
+    name_run,
+    short_labels,
+    split_overrides,
+)
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.training.directory import NAME
 
 
 def names(*words: str) -> list[str]:
-    overrides, _ = parse(["model=tiny", *words])
+    overrides, _ = split_overrides(["model=tiny", *words])
     keys = [o.get_key_element() for o in overrides if o.is_sweep_override()]
-    found = [run_name(load_config(job), keys) for job in combinations(overrides)]
+    found = [name_run(load_config(job), keys) for job in combinations(overrides)]
     assert all(NAME.fullmatch(name) for name in found)
     return found
 
@@ -98,17 +104,17 @@ def test_labels_are_as_short_as_they_can_be(keys: list[str], labels: list[str]) 
 )
 def test_what_a_sweep_decides_itself_is_refused(word: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
-        parse(["seed=0,1", word])
+        split_overrides(["seed=0,1", word])
 
 
 def test_an_interval_has_no_single_values() -> None:
     with pytest.raises(ConfigError, match=r"optim.lr=interval\(0,1\): a sweep needs single values"):
-        combinations(parse(["optim.lr=interval(0,1)"])[0])
+        combinations(split_overrides(["optim.lr=interval(0,1)"])[0])
 
 
 def test_the_launchers_words_are_kept_apart() -> None:
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
-    overrides, launcher = parse(["seed=0,1", *words])
+    overrides, launcher = split_overrides(["seed=0,1", *words])
     assert launcher == words
     assert combinations(overrides) == [["seed=0"], ["seed=1"]]
 
@@ -118,6 +124,6 @@ def test_a_name_of_many_values_is_cut_short_and_stays_its_own():
     words = [f"data.sample_prompt='{'prompt ' * 9}{n}'" for n in (1, 2)]
     keys = ["data.sample_prompt", "optim.lr", "wandb.project", "wandb.entity", "wandb.group"]
     long = [f"{key}={letter * 60}" for key, letter in zip(keys[2:], "abc", strict=True)]
-    names = {run_name(load_config(["model=tiny", *long, word]), keys * 2) for word in words}
+    names = {name_run(load_config(["model=tiny", *long, word]), keys * 2) for word in words}
     assert len(names) == 2
     assert all(len(name) <= 230 for name in names)

@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from diffllm.cli.train import main
-from diffllm.compare.sweep import report as report_module
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, why
+from diffllm.compare.sweep.command import print_outcomes, write_comparison
 from diffllm.compare.sweep.job import Ending, Job, last_error
-from diffllm.compare.sweep.names import parse
+from diffllm.compare.sweep.names import split_overrides
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
@@ -24,7 +24,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(*words: str) -> list[dict[str, Any]]:
-    directory, runs = plan_sweep(parse(["model=tiny", "run.sweep=mine", *words])[0], 1)
+    directory, runs = plan_sweep(split_overrides(["model=tiny", "run.sweep=mine", *words])[0], 1)
     directory.lock.release()
     return runs
 
@@ -117,7 +117,7 @@ def test_a_damaged_run_leaves_the_others_to_run() -> None:
 
 
 def test_one_sweep_at_a_time() -> None:
-    directory, _ = plan_sweep(parse(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
+    directory, _ = plan_sweep(split_overrides(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by process "):
         planned("seed=0,1")
     directory.lock.release()
@@ -145,7 +145,7 @@ def test_the_report_is_a_table_with_reasons(
     (done / "summary.json").write_text(json.dumps({"heldout_loss": 1.5}))
     ending = Ending("failed", "exit status 1: OSError: no", 0.0)
     jobs = [job(done), job(failed, 2)]
-    assert report_module.report(jobs, {"failed": ending}, SweepDirectory(Path("s"))) == 1
+    assert print_outcomes(jobs, {"failed": ending}, SweepDirectory(Path("s"))) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
         "s/done    held-out loss 1.5000",
         "s/failed  FAILED, exit status 1: OSError: no",
@@ -165,15 +165,15 @@ def test_a_report_that_fails_says_one_line(
         "diffllm.compare.report.comparison_text", lambda paths: "the table", raising=False
     )
     monkeypatch.setattr("diffllm.compare.report.write_report", fails, raising=False)
-    report_module.write_comparison(Path("s"))
+    write_comparison(Path("s"))
     assert capsys.readouterr().out == ("\nthe table\n\nno comparison of the runs: cannot read s\n")
     written = (Path("s/report.html"), Path("s/report.csv"))
     monkeypatch.setattr("diffllm.compare.report.write_report", lambda paths: written, raising=False)
-    report_module.write_comparison(Path("s"))
+    write_comparison(Path("s"))
     page = "\nthe table\n\ncomparison s/report.html, s/report.csv\n"
     assert capsys.readouterr().out == f"{page}no gaps in wandb: s does not exist\n"
     monkeypatch.setattr("diffllm.compare.report.log_gaps", lambda paths: True, raising=False)
-    report_module.write_comparison(Path("s"))
+    write_comparison(Path("s"))
     assert capsys.readouterr().out == page
 
 

@@ -90,9 +90,9 @@ def main(argv: list[str] | None = None) -> int:
                 with result():
                     echo(text.getvalue(), end="")
         elif args.multirun:
-            from diffllm.compare.sweep.command import sweep
+            from diffllm.compare.sweep.command import run_sweep
 
-            return sweep(args.overrides, config_dirs)
+            return run_sweep(args.overrides, config_dirs)
         else:
             from diffllm.cli.run import run_and_report
 

@@ -16,9 +16,9 @@ from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page
 from diffllm.compare.report.table import cost_columns, csv_text, folded, table_columns
 from diffllm.compare.report.text import table_text
+from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.plan import SweepDirectory
-from diffllm.compare.sweep.report import report
 from diffllm.statistics.estimates import Rate
 
 
@@ -162,7 +162,7 @@ def test_the_end_of_a_sweep_names_runs_that_diverged(tmp_path, capsys):
             (path / "summary.json").write_text(json.dumps({"heldout_loss": loss}))
     stopped = {"steps": 10, "stopped": "9 updates in a row were skipped"}
     (tmp_path / "run2" / "summary.json").write_text(json.dumps(stopped))
-    assert report(jobs, {"run2": Ending("finished")}, SweepDirectory(tmp_path)) == 0
+    assert print_outcomes(jobs, {"run2": Ending("finished")}, SweepDirectory(tmp_path)) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path}/run0  held-out loss 4.0000" in said
     assert f"{tmp_path}/run1  diverged: no finite held-out loss" in said

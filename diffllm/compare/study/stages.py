@@ -15,7 +15,7 @@ from diffllm.compare.study.planned_runs import (
     strayed,
 )
 from diffllm.compare.sweep.cluster import ClusterLauncher
-from diffllm.compare.sweep.command import Place, meet, run_here, run_jobs
+from diffllm.compare.sweep.command import Place, join_ranks, run_here, run_jobs
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config.saved import load_run_config, plugin_changes
@@ -42,7 +42,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     Raises:
         ConfigError: a study that could not run; nothing has been started or changed.
     """
-    world = meet()
+    world = join_ranks()
 
     def begin() -> Place:
         cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")

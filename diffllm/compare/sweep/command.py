@@ -1,18 +1,17 @@
-"""The course of a sweep, from its command line to its table."""
+"""A sweep from its command line to its table."""
 
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override
-
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
-from diffllm.compare.sweep.names import experiment_words, parse
+from diffllm.compare.sweep.names import experiment_words, split_overrides
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
-from diffllm.compare.sweep.report import announce, report, write_comparison
-from diffllm.core.errors import InUseError, UserError
+from diffllm.core.errors import CheckpointError, InUseError, UserError
+from diffllm.core.files.records import read_ending, stopped_text
 from diffllm.core.printing import echo
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.training.directory import fresh
@@ -22,7 +21,7 @@ Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
-def sweep(words: list[str], config_dirs: list[Path]) -> int:
+def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     """Run every combination that has not ended yet, and say how each ended.
 
     All configs are checked before the first run starts. A run that fails does not stop the others.
@@ -39,8 +38,10 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
     Raises:
         ConfigError: a sweep that could not run; nothing has been started or changed.
     """
-    world = meet()
-    runs, planned = world.broadcast_and_keep("sweep", lambda: plan(words, config_dirs, world.size))
+    world = join_ranks()
+    runs, planned = world.broadcast_and_keep(
+        "sweep", lambda: plan_runs(words, config_dirs, world.size)
+    )
     jobs = [Job(**run) for run in runs]
     to_run = [job for job in jobs if not job.finished]
     if planned is None:
@@ -53,43 +54,37 @@ def sweep(words: list[str], config_dirs: list[Path]) -> int:
     except UserError:  # there is no such cluster
         directory.withdraw()
         raise
-    unfinished = report(jobs, endings, directory)
+    unfinished = print_outcomes(jobs, endings, directory)
     if stopped:
         return 128 + stopped
     write_comparison(directory.path)
     return 1 if unfinished else 0
 
 
-def plan(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
-    """Plan every run of a sweep; choose an unused name if the sweep has none.
+def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
+    """Plan every run of a sweep; return the fields of its jobs, its directory and its cluster.
 
-    If another sweep takes the name at the same moment, try the next name.
+    A sweep without a name gets an unused one. If another sweep takes that name at the same moment,
+    the next one is tried.
     """
-    own, launcher = parse([*experiment_words(words), *words])
-    if any(o.get_key_element() == "run.sweep" for o in own):
-        return plan_named(own, launcher, config_dirs, ranks)
+    own, launcher = split_overrides([*experiment_words(words), *words])
+    names = [o for o in own if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     while True:
-        named = [*own, *parse([f"run.sweep={fresh(path).name}"])[0]]
+        name = names or split_overrides([f"run.sweep={fresh(path).name}"])[0]
+        cluster = ClusterLauncher.of(launcher, ranks, str(name[0].input_line))
+        every = own if names else [*own, *name]
         try:
-            return plan_named(named, launcher, config_dirs, ranks)
+            directory, runs = plan_sweep(every, cluster.world_size if cluster else ranks)
         except InUseError:
+            if names:
+                raise
             continue
+        flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
+        return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
 
-def plan_named(
-    own: list[Override], launcher: list[str], config_dirs: list[Path], ranks: int
-) -> tuple[list[Run], Place]:
-    """Plan every run of a sweep with a name; return the runs with their overrides, the sweep's
-    directory and its cluster, if any."""
-    (name,) = (o for o in own if o.get_key_element() == "run.sweep")
-    cluster = ClusterLauncher.of(launcher, ranks, str(name.input_line))
-    directory, runs = plan_sweep(own, cluster.world_size if cluster else ranks)
-    flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
-    return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
-
-
-def meet() -> World:
+def join_ranks() -> World:
     """Join the ranks, and set the environment that all runs inherit."""
     os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
@@ -119,3 +114,71 @@ def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
             if stops.received:
                 break
     return stops.received, endings
+
+
+def announce(jobs: list[Job], directory: SweepDirectory) -> None:
+    """Say how many runs there are, and which are finished."""
+    done = [job for job in jobs if job.finished]
+    others = f", {len(done)} of them finished" if done else ""
+    echo(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
+    for job in done:
+        ended = read_ending(Path(job.path)) or {}
+        how = "diverged, stopped" if ended.get("stopped") else "is finished"
+        echo(f"{job.path} {how}: {ended.get('steps')} steps", flush=True)
+
+
+def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
+    """Print a line per run and, if some have not ended, how to resume; return how many."""
+    width = max(len(job.path) for job in jobs)
+    echo()
+    failed = unfinished = 0
+    for job in jobs:
+        ending = endings.get(job.name, Ending("not started"))
+        try:
+            summary = read_ending(Path(job.path))
+        except CheckpointError as error:
+            summary, ending = None, Ending("failed", str(error))
+        if summary:
+            result = loss_words(summary)
+        else:
+            unfinished += 1
+            failed += ending.state == "failed"
+            state = ending.state.replace("failed", "FAILED")
+            result = ", ".join(filter(None, [state, ending.reason]))
+        echo(f"{job.path:<{width}}  {result}")
+        if ending.state == "failed":
+            echo(f"{'':<{width}}  log {job.log}")
+    if unfinished:
+        echo(
+            f"{unfinished} of {len(jobs)} runs did not finish"
+            f"{f', {failed} failed' if failed else ''}; the same command with "
+            f"run.sweep={directory.path.name} goes on with them, and `diffllm report "
+            f"{directory.path}` compares the others"
+        )
+    return unfinished
+
+
+def loss_words(summary: dict[str, Any]) -> str:
+    """Say what the held-out loss of a run that has ended is, or that it diverged."""
+    if summary.get("stopped"):
+        return f"diverged, {stopped_text(summary)}"
+    loss, bits = (summary.get(f"heldout_{name}") for name in ("loss", "bits_per_byte"))
+    if loss is None or not math.isfinite(loss):
+        return "diverged: no finite held-out loss"
+    in_bits = "" if bits is None else f", {bits:.3f} bits a byte"
+    return f"held-out loss {loss:.4f}{in_bits}"
+
+
+def write_comparison(directory: Path) -> None:
+    """Compare the sweep's runs here and in a page; that this fails is no failure of the sweep."""
+    wanted = "comparison of the runs"
+    try:
+        from diffllm.compare.report import comparison_text, log_gaps, write_report
+
+        echo(f"\n{comparison_text([directory])}\n")
+        page, table = write_report([directory])
+        echo(f"comparison {page}, {table}")
+        wanted = "gaps in wandb"
+        log_gaps([directory])
+    except Exception as error:
+        echo(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")

@@ -40,7 +40,7 @@ def experiment_words(words: list[str]) -> list[str]:
     return swept
 
 
-def parse(words: list[str]) -> tuple[list[Override], list[str]]:
+def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     """Return the runs' overrides, the last for each key, and the words about Hydra's launcher.
 
     Raises ConfigError for what Hydra's grammar does not know, and keys that a sweep sets itself.
@@ -76,10 +76,10 @@ def parse(words: list[str]) -> tuple[list[Override], list[str]]:
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
     """List the overrides of every job; the values of the last swept key change fastest."""
-    return [list(job) for job in itertools.product(*map(choices, overrides))]
+    return [list(job) for job in itertools.product(*map(split_values, overrides))]
 
 
-def choices(override: Override) -> list[str]:
+def split_values(override: Override) -> list[str]:
     """Split an override into one for every value."""
     word, key = str(override.input_line), override.get_key_element()
     if not override.is_sweep_override():
@@ -99,7 +99,7 @@ def choices(override: Override) -> list[str]:
     return [f"{key}={value}" for value in values]
 
 
-def run_name(cfg: TrainConfig, keys: list[str]) -> str:
+def name_run(cfg: TrainConfig, keys: list[str]) -> str:
     """Name a run after the values of `keys`: diff_v1-lr0.001-seed0.
 
     The name depends on a value, not on its spelling, and two values never have one name.
@@ -129,7 +129,7 @@ def short_labels(keys: list[str]) -> dict[str, str]:
 def label_value(label: str, value: Any) -> str:
     """Label a value: seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    text = text_of(value)
+    text = value_text(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
@@ -137,7 +137,7 @@ def label_value(label: str, value: Any) -> str:
     return f"{label}{'' if number or not label else '_'}{safe}"
 
 
-def text_of(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as text; a list of one text is that text."""
     if isinstance(value, Enum):
         return value.name

@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from diffllm.compare.sweep.names import combinations, run_name
+from diffllm.compare.sweep.names import combinations, name_run
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.loading import without_imports
 from diffllm.config.overrides import check_shared
@@ -66,7 +66,7 @@ def plan_sweep(
     keys = naming_keys(directory, swept, by_key)
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
-        cfg.run.name = name = run_name(cfg, keys)
+        cfg.run.name = name = name_run(cfg, keys)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
         cfg.run.swept = keys
         words[name], configs[name] = job, cfg  # two spellings of a value are one run
