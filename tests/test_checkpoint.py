@@ -27,7 +27,7 @@ from diffllm.checkpoint import (
     step_of,
 )
 from diffllm.checkpoint.writer import needed_bytes
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import AgreedByAll, CheckpointError, ConfigError
 from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, save
@@ -282,7 +282,7 @@ def test_a_failed_final_save_is_an_error_that_names_what_is_left(checkpointer, g
     saved(checkpointer, 1)
     gate.broken = True
     checkpointer.save(2, small(), STATE, final=True)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(AgreedByAll) as caught:
         checkpointer.wait()
     assert str(caught.value) == (
         f"step 2 could not be saved under {tmp_path}: rank 0: No space left on device; "

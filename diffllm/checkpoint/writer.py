@@ -45,14 +45,6 @@ WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
 
 
-class LastSaveFailed(CheckpointError, AgreedByAll):
-    """Training since the newest checkpoint is not on disk; raised on rank 0, which reports it."""
-
-
-class LastSaveFailedToo(AgreedError, AgreedByAll):
-    """The counterpart of LastSaveFailed on the other ranks, which do not report it."""
-
-
 class TensorWriter(FileSystemWriter):
     """DCP's writer, which raises the system's error where torch's hides it."""
 
@@ -104,7 +96,7 @@ class Checkpointer:
         """Start writing; returns once the tensors are copied. Waits for an earlier save.
 
         A save that fails costs a warning on rank 0, and the hidden directory goes. Raises
-        CheckpointError for a final save without enough space, and where the run is no longer there.
+        AgreedByAll for a final save without enough space, and where the run is no longer there.
 
         Args:
             state: everything that is no tensor; goes to state.json.
@@ -134,14 +126,16 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Wait until no save is under way; raises CheckpointError if a final save failed, or the
-        ranks could not agree about a save."""
+        """Wait until no save is under way.
+
+        Raises AgreedByAll if a final save failed, CheckpointError if the ranks could not agree.
+        """
         pending, self.pending = self.pending, None
         if pending is None:
             return
         try:
             pending.result()
-        except (CheckpointError, AgreedError):
+        except AgreedError:
             raise
         except Exception as error:
             raise CheckpointError(
@@ -156,7 +150,7 @@ class Checkpointer:
                 self.pending.result(seconds)
 
     def close(self) -> None:
-        """Wait for the last save; raises CheckpointError as `wait` does."""
+        """Wait for the last save; raises as `wait` does."""
         try:
             self.wait()
         finally:
@@ -218,7 +212,7 @@ class Checkpointer:
         return GONE if identity(self.directory.parent) != self.run else None
 
     def _failed(self, step: int, why: str, final: bool) -> None:
-        """Warn once for all ranks; raise CheckpointError if the save was final."""
+        """Warn once for all ranks; raise AgreedByAll if the save was final."""
         if not final and self.rank > 0:
             return
         left = [path.name for path in list_checkpoints(self.directory) if path not in self.skipped]
@@ -226,11 +220,9 @@ class Checkpointer:
         said = f"step {step} could not be saved under {self.directory}: {why}; {newest}"
         if not final:
             to_stderr(f"warning: {said}; training goes on")
-        elif self.rank > 0:
-            raise LastSaveFailedToo(said)
         else:
             again = "the same command continues from it" if left else "start again"
-            raise LastSaveFailed(said if why == GONE else f"{said}; make room, then {again}")
+            raise AgreedByAll(said if why == GONE else f"{said}; make room, then {again}")
 
 
 def identity(path: Path) -> tuple[int, int] | None:

@@ -240,8 +240,8 @@ def explain(error: Exception, words: list[str]) -> str:
         return f"{shown!r} is not of the form key=value{text and f': {text}'}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
-    word = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
-    culprit = (word[1] or word[2]) if word else key[1] if key else ""
+    blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
+    culprit = (blamed[1] or blamed[2]) if blamed else key[1] if key else ""
     file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
     where = f"{file[1]}={file[2]}: " if file else ""
     if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '(\w+)')", text):

@@ -16,7 +16,7 @@ from diffllm.config.plugins import LOADED, NAME, version_changes
 from diffllm.config.removed import without_removed
 from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
-from diffllm.core.errors import CheckpointError, ConfigError, PluginError
+from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import read_text, readable
 from diffllm.core.files.records import read_record
 from diffllm.core.printing import to_stderr
@@ -70,7 +70,7 @@ def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FRE
 
 def load_run_config(path: Path) -> TrainConfig:
     """Load the typed config of a run directory from its config.yaml; raises CheckpointError if
-    there is none, or it is not a config of ours, PluginError if it needs a plugin."""
+    there is none, or it is not a config of ours, UserError if it needs a plugin."""
     file = path / "config.yaml"
     try:
         with readable(file):  # it repeats the defaults of every source of a recipe
@@ -119,7 +119,7 @@ def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise PluginError for a class or source of text that nothing here has registered.
+    """Raise UserError for a class or source of text that nothing here has registered.
 
     Its module is only imported if a user names it; the config of a run may come from anywhere.
     """
@@ -134,7 +134,7 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
     if missing:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
-        raise PluginError(
+        raise UserError(
             f"{path} has {' and '.join(missing)}, which nothing here has registered; "
             f"plugins=[{known or 'module'}] imports what does, if you trust it"
         )

@@ -9,8 +9,7 @@ from omegaconf._utils import get_yaml_loader
 
 from diffllm.config.overrides import check_shared
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_text, user_path
-from diffllm.core.files.reading import check_plain
+from diffllm.core.files import check_plain, read_text, user_path
 from diffllm.data.config import check_sizes
 
 LARGEST_YAML = 2**20

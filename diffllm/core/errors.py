@@ -35,8 +35,8 @@ class AgreedError(UserError):
     """An error of rank 0 that the other ranks share; rank 0 reports it."""
 
 
-class AgreedByAll:
-    """A mark of errors that every rank raises at the same point of training."""
+class AgreedByAll(AgreedError):
+    """An error that every rank raises at the same point of training; rank 0 reports it."""
 
 
 class ConfigError(UserError):
@@ -53,10 +53,6 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A run directory or checkpoint that cannot be used."""
-
-
-class PluginError(UserError):
-    """A run made with a plugin that has not been imported here."""
 
 
 class LaunchError(UserError):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.core.errors import DataError
-from diffllm.core.files.reading import open_regular
+from diffllm.core.files import open_regular
 from diffllm.data.verified import identity_in
 
 

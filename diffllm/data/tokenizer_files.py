@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import read_bytes, readable, replace_file
-from diffllm.core.files.reading import open_regular
+from diffllm.core.files import open_regular, read_bytes, readable, replace_file
 from diffllm.data.verified import usable
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from diffllm.core.errors import AgreedError, UserError, listed
+from diffllm.core.errors import AgreedError, LaunchError, listed
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
 
@@ -22,14 +22,10 @@ MIXER = 0x9E3779B97F4A7C15 - 2**64
 bits."""
 
 
-class Disagreement(UserError):
-    """Ranks that should be alike differ."""
-
-
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
     """Compare every rank's facts, as text, through the store; no process group is needed.
 
-    Where they differ, every rank raises Disagreement, or an AgreedError with its message, which
+    If they differ, raise LaunchError on rank 0 and AgreedError on the other ranks. The message
     names `what` the facts are about, the ranks, the facts and their values.
     """
     key = f"same/{what}"
@@ -43,7 +39,7 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
         names = sorted({name for values in of_ranks for name in values})
         found = (disagreement(name, [values.get(name) for values in of_ranks]) for name in names)
         if different := [text for text in found if text]:
-            raise Disagreement(f"the ranks do not agree on their {what}: {listed(different)}")
+            raise LaunchError(f"the ranks do not agree on their {what}: {listed(different)}")
 
     if world.size > 1:
         world.broadcast_from_rank0(f"{key}/judged", judge)
@@ -107,8 +103,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
             if others := [r for r in ranks if rows[r][i] != common]:
                 different.append(f"{name} on {ranks_text(others)}")
     if different:
-        error = Disagreement if dist.get_rank() == 0 else AgreedError
-        raise error(
+        raise AgreedError(
             f"the ranks do not hold the same values: {listed(different)} "
             "differ from those of the other ranks that hold the same part"
         )

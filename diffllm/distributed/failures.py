@@ -5,17 +5,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from diffllm.core.errors import AgreedByAll, AgreedError, DataError
+from diffllm.core.errors import AgreedByAll, DataError
 
 T = TypeVar("T")
 
 
-class DataFailed(DataError, AgreedError, AgreedByAll):
-    """Data that some rank could not read; every rank raises it."""
-
-
 def raise_together(error: DataError | None, more: str = "") -> None:
-    """Raise DataFailed on every rank where one of them has had an error; every rank calls it.
+    """Raise AgreedByAll on every rank if any of them has an error; every rank must call this.
 
     Args:
         more: ends the line that says it.
@@ -24,12 +20,14 @@ def raise_together(error: DataError | None, more: str = "") -> None:
     dist.all_gather_object(texts, None if error is None else str(error))
     for rank, text in enumerate(texts):
         if text is not None:
-            raise DataFailed(f"rank {rank}: " * (len(texts) > 1) + text + more)
+            raise AgreedByAll(f"rank {rank}: " * (len(texts) > 1) + text + more)
 
 
 def together(read: Callable[[], T]) -> T:
-    """Return what a function reads, or raise DataFailed on every rank where one of them cannot read
-    it; every rank calls it."""
+    """Return the result of `read`, or raise AgreedByAll on every rank if it fails on any of them.
+
+    Every rank must call this.
+    """
     result, failed = None, None
     try:
         result = read()

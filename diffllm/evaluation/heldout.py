@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import write_atomic
-from diffllm.core.files.reading import open_regular
+from diffllm.core.files import open_regular, write_atomic
 from diffllm.model.documents import Documents
 
 DIRECTORY = "heldout"

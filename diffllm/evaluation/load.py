@@ -35,7 +35,7 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
     """Load a run's decoder and tokenizer: float32, in eval mode, on the current default device.
 
     The model is that of a checkpoint's step, None for the newest whole one. Raises CheckpointError
-    without a run or such a checkpoint, or if it is damaged or of another model; PluginError for a
+    without a run or such a checkpoint, or if it is damaged or of another model; UserError for a
     variant that nothing here has registered.
     """
     if not isinstance(run, str | os.PathLike):

@@ -179,12 +179,14 @@ def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> No
 
 def name_tokens(axis: "Axis", name: str, labels: list[str], step: int, points: float) -> None:
     """One of `step` labels along an axis, and its name; neither ticks nor name without labels."""
+    from matplotlib.axis import XAxis
+
     axis.set_ticks(
         range(0, len(labels), step),
         labels[::step],
         family=FONT,
         size=points,
-        rotation=90 if axis.axis_name == "x" else 0,
+        rotation=90 if isinstance(axis, XAxis) else 0,
         rotation_mode="anchor",
         ha="right",
         va="center_baseline",  # by the line, not by each label's ink

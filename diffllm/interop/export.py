@@ -15,8 +15,7 @@ from diffllm.checkpoint.hf.own import ARCHITECTURE
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import new_directory
-from diffllm.core.files.paths import check_absent
+from diffllm.core.files import check_absent, new_directory
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
 from diffllm.interop.card import write_card

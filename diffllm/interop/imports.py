@@ -18,8 +18,7 @@ from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import new_directory, user_path
-from diffllm.core.files.paths import check_absent
+from diffllm.core.files import check_absent, new_directory, user_path
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 from diffllm.model import without_storage
 

@@ -17,8 +17,15 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import differences, load_run_config
 from diffllm.config.schema import NO_WAY_ON, Changes, described, is_allowed, what_differs
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
-from diffllm.core.files import hold, missing, take_back, user_path, write_atomic
-from diffllm.core.files.paths import check_length, why_no_file
+from diffllm.core.files import (
+    check_length,
+    hold,
+    missing,
+    take_back,
+    user_path,
+    why_no_file,
+    write_atomic,
+)
 from diffllm.core.files.records import read_changes, read_ending, read_record, read_summary
 from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from diffllm.checkpoint import Checkpointer
-from diffllm.core.errors import DataError
+from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data import Prepared, TrainLoader, training_samples
 from diffllm.distributed.consistency import check_tensors
-from diffllm.distributed.failures import DataFailed, raise_together
+from diffllm.distributed.failures import raise_together
 from diffllm.distributed.gradients import parameter_norm
 from diffllm.distributed.stop import Agreed, Agreement
 from diffllm.distributed.watch import Watch
@@ -51,7 +51,7 @@ def train(
 ) -> Trained:
     """Train until cfg.steps, a signal, divergence or unreadable data; then save the last step.
 
-    Raises DataFailed on every rank if a rank cannot read a batch or a held-out sample; after
+    Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample; after
     saving, unless the first batch of this start fails.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
@@ -99,7 +99,7 @@ def train(
     out.checkpoints.close()
     saved = f"; stopped after step {state.step}, saved"
     if failure:
-        raise DataFailed(f"{failure}{saved}")
+        raise AgreedByAll(f"{failure}{saved}")
     if agreed.failed:
         raise_together(loader.failed, saved)
     stopped = None if diverged or state.step == cfg.steps else agreed.stopping

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
+from diffllm.core.errors import AgreedByAll
 from diffllm.data import Prepared, heldout_batches, heldout_documents
 from diffllm.data.sequences import Batch
-from diffllm.distributed.failures import DataFailed, raise_together, together
+from diffllm.distributed.failures import raise_together, together
 from diffllm.distributed.stop import Agreement
 from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch
 from diffllm.model.transformer import Transformer
@@ -24,7 +25,7 @@ Tasks = Callable[[Transformer], dict[str, float]]
 
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
-) -> tuple[dict[str, float], DataFailed | None]:
+) -> tuple[dict[str, float], AgreedByAll | None]:
     """Measure the model on the held-out sample and on tasks, if due.
 
     Every rank must call this. Returns values by metric name, and an error on every rank if a rank
@@ -34,7 +35,7 @@ def measure(
     if due.sample:
         try:
             values = sample_losses(t, data)
-        except DataFailed as error:
+        except AgreedByAll as error:
             failure = error
     if due.tasks and tasks:
         values |= tasks(t.model)
@@ -68,7 +69,7 @@ def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepare
 def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
     """Compute the loss of a held-out sample, in nats per token. Every rank must call this.
 
-    Raises DataFailed on every rank if one cannot read its part.
+    Raises AgreedByAll on every rank if one cannot read its part.
 
     Args:
         sequences: maximum number, spread evenly over the split.
@@ -103,7 +104,7 @@ def measure_documents(
     """Compute the loss of each held-out document with targets, for about `eval.tokens` tokens.
 
     Every rank must call this, after the last step. Returns the losses, or None and the signal that
-    stopped all ranks at one batch. Raises DataFailed on every rank if one cannot read its part.
+    stopped all ranks at one batch. Raises AgreedByAll on every rank if one cannot read its part.
     """
     cfg, watch = t.cfg, here.watch
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -15,7 +15,7 @@ from forked_runs import forked_call, train
 from runs import assert_same_weights, reached
 
 import diffllm
-from diffllm.core.errors import ConfigError, PluginError
+from diffllm.core.errors import ConfigError, UserError
 
 SESSION = """
 import json, os, sys
@@ -154,7 +154,7 @@ def notebook(words: list[str]) -> int:
 def test_a_notebook_defines_its_own_variant(tmp_path, tiny, environment):
     done = forked_call(notebook, tiny, tmp_path, environment)
     assert done.code == 0, done
-    with pytest.raises(PluginError, match=r"attention=cell.*plugins=\[module\] imports"):
+    with pytest.raises(UserError, match=r"attention=cell.*plugins=\[module\] imports"):
         diffllm.load_model(tmp_path / "run0")
 
 

@@ -19,8 +19,7 @@ from diffllm.checkpoint.hf.configs import model_of
 from diffllm.checkpoint.hf.layout import Mapped
 from diffllm.checkpoint.hf.own import ARCHITECTURE
 from diffllm.core.errors import CheckpointError, ConfigError, DataError, listed
-from diffllm.core.files import read_json, readable
-from diffllm.core.files.reading import open_regular
+from diffllm.core.files import open_regular, read_json, readable
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.tokenizer_files import FAST, MODEL
 from diffllm.model import without_storage

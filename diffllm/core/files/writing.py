@@ -22,43 +22,23 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file in one step: a reader sees its former content or all of the new one, and so does
     one after a power cut.
 
-    A symbolic link of that name is replaced, and what it leads to is left alone. Where it cannot be
-    written, OSError is raised and nothing partial stays behind.
+    A symbolic link of that name is replaced, not followed. If the file cannot be written, OSError
+    is raised and nothing partial stays behind.
     """
-    check_replaceable(path)
+    if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(new_file(partial), "wb") as stream:
+        partial.unlink(missing_ok=True)  # left by a killed process
+        with open(partial, "xb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(path)
+        partial.replace(path)  # fails for a directory
     except OSError:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
-
-
-def check_replaceable(path: Path) -> None:
-    """Raise OSError for a path at which something else is than a file or a link."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
-
-
-def new_file(path: Path) -> int:
-    """Open a file that was not there; one of this name, which a killed process left, goes first."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except FileExistsError:
-        path.unlink()
-        return os.open(path, flags, 0o666)
 
 
 def open_to_append(path: Path) -> int:

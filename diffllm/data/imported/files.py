@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.core.errors import DataError
-from diffllm.core.files.reading import open_regular
+from diffllm.core.files import open_regular
 from diffllm.data.file_array import FileArray
 from diffllm.data.verified import usable
 

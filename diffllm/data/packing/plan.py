@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.core.files.typed import read_typed
+from diffllm.core.files import read_typed
 from diffllm.core.printing import to_stderr
 from diffllm.data.file_array import FileArray
 from diffllm.data.packing.best_fit import best_fit_decreasing

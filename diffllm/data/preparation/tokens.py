@@ -18,8 +18,8 @@ from filelock import Timeout
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import locked, publish, read_text, replace_file
-from diffllm.core.files.arrays import read_array
 from diffllm.core.printing import to_stderr
+from diffllm.data.preparation.arrays import read_array
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
 from diffllm.data.preparation.sharing import share_parts

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files.reading import parse_json, read_bytes, readable
+from diffllm.core.files import parse_json, read_bytes, readable
 from diffllm.data.tasks.task import Count, Example, Level, Seed, Task
 
 LARGEST = 2**28

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffllm.core.files.arrays import read_array, write_array
+from diffllm.data.preparation.arrays import read_array, write_array
 
 
 @pytest.mark.parametrize("shape", [(0,), (3,), (123_456,), (2, 0), (2, 5)])

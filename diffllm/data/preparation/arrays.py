@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.core.files.reading import open_regular
-from diffllm.core.files.writing import replace_file
+from diffllm.core.files import open_regular, replace_file
 
 LARGEST_ARRAY = 2**36
 """Limit in bytes of an array that is read at once."""
