@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import damaged, edited, outcome, try_all
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -100,6 +101,25 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
     shapes = {tensor.name: tensor.of(ours).shape for tensor in found.exported}
     save_file({n: torch.ones(s) for n, s in shapes.items()}, directory / "model.safetensors")
     return directory
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_damaged_model_directory_has_the_shapes_of_its_config_or_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    directory = write(tmp_path / "hf", LAYOUTS["llama"])
+    file = directory / name
+    whole = file.read_bytes()
+
+    def read() -> None:
+        found = ModelDirectory(directory)
+        ours = dict(without_storage(found.model).named_parameters())
+        shapes = {name: found.tensor(name).shape for name in found.names}
+        assert shapes == {name: parameter.shape for name, parameter in ours.items()}
+
+    kinds = edited(json.loads(whole)) if name == "config.json" else damaged(whole)
+    try_all(lambda new: outcome(read, file, new, directory), damaged(whole) | kinds, 60)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])

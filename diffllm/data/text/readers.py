@@ -36,6 +36,7 @@ PACKED_BYTES = 1 << 12
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
 """Errors of lines that are no JSON, or no text where there has to be one."""
+LEADING_NULL = re.compile(rb"\s*null")
 SEEN_LINES = 1000
 """JSON lines that say which columns there are."""
 
@@ -318,9 +319,12 @@ def decoded(block: bytes) -> io.TextIOWrapper:
 
 def parsed(block: bytes, options: pyarrow.json.ParseOptions) -> TextBatch:
     """Parse the columns of JSON lines that the options name; raises NO_LINES."""
+    added = 1 if LEADING_NULL.match(block) else 0
+    block = b"{}\n" * added + block  # pyarrow crashes at a null that follows no object
     reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(block) + 1)
     table = pyarrow.json.read_json(pyarrow.BufferReader(block), reading, options)
-    return TextBatch(*(table.column(name).to_pylist() for name in options.explicit_schema.names))
+    names = options.explicit_schema.names
+    return TextBatch(*(table.column(name).to_pylist()[added:] for name in names))
 
 
 def first_bad_line(

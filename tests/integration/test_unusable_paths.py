@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
@@ -9,7 +10,6 @@ from typing import get_args, get_origin
 import pytest
 from cli_helpers import changes, snapshot
 from forked_runs import tool, train
-from hostile.paths import hostile_path, hostile_paths
 from tiers import slow_but
 
 from diffllm import load_config
@@ -27,6 +27,34 @@ NO_PATHS = {
 """Keys of text that no path stands in; each new key belongs here, or to PATHS."""
 OF_A_SOURCE = "data.sources={{code: {{source: files, paths: [{path}]}}}}"
 PREPARED = ["model=tiny", "wandb.mode=disabled", "run.name=nothing"]
+
+
+def unusable_paths(place: Path) -> dict[str, str]:
+    """Map words for each path that cannot be read or made to the path, and make what it goes
+    through in the directory `place`."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "file").write_text("a file")
+    for name, target in (("loop", "loop"), ("ring", "gnir"), ("gnir", "ring")):
+        if not (place / name).is_symlink():
+            (place / name).symlink_to(target)
+    (place / "forbidden").mkdir(exist_ok=True)
+    (place / "forbidden").chmod(0)
+    found = {
+        "an unknown user": "~nosuchuser/run",
+        "an unknown user alone": "~nosuchuser",
+        "a name that is too long": f"{place}/{'n' * 300}",
+        "a name that is too long below what is missing": f"{place}/missing/{'n' * 300}/run",
+        "characters of many bytes": f"{place}/{'ä' * 200}",
+        "a path that is too long": f"{place}{'/name' * 1000}",
+        "through a file": f"{place}/file/run",
+        "through a loop": f"{place}/loop/run",
+        "a loop": f"{place}/loop",
+        "through a ring": f"{place}/ring/run",
+        "bytes that are no text": f"{place}/\udcff",
+    }
+    if os.geteuid():  # root may enter every directory
+        found["a forbidden directory"] = f"{place}/forbidden/run"
+    return found
 
 
 def keys_of_text() -> Iterator[str]:
@@ -77,7 +105,7 @@ def overrides(key: str, path: str) -> list[str]:
 
 @pytest.mark.parametrize("key", slow_but(["run.dir"], KEYS))
 def test_each_path_is_refused_with_its_key(tmp_path, key):
-    for what, path in hostile_paths(tmp_path).items():
+    for what, path in unusable_paths(tmp_path).items():
         with pytest.raises(ConfigError) as caught:
             load_config(overrides(key, path))
         assert key in str(caught.value), what
@@ -111,7 +139,7 @@ def test_a_path_of_another_machine_is_no_reason_not_to_read_a_run(finished_run, 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
 def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
-    what, path = hostile_path(rng, tmp_path / "places")
+    what, path = rng.choice(list(unusable_paths(tmp_path / "places").items()))
     before = snapshot(tmp_path)
     result = train([*overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment)
     assert result.code == 2, what
@@ -133,7 +161,7 @@ def test_an_argument_with_one_is_refused_by_its_name(
         if field.name != name and field.name in others
     ]
     (tmp_path / "work").mkdir()
-    for what, path in hostile_paths(tmp_path / "places").items():
+    for what, path in unusable_paths(tmp_path / "places").items():
         before = snapshot(tmp_path)
         result = tool([command, *needed, f"{name}={path}"], tmp_path / "work", environment)
         assert result.code == 2, f"{what}: {result.out}{result.err}"
@@ -162,7 +190,7 @@ def test_a_word_with_one_is_refused(tmp_path, environment, name):
         "claim: c\nbase: []\narms: {a: [], b: []}\nbaseline: a\nseeds: [0, 1]\n"
         "rule: {kind: difference, arm: b, against: a, below: 0}\n"
     )
-    for what, path in hostile_paths(tmp_path / "places").items():
+    for what, path in unusable_paths(tmp_path / "places").items():
         words = [w.format(path=path, long="n" * 300, study=study) for w in POSITIONS[name]]
         before = snapshot(tmp_path)
         result = tool(words, work, environment)

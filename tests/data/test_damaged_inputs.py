@@ -1,0 +1,289 @@
+"""Texts, tokenizers and tokens from elsewhere with drawn damage: read as they are, or refused."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+import zstandard
+from damage import damaged, edited, outcome, try_all
+from tiers import slow_but
+
+from diffllm.core.errors import DataError, UserError
+from diffllm.data import TokenData, Tokenizer, verified
+from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.imported.parquet import batches
+from diffllm.data.imported.prepared import open_tokens
+from diffllm.data.text.corpus import open_corpus
+
+IMPORTED = Path(__file__).parents[1] / "data_files" / "imported"
+TEXTS = [f'{i} \u00e9\u2581 "quoted" \\ {"abc " * i}\u2028end' for i in range(12)]
+LINES = b"".join(
+    json.dumps({"id": i, "text": text}).encode() + b"\n" for i, text in enumerate(TEXTS)
+)
+
+
+def parquet(column: pyarrow.Array, name: str = "text") -> bytes:
+    out = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({name: column}), out, row_group_size=5)
+    return out.getvalue().to_pybytes()
+
+
+def zst(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(content)
+
+
+def as_json(content: bytes) -> list[str | None]:
+    """Return the texts that Python reads from JSON values one after the other, or an array."""
+    text, rows, place = content.decode("utf-8-sig").strip(), [], 0
+    while place < len(text):
+        row, place = json.JSONDecoder().raw_decode(text, place)
+        rows += row if isinstance(row, list) and not rows else [row]
+        place += len(text[place:]) - len(text[place:].lstrip())
+    return [row and row.get("text") for row in rows]
+
+
+def as_text(content: bytes) -> list[str | None]:
+    return re.split("\r\n|\r|\n", content.decode("utf-8-sig"))
+
+
+ARRAY = json.dumps([{"text": text} for text in TEXTS]).encode()
+WHOLE: dict[str, tuple[bytes, Callable[[bytes], list[str | None]] | None]] = {
+    "a.jsonl": (LINES, as_json),
+    "a.json": (ARRAY, as_json),
+    "a.txt": ("\n".join(TEXTS).encode(), as_text),
+    "a.jsonl.gz": (gzip.compress(LINES), None),
+    "a.jsonl.zst": (zst(LINES), None),
+    "a.json.zst": (zst(ARRAY), None),
+    "a.txt.gz": (gzip.compress("\n".join(TEXTS).encode()), None),
+    "a.parquet": (parquet(pyarrow.array(TEXTS)), None),
+}
+"""Files by name, and what another reader makes of their bytes; None for what has a checksum."""
+
+
+def texts(file: Path, cache: Path) -> list[str | None]:
+    by = SampleBy.line if ".txt" in file.name else SampleBy.document
+    cfg = DataConfig(source="files", paths=[str(file)], sample_by=by)
+    parts = open_corpus(cfg, cache).parts
+    return [text for part in parts for some in part.read() for text in some.texts]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    (place / "files").mkdir()
+    return place
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_wait() -> Any:
+    """Files that are written again at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verified, "TICK", 0)
+        yield
+
+
+def documents(found: list[str | None]) -> list[str]:
+    return [text for text in found if text and text.strip()]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", WHOLE)
+def test_damaged_text_is_read_as_it_is_or_refused(place: Path, name: str) -> None:
+    (whole, reference), file = WHOLE[name], place / "files" / name
+
+    def check(content: bytes) -> None:
+        found = outcome(lambda: texts(file, place / "cache"), file, content)
+        if name == "a.parquet" and not isinstance(found, UserError):
+            assert all(text is None or text.encode() is not None for text in found)
+        elif not isinstance(found, UserError):
+            assert documents(found) == documents(reference(content) if reference else TEXTS)
+
+    kinds = edited(json.loads(whole)) if name == "a.json" else damaged(whole)
+    try_all(check, damaged(whole) | kinds, 60)
+
+
+DEEP = 100_000
+FORMS = ("txt.gz", "txt.zst", "jsonl.gz", "jsonl.zst")
+SAME_TEXTS = {
+    "crlf.jsonl": LINES.replace(b"\n", b"\r\n"),
+    "no end.jsonl": LINES[:-1],
+    "blank lines.jsonl": LINES.replace(b"\n", b"\n \t\n\n"),
+    "spaces.jsonl": LINES.replace(b"{", b" \t{").replace(b"}", b"} "),
+    "mark.jsonl": b"\xef\xbb\xbf" + LINES,
+    "null.jsonl": b"null\n{}\n" + LINES + b"null\n",
+    "deep.jsonl": b'{"x": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}\n" + LINES,
+    "crlf.txt": "\r\n".join(TEXTS).encode(),
+    "two streams.jsonl.gz": gzip.compress(LINES[:40]) + gzip.compress(LINES[40:]),
+    "large.parquet": parquet(pyarrow.array(TEXTS, pyarrow.large_string())),
+    "dictionary.parquet": parquet(pyarrow.array(TEXTS).dictionary_encode()),
+    "a[1] *'%41,.jsonl": LINES,
+    os.fsdecode(b"\xff\xfe.jsonl"): LINES,
+}
+"""Files as other programs write them; all have the same texts."""
+
+
+@pytest.mark.parametrize("name", SAME_TEXTS, ids=ascii)
+def test_unusual_file_gives_exactly_its_texts(place: Path, name: str) -> None:
+    file = place / "files" / name
+    link = place / "files" / f"link{''.join(file.suffixes[-2:])}"
+    file.write_bytes(SAME_TEXTS[name])
+    link.symlink_to(file)
+    for path in (file, link):
+        assert documents(texts(path, place / "cache")) == TEXTS
+    link.unlink()
+
+
+BAD_LINES = [
+    b'{"text": 3}', b'{"text": 1.5}', b'{"text": true}', b'{"text": ["a"]}',
+    b'{"text": {"a": "b"}}', b"3", b'"text"', b"[1]", b"true", b"{", b'{"text": "a"',
+    b'{"text": "a}', b"{'text': 'a'}", b'{"text": "a"} x', b'{"text": "\\ud800"}',
+    b'{"text": "a\\udc00b"}', b'{"text": "\xff"}',
+    b'{"text": "a\0b"}', b'{"text": "a\tb"}', b'{"text": "\\x"}', b"\0", b'{"text": "a",}',
+    b'{"text"}', b'{"text": "a", "text": "b"}', b'{"text": NaN}', b"[" * DEEP,
+    b'{"text": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pack", [bytes, zst], ids=["plain", "packed"])
+def test_line_without_a_text_is_named_by_its_number(place: Path, pack: Any) -> None:
+    file = place / "files" / ("bad.jsonl" if pack is bytes else "bad.jsonl.zst")
+    rows = LINES.splitlines()
+    for place_of_it, line in enumerate(BAD_LINES):
+        number = 1 + place_of_it % 8
+        file.write_bytes(pack(b"\n".join([*rows[:number], line, *rows[number:]])))
+        with pytest.raises(DataError, match=f"{file}: (line {number + 1}: |not UTF-8)") as caught:
+            texts(file, place / "cache")
+        assert str(caught.value).isprintable()
+
+
+COLUMNS = [
+    [["a"]], [{"a": "b"}], [1], [1.5], [True], [b"a"], pyarrow.nulls(1),
+    pyarrow.array([1]).dictionary_encode(),
+    pyarrow.array([b"a \xff b"]).view(pyarrow.string()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=str)
+def test_parquet_column_without_text_is_refused(place: Path, column: Any) -> None:
+    file = place / "files" / "column.parquet"
+    file.write_bytes(parquet(pyarrow.array(column) if isinstance(column, list) else column))
+    with pytest.raises(DataError, match=str(file)):
+        texts(file, place / "cache")
+
+
+@pytest.mark.parametrize(
+    ("form", "flushed"),
+    slow_but([("txt.gz", False), ("jsonl.zst", True)], product(FORMS, [False, True])),
+)
+def test_packed_file_that_ends_anywhere_is_refused(place: Path, form: str, flushed: bool) -> None:
+    """Also where what can be unpacked ends with a line, as at each flush and stream."""
+    lines = [f"{i} {'abc ' * 10}".encode() for i in range(6)]
+    lines = [b'{"text": "%b"}\n' % x if form.startswith("jsonl") else x + b"\n" for x in lines]
+    content, ends = b"", set()
+    for line in [b"".join(lines), *lines[:2]]:
+        if form.endswith("gz"):
+            stream: Any = zlib.compressobj(wbits=31)
+            flush = [zlib.Z_SYNC_FLUSH]
+        else:
+            stream = zstandard.ZstdCompressor().compressobj()
+            flush = [zstandard.COMPRESSOBJ_FLUSH_BLOCK]
+        for part in line.splitlines(keepends=True):
+            content += stream.compress(part) + (stream.flush(*flush) if flushed else b"")
+        content += stream.flush()
+        ends.add(len(content))
+    file = place / "files" / f"cut.{form}"
+    for end in range(1, len(content)):
+        file.write_bytes(content[:end])
+        if end not in ends:  # nothing shows that another whole stream was there
+            with pytest.raises(DataError, match=f"{file}: not a whole "):
+                texts(file, place / "cache")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, prepared: TokenData) -> Path:
+    """Tokenizers, prepared tokens, and tokens of other libraries, each in a directory."""
+    place = tmp_path_factory.mktemp("written")
+    shutil.copytree(prepared.directory, place / "prepared")
+    shutil.copytree(IMPORTED, place / "imported")
+    (place / "fast").mkdir()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    bpe.add_special_tokens(["<end>"])
+    bpe.save(str(place / "fast" / "tokenizer.json"))
+    (place / "fast" / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    ids = pyarrow.array([[5, 6, 1], [7, 399, 1], [], None] * 9, pyarrow.list_(pyarrow.int32()))
+    (place / "imported" / "t.parquet").write_bytes(parquet(ids, "ids"))
+    return place
+
+
+def tokenizer_facts(file: Path) -> None:
+    found = Tokenizer.from_file(file)
+    assert 0 <= found.eos_id < found.vocab_size
+    assert all(0 <= token < found.vocab_size for token in found.encode("def ab(x): \u00e9"))
+    assert found.decode(found.encode("ab")) is not None
+    assert found.pieces_hash
+
+
+def same_tokens(directory: Path, whole: TokenData) -> None:
+    data = TokenData(directory)
+    data.check()
+    for name in ("train", "heldout"):
+        stream, expected = data.split(name), whole.split(name)
+        assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected))), (
+            "silently other tokens"
+        )
+
+
+def imported_tokens(file: Path) -> None:
+    found = open_tokens(file, 400, 1)
+    tokens = found.tokens(0, len(found))
+    ends = np.array([int(found.end_of(i)) for i in range(found.documents)])
+    assert ((tokens >= 0) & (tokens < 400)).all()
+    assert ((ends >= 0) & (ends <= len(tokens))).all()
+
+
+def copied_tokens(file: Path) -> None:
+    for rows in batches(file, "ids", 400):
+        assert all(((row >= 0) & (row < 400)).all() for row in rows)
+
+
+READERS: dict[str, tuple[str, Callable[[Path, TokenData], None]]] = {
+    "prepared/tokenizer.model": ("", lambda file, _: tokenizer_facts(file)),
+    "fast/tokenizer.json": ("", lambda file, _: tokenizer_facts(file)),
+    "fast/tokenizer_config.json": ("tokenizer.json", lambda file, _: tokenizer_facts(file)),
+    "prepared/manifest.json": ("", lambda file, whole: same_tokens(file.parent, whole)),
+    "prepared/train-00000-00000.bin": ("", lambda file, whole: same_tokens(file.parent, whole)),
+    "imported/t.parquet": ("", lambda file, _: copied_tokens(file)),
+    "imported/megatron_uint16.bin": ("", lambda file, _: imported_tokens(file)),
+    "imported/megatron_uint16.idx": ("megatron_uint16.bin", lambda f, _: imported_tokens(f)),
+    "imported/datatrove_2.ds": ("", lambda file, _: imported_tokens(file)),
+    "imported/datatrove_2.ds.index": ("datatrove_2.ds", lambda file, _: imported_tokens(file)),
+    "imported/datatrove_2.ds.metadata": ("datatrove_2.ds", lambda file, _: imported_tokens(file)),
+}
+"""By damaged file: the file beside it that is named to the reader, and the reader."""
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_tokens_or_tokenizer_are_read_or_refused(
+    written: Path, prepared: TokenData, name: str
+) -> None:
+    (opened, read), file = READERS[name], written / name
+    whole, path = file.read_bytes(), file.with_name(opened or file.name)
+    kinds = edited(json.loads(whole)) if file.suffix == ".json" else damaged(whole)
+    try_all(
+        lambda content: outcome(lambda: read(path, prepared), file, content, file.parent),
+        damaged(whole) | kinds,
+        60,
+    )
