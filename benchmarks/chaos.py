@@ -36,9 +36,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "integration")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-from runs import checkpoint_tensors, descendants, overrides_of, write_corpus  # noqa: E402
+from runs.command import checkpoint_tensors, descendants, overrides_of, write_corpus  # noqa: E402
 
 OUTPUTS = {
     "a file": 'exec "$@" >> "$LOG" 2>&1',
@@ -56,7 +56,7 @@ class Victim:
     """The run under torchrun, started again when all of it was killed."""
 
     def __init__(self, words: list[str], ranks: int, run: Path, faults: random.Random | None):
-        planted = str(ROOT / "tests" / "integration" / "planted_train.py")
+        planted = str(ROOT / "tests" / "runs" / "planted_train.py")
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         launcher += ["--max-restarts=1000"]
         launcher = launcher if ranks > 1 else []

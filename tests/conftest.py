@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # gloo.py
+sys.path.insert(0, str(Path(__file__).parent))  # runs/, tiers.py
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import flip_bit
-from gloo import run_ranks
 from omegaconf import OmegaConf
+from runs.ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from single_process import gloo_group

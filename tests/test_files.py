@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from filelock import Timeout
-from gloo import forked
+from runs.ranks import forked
 
 from diffllm.core.errors import ConfigError, InUseError
 from diffllm.core.files import (

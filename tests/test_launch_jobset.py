@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from integration.runs import ROOT
 from processes import PATIENCE_S
+from runs.command import ROOT
 from test_launch_torchrun import AWKWARD, RECORD, environment_with, fake
 
 MANIFEST = ROOT / "launch" / "jobset.yaml"

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from integration.runs import ROOT
 from processes import PATIENCE_S
+from runs.command import ROOT
 from test_launch_torchrun import AWKWARD, environment_with, fake
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration.runs import ROOT, command, descendants, prepared_corpus, wait_for
 from processes import PATIENCE_S, has_ended, wait_until
+from runs.command import ROOT, command_line, descendants, prepared_corpus, wait_for
 
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 AWKWARD = [
@@ -165,7 +165,9 @@ def finish(process: subprocess.Popen) -> str:
 
 def small(corpus: Path, run: Path, *overrides: str) -> list[str]:
     """Overrides of a run whose steps take milliseconds."""
-    words = command(corpus, run, "seq_len=32", "model.n_layers=1", "log_interval=1", *overrides)
+    words = command_line(
+        corpus, run, "seq_len=32", "model.n_layers=1", "log_interval=1", *overrides
+    )
     return words[words.index(str(ROOT / "train.py")) + 1 :]
 
 
@@ -212,7 +214,7 @@ def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_workers_end_with_a_killed_torchrun(tmp_path: Path, corpus: Path) -> None:
     run = tmp_path / "run"
-    words = command(corpus, run, "seq_len=32", "model.n_layers=1", "steps=100000", ranks=2)
+    words = command_line(corpus, run, "seq_len=32", "model.n_layers=1", "steps=100000", ranks=2)
     process = started(words)
     wait_for((run / "metrics.jsonl").exists, process, "first step")
     below = descendants(process.pid)

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from tiers import slow_but
 
 from diffllm.config import load_config

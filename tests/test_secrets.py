@@ -14,7 +14,7 @@ from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent / "integration"))
-from cli_helpers import clean_environment, documents, train_command, write_jsonl
+from runs.command import clean_environment, documents, train_command, write_jsonl
 
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7" + "0123456789abcdef" * 2 + "ab",

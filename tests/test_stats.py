@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from single_process import gloo_group
 from tiers import families, slow_but
 

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # nodes.py, slurm.py
 
-from integration.runs import write_corpus
+from runs.command import write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from integration.runs import ROOT
 from nodes import Node
+from runs.command import ROOT
 
 CONFIG = """
 ClusterName=test

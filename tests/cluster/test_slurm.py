@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.runs import ROOT, command
 from nodes import lacking, two_nodes
+from runs.command import ROOT, command_line
 from slurm import PROGRAMS, Slurm, slurm
 
 from diffllm.distributed.launcher import first_host
@@ -27,7 +27,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command(corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1")
+    words = command_line(
+        corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1"
+    )
     words = words[words.index(str(ROOT / "train.py")) + 1 :]
     return [*(word for word in words if not word.startswith("run.dir=")), *more]
 

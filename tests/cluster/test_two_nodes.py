@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from integration.runs import ROOT, command, descendants
 from nodes import Node, lacking, two_nodes
+from runs.command import ROOT, command_line, descendants
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -90,7 +90,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command(corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1")
+    words = command_line(
+        corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1"
+    )
     words = words[words.index(str(ROOT / "train.py")) + 1 :]
     return [*(word for word in words if not word.startswith("run.dir=")), *more]
 

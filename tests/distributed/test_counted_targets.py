@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from test_training_ranks import BASE, assert_same_training, global_batch
 from tiers import slow_but
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
 from resuming import resume
+from runs.ranks import run_ranks
 from test_training_ranks import BASE, heldout_losses, micro_batches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from test_training_ranks import BASE, END, Stream
 
 from diffllm import build_model

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from test_training_ranks import BASE, global_batch, micro_batches
 from tiers import slow_but
 from torch._dynamo.utils import counters

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from test_training_ranks import BASE
 from tiers import slow_but
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gloo import run_ranks
+from runs.ranks import run_ranks
 from tiers import slow_but
 
 from diffllm import build_model

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import disks
 import pytest
-from cli_helpers import clean_environment, documents, write_jsonl
-from forked_runs import train
+from runs.command import clean_environment, documents, train, write_jsonl
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import (
+from runs.command import (
+    ForkedRun,
+    Gate,
     Result,
     call,
     changes,
@@ -25,7 +27,6 @@ from cli_helpers import (
     train_module,
     write_jsonl,
 )
-from forked_runs import ForkedRun, Gate
 
 from diffllm import cli as tools
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import flip_bit
-from forked_runs import Gate, finish, start
-from runs import assert_same_weights, metric_lines, prepared_corpus
+from runs.command import Gate, assert_same_weights, finish, metric_lines, prepared_corpus, start
 
 from diffllm.checkpoint import list_checkpoints, verify
 

@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from forked_runs import Gate, finish, start
-from runs import metric_lines, prepared_corpus
+from runs.command import Gate, finish, metric_lines, prepared_corpus, start
 
 from diffllm.checkpoint import list_checkpoints, step_of, verify
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_helpers import (
+from processes import PATIENCE_S
+from runs.command import (
+    ForkedRun,
     Result,
     call,
     changes,
@@ -20,10 +22,10 @@ from cli_helpers import (
     documents,
     metrics,
     snapshot,
+    tool,
+    train,
     train_command,
 )
-from forked_runs import ForkedRun, tool, train
-from processes import PATIENCE_S
 
 from diffllm import cli as tools
 from diffllm.evaluation.load import load_model

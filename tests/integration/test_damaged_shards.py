@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_helpers import (
+from runs.command import (
+    ForkedRun,
+    Gate,
     Result,
     call,
     changes,
@@ -17,10 +19,10 @@ from cli_helpers import (
     documents,
     metrics,
     snapshot,
+    train,
     train_module,
     write_jsonl,
 )
-from forked_runs import ForkedRun, Gate, train
 
 from diffllm.checkpoint import list_checkpoints
 from diffllm.config import load_config

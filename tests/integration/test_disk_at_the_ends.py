@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from forked_runs import Gate, finish, start, train
-from runs import metric_lines, prepared_corpus
+from runs.command import Gate, finish, metric_lines, prepared_corpus, start, train
 from tiers import slow_but
 
 from diffllm.checkpoint import list_checkpoints

@@ -5,9 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from cli_helpers import Result
-from forked_runs import finish, tool, train
-from runs import checkpoint_tensors, prepared_corpus
+from runs.command import Result, checkpoint_tensors, finish, prepared_corpus, tool, train
 from tiers import slow_but
 
 DIVERGES = ["optim.lr=100", "optim.clip_norm=0", "train.skip_step=off"]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_runs import start
-from runs import overrides_of, prepared_corpus
+from runs.command import overrides_of, prepared_corpus, start
 
 from diffllm import load_config
 from diffllm.data import prepare

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from runs import overrides_of, prepared_corpus
+from runs.command import overrides_of, prepared_corpus
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffllm.cli.run import run_and_report as run

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forked_runs import tool, train
+from runs.command import tool, train
 from tiers import slow_but
 
 from diffllm.training.directory import FILES

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_helpers import changes, clean_environment, command, snapshot, train_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from runs.command import changes, clean_environment, command, snapshot, train_command
 
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config

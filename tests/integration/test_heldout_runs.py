@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_runs import ForkedRun, Gate, finish
-from runs import metric_lines, overrides_of, prepared_corpus
+from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of, prepared_corpus
 
 from diffllm.config import load_config
 from diffllm.data import TokenData, prepare

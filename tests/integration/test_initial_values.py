@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forked_runs import finish
-from runs import metric_lines, prepared_corpus
+from runs.command import finish, metric_lines, prepared_corpus
 
 WORDS = (
     "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cli_helpers import REPO, documents, write_jsonl
+from runs.command import ROOT, documents, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,11 +47,11 @@ def test_a_wheel_brings_its_configuration(tmp_path: Path) -> None:
     wheels, target, elsewhere = (tmp_path / name for name in ("wheels", "target", "elsewhere"))
     elsewhere.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    run([*pip, "wheel", str(REPO), "--no-deps", "--wheel-dir", str(wheels)], tmp_path)
+    run([*pip, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(wheels)], tmp_path)
     (wheel,) = wheels.glob("diffllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    conf = {path.relative_to(REPO).as_posix() for path in (REPO / "conf").rglob("*.yaml")}
+    conf = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
     assert {f"diffllm/{name}" for name in conf} <= names
     run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], tmp_path)
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CHECK}"

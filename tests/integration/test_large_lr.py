@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT
+from runs.command import ROOT
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from forked_runs import Gate, start
 from processes import has_ended, wait_until
-from runs import descendants, prepared_corpus
+from runs.command import Gate, descendants, prepared_corpus, start
 from tiers import slow_but
 
 from diffllm.checkpoint import list_checkpoints

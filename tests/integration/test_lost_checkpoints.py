@@ -5,9 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_helpers import metrics
-from forked_runs import ForkedRun, train
-from runs import reached
+from runs.command import ForkedRun, metrics, reached, train
 
 
 def unmounted(checkpoints: Path) -> None:

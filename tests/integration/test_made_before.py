@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import changes, metrics, snapshot
-from forked_runs import ForkedRun, tool, train
+from runs.command import ForkedRun, changes, metrics, snapshot, tool, train
 from safetensors.torch import load_file
 
 MADE = Path(__file__).parents[1] / "data_files" / "made_before"

@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_helpers import documents
-from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
+from runs.command import assert_same_weights, documents, metric_lines, overrides_of, prepared_corpus
 
 from diffllm.cli.run import run_and_report as run
 from diffllm.config import load_config

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_helpers import Result, changes, snapshot
-from forked_runs import train
+from runs.command import Result, changes, snapshot, train
 
 from diffllm.evaluation.load import load_model
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRun
-from planted_train import Fault
 from processes import PATIENCE_S, state_of
-from runs import overrides_of, prepared_corpus
+from runs.command import ForkedRun, overrides_of, prepared_corpus
+from runs.planted_train import Fault
 
 TIMEOUT = 12
 """Seconds after which a rank is missing, in tests where one is."""

@@ -6,9 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli_helpers import documents, write_jsonl
-from forked_runs import ForkedRun, Gate
-from runs import metric_lines
+from runs.command import ForkedRun, Gate, documents, metric_lines, write_jsonl
 from test_same_data import samples
 
 from diffllm import load_config

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_runs import Gate, finish, start
-from runs import assert_same_weights, metric_lines, prepared_corpus
+from runs.command import Gate, assert_same_weights, finish, metric_lines, prepared_corpus, start
 
 from diffllm import cli as tools
 from diffllm.evaluation.load import load_model

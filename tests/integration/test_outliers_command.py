@@ -5,9 +5,7 @@ import shutil
 
 import pytest
 import torch
-from cli_helpers import call
-from forked_runs import start
-from runs import prepared_corpus
+from runs.command import call, prepared_corpus, start
 
 from diffllm import cli as tools
 from diffllm import load_model

@@ -6,11 +6,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_helpers import Result, metrics, tool_command, train_command
-from faulty_streams import FAULTS, with_faults
-from forked_runs import ForkedRun, Gate, forked_call
 from processes import PATIENCE_S
-from runs import metric_lines, overrides_of, prepared_corpus
+from runs.command import (
+    FAULTS,
+    ForkedRun,
+    Gate,
+    Result,
+    forked_call,
+    metric_lines,
+    metrics,
+    overrides_of,
+    prepared_corpus,
+    tool_command,
+    train_command,
+    with_faults,
+)
 from tiers import slow_but
 
 PROMPT = "data.sample_prompt='naïve ∑ 雪'"

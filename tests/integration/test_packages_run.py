@@ -4,8 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from cli_helpers import documents
-from forked_runs import forked_call
+from runs.command import documents, forked_call
 
 import diffllm
 from diffllm.data.text import packages

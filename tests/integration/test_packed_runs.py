@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_runs import ForkedRun
-from runs import metric_lines, overrides_of, prepared_corpus
+from runs.command import ForkedRun, metric_lines, overrides_of, prepared_corpus
 from test_same_data import samples
 from tiers import slow_but
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_helpers import REPO, command, documents, write_jsonl
+from runs.command import ROOT, command, documents, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -37,13 +37,13 @@ def script_of(page: str, cwd: Path) -> str:
         elif not language and CLUSTER not in text:
             lines.append(text)
     if (cwd / "session.py").exists():
-        lines.append(f"PYTHONPATH={REPO}:$PYTHONPATH {shlex.join([*python, 'session.py'])}")
+        lines.append(f"PYTHONPATH={ROOT}:$PYTHONPATH {shlex.join([*python, 'session.py'])}")
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("page", ["experiments", "variants", "plugins", "sweeps", "python"])
 def test_a_page_does_what_it_says(page, tmp_path, environment):
-    for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(REPO))}.items():
+    for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(ROOT))}.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir()
         file.write_text(text)
@@ -51,12 +51,12 @@ def test_a_page_does_what_it_says(page, tmp_path, environment):
     cwd = tmp_path / "empty"
     (cwd / "texts").mkdir(parents=True)
     write_jsonl(cwd / "texts" / "a.jsonl", documents(300), column="content")
-    script = script_of((REPO / "docs" / f"{page}.md").read_text(), cwd)
+    script = script_of((ROOT / "docs" / f"{page}.md").read_text(), cwd)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent)])
     env = {
         **environment,
         "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
+        "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "disabled",
     }
     done = command(["bash", "-c", script], cwd, env, timeout=580)

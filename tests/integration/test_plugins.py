@@ -7,10 +7,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_helpers import Result, command, metrics, train_command
-from forked_runs import ForkedRun, Gate, tool, train
 from outside import write_package, write_plugin
-from runs import assert_same_weights, metric_lines
+from runs.command import (
+    ForkedRun,
+    Gate,
+    Result,
+    assert_same_weights,
+    command,
+    metric_lines,
+    metrics,
+    tool,
+    train,
+    train_command,
+)
 
 MODULE = "scaled_attention"
 PLUGIN = f"plugins=[{MODULE}]"

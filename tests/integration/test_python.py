@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_helpers import command
-from forked_runs import forked_call, train
-from runs import assert_same_weights, reached
+from runs.command import assert_same_weights, command, forked_call, reached, train
 
 import diffllm
 from diffllm.core.errors import ConfigError, UserError

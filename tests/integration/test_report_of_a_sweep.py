@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from forked_runs import tool, train
+from runs.command import tool, train
 
 from diffllm.compare.report.comparison import read
 

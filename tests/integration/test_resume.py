@@ -10,9 +10,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from cli_helpers import train_command
-from forked_runs import Gate, finish, start, train
-from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus, wait_for
+from runs.command import (
+    Gate,
+    assert_same_weights,
+    finish,
+    metric_lines,
+    overrides_of,
+    prepared_corpus,
+    start,
+    train,
+    train_command,
+    wait_for,
+)
 from tiers import slow_but
 
 STEPS, HALF = 24, 12

@@ -6,9 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRun, Gate
-from planted_train import Fault
-from runs import metric_lines, overrides_of, prepared_corpus
+from runs.command import ForkedRun, Gate, metric_lines, overrides_of, prepared_corpus
+from runs.planted_train import Fault
 
 STEPS = 24
 BATCH = 12

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from forked_runs import start, train
-from runs import checkpoint_tensors, prepared_corpus
+from runs.command import checkpoint_tensors, prepared_corpus, start, train
 from tiers import slow_but
 
 from diffllm.compare.report.runs import load_run

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import tool, train
+from runs.command import tool, train
 from tiers import slow_but
 
 

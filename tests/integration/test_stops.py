@@ -7,9 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRun, Gate, finish
-from planted_train import Fault
-from runs import ROOT, assert_same_weights, metric_lines, overrides_of, prepared_corpus
+from runs.command import (
+    ROOT,
+    ForkedRun,
+    Gate,
+    assert_same_weights,
+    finish,
+    metric_lines,
+    overrides_of,
+    prepared_corpus,
+)
+from runs.planted_train import Fault
 from tiers import slow_but
 
 

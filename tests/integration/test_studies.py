@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_helpers import command, tool_command
 from processes import PATIENCE_S
-from runs import wait_for
+from runs.command import command, tool_command, wait_for
 
 from diffllm.config.saved import load_run_config
 

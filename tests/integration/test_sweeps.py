@@ -9,10 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_helpers import Result, command, metrics, train_command
 from filelock import FileLock
 from processes import PATIENCE_S
-from runs import descendants, wait_for
+from runs.command import Result, command, descendants, metrics, train_command, wait_for
 
 STEPS = 40
 LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from forked_runs import tool, train
+from runs.command import tool, train
 
 RUN = [
     "data=synthetic", "data.task=mqar", "data.level={pairs: 4}", "data.examples=2000",

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
-from cli_helpers import changes, snapshot
-from forked_runs import tool, train
+from runs.command import changes, snapshot, tool, train
 from tiers import slow_but
 
 from diffllm import load_config

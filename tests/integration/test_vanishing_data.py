@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import Gate, finish, start
-from runs import prepared_corpus
+from runs.command import Gate, finish, prepared_corpus, start
 from tiers import slow_but
 
 from diffllm.checkpoint import list_checkpoints

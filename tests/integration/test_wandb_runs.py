@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked_runs import Gate, start
-from runs import descendants, prepared_corpus
+from runs.command import Gate, descendants, prepared_corpus, start
 from wandb_file import OfflineRun, covers
 
 from diffllm.metrics.table import METRICS

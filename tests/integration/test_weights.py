@@ -5,8 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forked_runs import finish, train
-from runs import assert_same_weights, metric_lines, overrides_of, prepared_corpus
+from runs.command import (
+    assert_same_weights,
+    finish,
+    metric_lines,
+    overrides_of,
+    prepared_corpus,
+    train,
+)
 from tiers import slow_but
 
 from diffllm.cli import main

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from runs.ranks import run_ranks
 
 from diffllm.config import load_config
 from diffllm.distributed.experts import balanced_splits

@@ -1,4 +1,9 @@
-"""Real processes over gloo: run a function on N ranks of this machine."""
+"""Several ranks: run a function in real processes over gloo.
+
+    losses = run_ranks(train, 2, tmp_path, overrides)  # one result per rank
+
+Processes are forked from a server that has imported `runs.preload`, so they start quickly.
+"""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -11,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+TESTS = str(Path(__file__).parents[1])
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["forked_imports"])
+CONTEXT.set_forkserver_preload(["runs.preload"])
 
 
 def forked(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
-    """A process of `target(*args)`, to be started; it shares the imports of forked_imports.py."""
+    """A process of `target(*args)`, to be started; it shares the imports of `runs.preload`."""
     found = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), found]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TESTS, found]))
     try:
         multiprocessing.forkserver.ensure_running()  # the server finds its modules by this path
     finally:

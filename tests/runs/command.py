@@ -1,0 +1,499 @@
+"""Forked command lines: real processes of the real `train.py` and `diffllm`.
+
+    result = train([*tiny, "run.name=a"], tmp_path, environment)      # how the command ends
+    run = start(corpus, directory, "steps=9", ranks=2)                # a run on its way, and its
+    run.signal(signal.SIGTERM); run.finish()                          # signals, faults and end
+
+They are forked from a process that has imported them already, with signals, exit codes and output
+of their own, without the seconds that an interpreter, torchrun and imports take. `ForkedRun` takes
+a planted `Fault`, a `Gate` holds a run before a step, `with_faults` breaks its streams, and
+`forked_call` runs any function as a command. What depends on an interpreter starts `command` or
+`command_line`, and says so.
+"""
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import PATIENCE_S, wait_until
+
+from diffllm import load_config
+from diffllm.checkpoint import load_tensors, read_state
+from diffllm.data import prepare
+from runs import planted_train
+from runs.planted_train import ROOT, Fault
+from runs.ranks import forked
+
+TRAIN = ROOT / "train.py"
+NO_FAULT = Fault()
+PERF = ("perf/",)
+train_module = cache(planted_train.entry_module)
+"""Return train.py, imported once."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class ForkedRun:
+    """A run of train.py on `ranks` processes, with its samples recorded and perhaps a fault.
+
+    `run.dir=` has to be among its words. What the ranks say goes to said-<rank>.txt in `directory`,
+    unless `said` names a file for each.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        ranks: int = 1,
+        directory: Path | None = None,
+        fault: Fault = NO_FAULT,
+        main: Callable[..., int] = planted_train.main,
+        said: list[str] | None = None,
+    ):
+        self.said = said or said_files(ranks, directory)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes: list[Any] = []
+        for rank in range(ranks):
+            environment = {
+                **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            }
+            more = {**os.environ, **(environment if ranks > 1 else {})}
+            args = (main, (fault, words), more, os.getcwd(), [self.said[rank]] * 2)
+            self.processes.append(forked(_process, args))
+        for process in self.processes:
+            process.start()
+
+    def pid(self, rank: int = 0) -> int:
+        return self.processes[rank].pid
+
+    def wait_for(
+        self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S
+    ) -> None:
+        """Poll until `condition()`; no rank may end before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert all(p.is_alive() for p in self.processes), f"ended before {what}: {self.text()}"
+            assert time.monotonic() < deadline, f"no {what}: {self.text()}"
+            time.sleep(0.005)
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks or range(len(self.processes)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, number)
+
+    def codes(self, seconds: float = PATIENCE_S) -> list[int]:
+        """Exit codes, once all have ended; a frozen one has to be killed first."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"does not end: {self.text()}"
+        return [process.exitcode for process in self.processes]
+
+    def finish(self, code: int = 0) -> str:
+        """Wait until all have ended with this exit code; return their output."""
+        codes = self.codes()
+        assert set(codes) == {code}, f"{codes}: {self.text()}"
+        return self.text()
+
+    def kill(self) -> None:
+        """SIGKILL to every rank."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def text(self) -> str:
+        """Return the output of all ranks, one after the other."""
+        return "".join(Path(file).read_text() for file in self.said)
+
+
+class Gate:
+    """A step, or the first batch of the "heldout" documents, that no rank of a run begins before
+    the gate is opened."""
+
+    def __init__(self, run: Path, place: int | str):
+        run.mkdir(parents=True, exist_ok=True)
+        self.file = run / f"gate-{place}"
+        self.file.touch()
+
+    def reached(self) -> bool:
+        return self.file.read_text() == "reached"
+
+    def open(self) -> None:
+        self.file.unlink()
+
+
+def said_files(ranks: int, directory: Path | None) -> list[str]:
+    """A file for each rank; without a directory, one that nothing else knows of."""
+    if directory is None:
+        directory = Path(tempfile.mkdtemp(prefix="said-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [directory / f"said-{rank}.txt" for rank in range(ranks)]
+    for file in files:
+        file.touch()
+    return [str(file) for file in files]
+
+
+def start(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> ForkedRun:
+    """A small run of train.py, on its way."""
+    return ForkedRun([*overrides_of(corpus, run), *overrides], ranks)
+
+
+def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
+    """Run train.py small to a good end; return its output."""
+    return start(corpus, run, *overrides, ranks=ranks).finish()
+
+
+def train(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
+    """How `python train.py words` ends, started in `cwd`."""
+    return forked_call(run_train, words, cwd, environment)
+
+
+def tool(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
+    """How `diffllm words` ends, started in `cwd`."""
+    return forked_call(run_tool, words, cwd, environment)
+
+
+def forked_call(
+    main: Callable[[list[str]], int], words: list[str], cwd: Path, environment: Mapping[str, str]
+) -> Result:
+    """How a call of `main` ends, a function of a module, as a command that is started in `cwd`."""
+    with tempfile.TemporaryDirectory(prefix="said-") as folder:
+        files = [f"{folder}/out", f"{folder}/err"]
+        process = forked(_process, (main, (words,), dict(environment), str(cwd), files))
+        process.start()
+        process.join(PATIENCE_S)
+        out, err = (Path(file).read_text() for file in files)
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"does not end: {out}{err}")
+        return Result(process.exitcode, out, err)
+
+
+def run_train(words: list[str]) -> int:
+    sys.argv = [str(TRAIN), *words]
+    return planted_train.entry_module().main()
+
+
+def run_tool(words: list[str]) -> int:
+    from diffllm import cli as tools
+
+    return tools.main(words)
+
+
+def _process(
+    main: Callable[..., int],
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    cwd: str,
+    said: list[str],
+) -> None:
+    """The process: `main` in its directory, its output in two files or twice the same."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # as an interpreter would
+    sys.path[:0] = [path for path in given if path and path not in sys.path]
+    for descriptor, file in zip((1, 2), said, strict=True):
+        opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    # Of the loader's processes; one that forkserver started would go on when this one is killed.
+    multiprocessing.set_start_method("fork", force=True)
+    code = 1
+    try:
+        code = main(*args)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    # What an interpreter does as it exits; multiprocessing would wait for the loader's processes.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# Streams that fail
+
+FAULTS = ("full", "closed", "no reader", "no terminal", "ascii")
+"""Faults of a stream: it has no room, is closed before the start, is a pipe or a terminal that
+nobody reads any more, or lacks characters."""
+COMMANDS = {"train": run_train, "tool": run_tool, "planted": planted_train.main}
+
+
+def break_stream(number: int, fault: str) -> None:
+    """Have this process start with a fault in its standard output, 1, or standard error, 2."""
+    name, encoding = ("stdout", "stderr")[number - 1], "ascii" if fault == "ascii" else "utf-8"
+    stream: Any = None
+    if fault == "closed":
+        os.close(number)
+    else:
+        if fault != "ascii":
+            descriptor = failing(fault)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        errors = "strict" if number == 1 else "backslashreplace"
+        stream = open(number, "w", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
+def failing(fault: str) -> int:
+    """Open a descriptor that cannot be written."""
+    if fault == "full":
+        return os.open("/dev/full", os.O_WRONLY)
+    reader, writer = os.openpty() if fault == "no terminal" else os.pipe()
+    os.close(reader)
+    return writer
+
+
+def faulty(command: str, stdout: str, stderr: str, *args: Any) -> int:
+    """Run a command with these faults, "" for none."""
+    for number, fault in ((1, stdout), (2, stderr)):
+        if fault:
+            break_stream(number, fault)
+    return COMMANDS[command](*args)
+
+
+def with_faults(command: str, stdout: str, stderr: str) -> partial[int]:
+    """Return the same as a function of the command's arguments."""
+    return partial(faulty, command, stdout, stderr)
+
+
+# Small runs: corpora, overrides, and what they leave behind
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    """Distinct small functions that fill a vocabulary of 512 pieces."""
+    rng = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(rng.choices(letters, k=rng.randint(3, 7))) for _ in range(120)]
+
+    def function() -> str:
+        name, a, b, c = rng.sample(words, 4)
+        return f"def {name}({a}, {b}):\n    {c} = {a}[{rng.randrange(9)}] + {b}\n    return {c}\n"
+
+    return ["\n".join(function() for _ in range(5)) for _ in range(count)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
+    """One {"<column>": ..., "n": ...} a line."""
+    lines = [json.dumps({column: text, "n": i}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half done
+
+
+def write_corpus(directory: Path) -> Path:
+    """A few hundred documents of arithmetic prose, as jsonl."""
+    path = directory / "corpus.jsonl"
+    with open(path, "w") as file:
+        for i in range(400):
+            words = " ".join(f"{i % 7} times {k} is {i % 7 * k}, so" for k in range(i % 13 + 4))
+            file.write(json.dumps({"text": f"Document {i}: {words} the end.\n"}) + "\n")
+    return path
+
+
+def prepared_corpus(directory: Path) -> Path:
+    """The same, with its tokens in the cache."""
+    path = write_corpus(directory)
+    prepare(load_config(overrides_of(path, directory / "none")).data)
+    return path
+
+
+def command_line(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[str]:
+    """The command line of a small run, for what cannot be forked."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*launcher, str(TRAIN), *overrides_of(corpus, run), *overrides]
+
+
+def overrides_of(corpus: Path, run: Path) -> list[str]:
+    """Return overrides that make a run small."""
+    return [
+        "data=files",
+        f"data.paths=[{corpus}]",
+        f"data.cache_dir={corpus.parent / 'cache'}",
+        "model=tiny",
+        "model.vocab_size=512",
+        "data.vocab_size=300",
+        "seq_len=64",
+        "global_batch_size=8",
+        "optim.warmup_steps=5",
+        "eval.sequences=4",
+        "eval.tokens=200",
+        "wandb.mode=disabled",
+        "run.report=false",
+        f"run.dir={run}",
+    ]
+
+
+def descendants(parent: int, deep: bool = True) -> list[int]:
+    """Process ids of children, and if `deep` of grandchildren and so on."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ppid = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(ppid, []).append(int(path.name))
+    found = list(children.get(parent, []))
+    for pid in found if deep else []:
+        found += children.get(pid, [])
+    return found
+
+
+def wait_for(condition, process: subprocess.Popen, what: str) -> None:
+    """Poll until `condition()`; the process must not end before."""
+
+    def met() -> bool:
+        found = bool(condition())
+        assert found or process.poll() is None, f"the process ended before {what}"
+        return found
+
+    wait_until(met, what)
+
+
+def metric_lines(run: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the machine's speed."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(PERF)} for line in lines]
+
+
+def checkpoint_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every parameter of a checkpoint, whole."""
+    path = run / "checkpoints" / f"step-{step:08d}"
+    shapes = read_state(path)["parameters"]
+    tensors = {f"model.{name}": torch.empty(shape) for name, shape in shapes.items()}
+    load_tensors(path, tensors, no_dist=True)
+    return tensors
+
+
+def assert_same_weights(one: Path, other: Path, step: int) -> None:
+    mine, theirs = checkpoint_tensors(one, step), checkpoint_tensors(other, step)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def reached(run: Path, step: int) -> bool:
+    """Whether a step's line has been written."""
+    file = run / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()
+
+
+# Commands in this process and in new interpreters, and what they left alone
+
+
+def call(main: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> Result:
+    """Run `main` here as its process would: an exception is a traceback and exit code 1."""
+    capfd.readouterr()
+    try:
+        code = main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    captured = capfd.readouterr()
+    return Result(code, captured.out, captured.err)
+
+
+def command(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: int = PATIENCE_S
+) -> Result:
+    """Run a real command; its output is piped."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=dict(env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def train_command(words: Sequence[str]) -> list[str]:
+    """`python train.py ...` with this interpreter."""
+    return [sys.executable, str(TRAIN), *words]
+
+
+def tool_command(words: Sequence[str]) -> list[str]:
+    """`diffllm ...`: the console script beside this interpreter."""
+    return [str(Path(sys.executable).with_name("diffllm")), *words]
+
+
+def clean_environment(cache_dir: Path) -> dict[str, str]:
+    """This environment without what a launcher would have set, with a cache of its own."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return {**kept, "DIFFLLM_CACHE": str(cache_dir), "OMP_NUM_THREADS": "1"}
+
+
+def snapshot(*roots: Path) -> dict[str, str]:
+    """Every file and directory under `roots`, with its times: whatever is written changes one.
+
+    Size and times of a lock file are ignored, because its content names the last holder.
+    """
+    entries: dict[str, str] = {}
+    for root in roots:
+        entries[str(root)] = describe(root)
+        entries |= {str(path): describe(path) for path in root.rglob("*")}
+    return entries
+
+
+def describe(path: Path) -> str:
+    """The kernel sets the time of the last change; no program can set it back."""
+    if path.is_symlink():
+        return f"link to {os.readlink(path)}"
+    if not path.exists():
+        return "absent"
+    if path.is_dir():
+        return "directory"
+    found = path.stat()
+    if path.suffix == ".lock" or path.name == ".lock":
+        return "lock"
+    return f"{found.st_size} bytes, inode {found.st_ino}, {found.st_mtime_ns}, {found.st_ctime_ns}"
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """List entries that appeared, vanished or changed between two snapshots."""
+    return [
+        f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
