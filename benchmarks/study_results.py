@@ -9,7 +9,6 @@ the committed verdict.json.
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import matplotlib
 
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.style import RC, SMALL, row_styles, to_svg
+from diffllm.compare.report.style import RC, row_styles, to_svg
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import draw_rules, markdown, verdict_text
@@ -25,8 +24,6 @@ from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 620
-COLOURS = {"fg": "#1b1f24", "muted": "#5d6570", "grid": "#e3e6ea", "surface": "#ffffff"}
-"""Values of the page's CSS variables: a file on its own has no style sheet."""
 
 
 def picture(numbers: dict[str, Any]) -> str:
@@ -49,19 +46,7 @@ def picture(numbers: dict[str, Any]) -> str:
     quantity = f"{'log ' * (numbers['scale'] == 'log')}{numbers['metric']}"
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         figure = draw_rules(gaps, styles, quantity, WIDTH)
-        svg = to_svg(figure, "gaps", styles, f"{quantity}: gaps with 95% intervals")
-    # a shade is mixed from the hue of its variant; the file uses the hue itself
-    hues = {f"r{style.index}": re.findall(r"#\w{6}", style.light)[0] for style in styles}
-    svg = re.sub(r"var\(--(\w+)\)", lambda found: (COLOURS | hues)[found[1]], svg)
-    width, height = (round(side * 72) for side in figure.get_size_inches())
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 20}" height="{height + 16}" '
-        f'viewBox="-10 -8 {width + 20} {height + 16}" font-size="{SMALL:g}" '
-        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif"'
-    )
-    ground = f'<rect x="-10" y="-8" width="100%" height="100%" fill="{COLOURS["surface"]}"/>'
-    head += svg[svg.index(" role=") : svg.index(">")]
-    return f"{head}>{ground}{svg[svg.index('>') + 1 :]}\n"
+        return to_svg(figure, f"{quantity}: gaps with 95% intervals").decode()
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from diffllm.compare.report.bands import noise_floor
+from diffllm.compare.report.bands import seed_noise
 from diffllm.compare.report.budgets import BUDGETS, read, spent_band
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page
@@ -131,11 +131,11 @@ def test_the_noise_floor_is_that_of_pooled_seeds(tmp_path):
         return loss(variant, tokens) + deviation[variant] * (2 * seed - 1) / math.sqrt(2)
 
     rows = compared(tmp_path, curve=noisy).rows
-    floor = noise_floor(rows)
+    floor = seed_noise(rows)
     pooled = math.sqrt((0.02**2 + 0.04**2) / 2)
     assert np.allclose(floor.half, stdtrit(2, 0.975) * pooled * math.sqrt(2 / 2))
     assert list(floor.x) == [step * TOKENS for step in (5, 10, 15, 20)]
-    assert noise_floor([rows[0]]).half[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
+    assert seed_noise([rows[0]]).half[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
 def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
@@ -153,7 +153,7 @@ def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
             self.runs = [Drawn(each) for each in rng.normal(size=(3, 4000))]
 
     rows = [Rows(), Rows()]
-    floor = noise_floor(rows)
+    floor = seed_noise(rows)
     means = [np.mean([run.values for run in row.runs], axis=0) for row in rows]
     assert np.mean(np.abs(means[1] - means[0]) <= floor.half) == pytest.approx(0.95, abs=0.012)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sample_comparison as sample
-from test_report_page import Reader
+from test_report_page import Reader, figures_of, words_of
 from tiers import slow_but
 from written_runs import loaded, metric_lines, parameters, sweep, write_run
 
@@ -105,7 +105,7 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
     assert "1:01" in page_of
 
 
-def test_gradient_norms_by_group_are_folded_and_maps_have_no_swatch():
+def test_gradient_norms_by_group_are_folded_and_maps_name_rows_and_layers():
     text = page(sample.compared(sample.FOUR, 1, 12, probes=True))
     details = re.findall(
         r"<details>\s*<summary>Gradient norm: (.*?)</summary>(.*?)</details>", text, re.S
@@ -113,21 +113,18 @@ def test_gradient_norms_by_group_are_folded_and_maps_have_no_swatch():
     ((groups, inside),) = details
     assert groups == "attention, embedding, ffn"
     assert inside.count("<figure>") == 3
-    maps = re.search(r'<div class="maps">(.*?)<figcaption>', text, re.S)
-    assert maps
-    assert "swatch" not in maps[1]
-    for layer in range(sample.LAYERS):
-        assert f">{layer}</text>" in maps[1]
+    words = words_of(figures_of(text)["Mean context RMS, by layer and time"])
+    assert {*map(str, range(sample.LAYERS)), *sample.FOUR} <= set(words)
 
 
 def test_kurtosis_is_linear_with_a_line_at_three():
     text = page(sample.compared(("standard", "gated"), 1, 12))
+    figures = figures_of(text)
     for title in ("Kurtosis, by layer", "Kurtosis, highest layer"):
-        svg = text[text.index(f">{title}</h3>") :].partition("</svg>")[0]
-        assert "data-log" not in svg
-        assert ">3</text>" in svg
-        low, _, high, _ = map(float, re.search(r'data-y="([^"]*)"', svg)[1].split())  # type: ignore[index]
-        assert low < 3 < high
+        words = words_of(figures[title])
+        assert "3" in words
+        caption = text[text.index(f"<h3>{title}</h3>") :].partition("</figcaption>")[0]
+        assert "Logarithmic scale" not in caption
 
 
 def band(values):
@@ -206,16 +203,15 @@ def test_a_run_says_itself_what_its_variant_was(tmp_path):
     assert "What it was on another machine." in page(compare(loaded([tmp_path / "a"])))
 
 
-def test_rows_that_cannot_be_compared_are_hidden_until_asked_for(swept, tmp_path):
+def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_path):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )
     text = page(compare(loaded([*sorted(swept.iterdir()), tmp_path / "longer"])))
-    boxes = re.findall(r'<input type="checkbox" id="show-(\d)"( checked)?>', text)
-    assert [bool(checked) for _, checked in boxes] == [True, True, True, False]
-    names = json.loads(re.search(r"data-names=\"(.*?)\"", text)[1].replace("&#34;", '"'))  # type: ignore[index]
-    assert names[-1] == ["diff_v1 steps=40", "longer"]
-    assert names[0] == ["standard steps=20", "mean of 2 seeds"]
+    assert "and the figures show the first alone" in text
+    words = words_of(figures_of(text)["Held-out loss"])
+    assert words[-3:] == ["standard steps=20", "gated steps=20", "diff_v2 steps=20"]
+    assert "diff_v1 steps=40" in Reader(text).text
     table = table_text(compare(loaded([Path(swept / "gated-seed0"), tmp_path / "longer"])))
     assert (
         "2 groups of rows that cannot be compared with each other; they differ in steps:" in table

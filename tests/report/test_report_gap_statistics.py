@@ -2,7 +2,6 @@
 
 import csv
 import io
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +12,11 @@ from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.gap_statistics import gap_lines, holm_sentence, p_text
+from diffllm.compare.report.intervals import draw_gaps
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.sections import sections
-from diffllm.compare.report.style import row_styles
+from diffllm.compare.report.style import SURFACE, row_styles
 from diffllm.compare.report.table import csv_text, table_columns
 from diffllm.compare.report.text import one_line, table_text
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
@@ -85,9 +85,12 @@ def test_the_first_screen_says_which_gaps_survive(four, shown):
 def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     (card, *_), *_ = sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
-    marks = re.findall(r'class="row (row-\d)">(?:(?!<g class).)*? style="([^"]*)"><use', card.svg)
-    hollow = {row: "var(--surface)" in style for row, style in marks}
-    assert hollow == {"row-1": False, "row-2": True, "row-3": True}
+    styles = row_styles(four.rows)
+    gaps = [row.gap for row in four.rows[1:]]
+    axes = draw_gaps(gaps, styles[1:], hollow=[False, True, True]).axes[0]
+    marks = [line for line in axes.lines if line.get_marker() == "o"]
+    fills = [mark.get_markerfacecolor() for mark in marks]
+    assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
 def test_the_folded_table_says_what_the_tests_are_of(four, shown):

@@ -1,6 +1,8 @@
 """The report page as text: well-formed, self-contained, reproducible, complete."""
 
+import base64
 import re
+import xml.etree.ElementTree as ET
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any
@@ -21,7 +23,7 @@ from diffllm.compare.report.numbers import compact, fixed, percent, short
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Metrics, Run, Series
-from diffllm.compare.report.style import RC, row_styles
+from diffllm.compare.report.style import RC, legend_of, row_styles
 from diffllm.compare.report.table import COLUMNS, Cell, table_columns
 from diffllm.config.compose import variants
 from diffllm.statistics.estimates import Estimate
@@ -92,13 +94,10 @@ def test_well_formed_and_self_contained(case):
     text = html_of(case)
     read = Reader(text)
     assert len(read.ids) == len(set(read.ids))
-    referenced = re.findall(r'(?:url\(|href=")#([\w-]+)', text)
-    assert set(referenced) <= set(read.ids)
-    assert all(link.startswith(("#", "data:")) for link in read.links)
-    assert not re.search(r"@import|url\((?!#)", text)
+    assert all(link.startswith("data:") for link in read.links)
+    assert not re.search(r"@import|url\(", text)
     assert not read.handlers
-    assert "img" not in read.tags
-    assert read.tags.count("script") == 1
+    assert "script" not in read.tags
     shown = read.text[: read.text.index("How to read this")].lower()
     assert not {"nan", "inf", "none"} & set(re.findall(r"\w+", shown))
 
@@ -117,14 +116,56 @@ def test_every_row_is_there(case):
         assert row.label in text
 
 
-def test_no_stand_in_colour_is_left():
-    for case in ("one run", "nine rows"):
-        assert not re.search(r"#(fe00|0[1-4]0[1-4]0[1-4])", html_of(case))
+def figures_of(text: str) -> dict[str, str]:
+    """The SVG files of a page by their titles."""
+    found = re.findall(r'<h3>([^<]*)</h3>\s*<div><img [^>]*;base64,([^"]*)">', text)
+    return {title: base64.b64decode(data).decode() for title, data in found}
+
+
+def words_of(svg: str) -> list[str]:
+    """The texts of an SVG file in their order; it must be well-formed."""
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return [(each.text or "").strip() for each in texts]
+
+
+@pytest.mark.parametrize("case", slow_but(["one run", "hostile names"], CASES))
+def test_figures_are_whole_svg_files_with_alternative_texts(case):
+    text = html_of(case)
+    figures = figures_of(text)
+    assert len(figures) == text.count("<img ") == len(re.findall(r'<img [^>]* alt="\w', text))
+    for svg in figures.values():
+        assert words_of(svg)
+        assert not re.search(r'href="(?!#|data:image/png)', svg)
+
+
+def test_figures_name_their_rows():
+    labels = [row.label for row in comparison_of("nine rows").rows]
+    figures = figures_of(html_of("nine rows"))
+    assert words_of(figures["Held-out loss"])[-9:] == labels
+    assert set(labels[1:]) <= set(words_of(figures["Gap to standard at the end"]))
+    lambdas = [name for name in labels if name.startswith("diff_v") and "no_lambda" not in name]
+    assert words_of(figures["Largest lambda, by layer"])[-5:] == lambdas
+    assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer and time"]))
+    for name, style in zip(labels, row_styles(comparison_of("nine rows").rows), strict=True):
+        assert style.colour in figures["Held-out loss"], name
+
+
+def test_a_legend_of_many_rows_names_variants():
+    names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
+    rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
+    styles = row_styles(rows)
+    assert [name for name, _ in legend_of(styles[:10])] == [row.label for row in rows[:10]]
+    assert legend_of(styles) == [("standard", styles[0]), ("gated", styles[12])]
+    plugins = row_styles([Row(f"p{i}", {"attention": f"p{i}"}, []) for i in range(20)])
+    assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
 def test_names_stay_names():
     text = Reader(html_of("hostile names")).text
     assert text.count(sample.HOSTILE) > 10
+    words = words_of(figures_of(html_of("hostile names"))["Held-out loss"])
+    assert sample.HOSTILE[:43] + "…" in words
+    assert "</title></svg><img src=x onerror=alert(1)>" in words
 
 
 def test_differences_and_notes_are_shown_and_leave_no_gap():
@@ -232,15 +273,15 @@ def test_values_that_are_not_finite_are_dashes():
 
 
 def test_variants_keep_their_colours():
-    of_nine = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
-    of_four = {s.label: (s.light, s.dash) for s in row_styles(comparison_of("four variants").rows)}
+    of_nine = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
+    of_four = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
     assert len(set(of_nine.values())) == 9
     every = row_styles([Row(name, {"attention": name}, []) for name in variants()])
-    assert len({(s.light, s.dash) for s in every}) == len(every)
+    assert len({(s.colour, s.dash) for s in every}) == len(every)
     assert not any(s.dash for s in every if s.label in sample.FOUR)
     rates = row_styles(comparison_of("learning rates").rows)
-    assert len({(s.light, s.dash) for s in rates}) == len(rates)
+    assert len({(s.colour, s.dash) for s in rates}) == len(rates)
 
 
 def test_size_of_a_page():
@@ -382,26 +423,15 @@ def test_captions_say_which_runs_are_shown():
     assert "Negative attention weights" not in text, "all zero"
 
 
-def drawn(y: list[np.ndarray], hidden: tuple[int, ...] = (), **how: Any) -> Axes:
-    """The axes of curves, a row each, fitted to those that are not hidden."""
+def drawn(y: list[np.ndarray], **how: Any) -> Axes:
+    """The axes of curves, a row each."""
     rows = [
         Row(f"row {i}", {"attention": variant}, [])
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
     ]
     curves = [bands.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
-    fit = [None if i in hidden else curve for i, curve in enumerate(curves)]
     with matplotlib.rc_context(RC):
-        return draw_curves(curves, row_styles(rows), "unit", fit, **how).axes[0]
-
-
-def test_a_hidden_curve_does_not_set_the_scale():
-    shown, hidden = np.linspace(9, 3, 50), np.linspace(90, 1, 500)
-    axes = drawn([shown, hidden], hidden=(1,))
-    assert axes.get_xlim()[1] < 51
-    low, high = axes.get_ylim()
-    assert 2 < low < 3
-    assert 9 < high < 10
-    assert drawn([shown, hidden]).get_ylim()[1] > 90
+        return draw_curves(curves, row_styles(rows), "unit", **how).axes[0]
 
 
 def test_a_spike_does_not_set_the_scale():

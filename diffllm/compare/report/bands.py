@@ -166,7 +166,7 @@ class Floor:
     half: Array
 
 
-def noise_floor(rows: list[Row]) -> Floor | None:
+def seed_noise(rows: list[Row]) -> Floor | None:
     """The gap that two rows of the same expectation would stay within, 95% of the time.
 
     At every evaluation that all have in common, t s sqrt(2 / n): s is the deviation between seeds,

@@ -1,27 +1,31 @@
 """Maps of a quantity over layers and tokens, one for every row, on one scale of colours."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.compare.report.bands import over_time
-from diffllm.compare.report.drawing import AMOUNT, ROUND
-from diffllm.compare.report.numbers import short
+from diffllm.compare.report.drawing import ROUND
+from diffllm.compare.report.numbers import compact, short
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.style import MUTED, new_figure, place
+from diffllm.compare.report.style import FOREGROUND, WIDTH, RowStyle, new_figure, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STRETCHES = 100
 """Most stretches of tokens that a map tells apart."""
 WIDE = 20
 """Ratio of largest to smallest from which the scale is logarithmic."""
-WIDTH, BAR_HEIGHT = 300, 40
-LEFT, TOP, RIGHT, BOTTOM = 26, 22, 12, 36
+BESIDE = 3
+"""Most maps beside each other."""
+PANEL, EDGE = 320, 60
+"""Pixels: width of one of several maps, and what is above and below a map."""
 LAYER, LEAST = 14, 120
 """Pixels: of a layer, which holds its number, and of a map of few layers."""
+NAME = 40
+"""Characters of a label above a map."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,16 @@ class Heatmaps:
     """The maps of all rows, and what they share."""
 
     grids: list[np.ndarray | None]
-    """(L, n) of every row: layers, stretches of tokens; None where it was never logged."""
+    """(L, n) of every row: layers, stretches of tokens; None without a finite value."""
     end: float
     """Tokens at which time ends."""
-    norm: Normalize
+    low: float
+    high: float
+    log: bool
     colours: str
     """Name of the colour map."""
     scale: str
-    """Colours and norm in words."""
+    """Colours and scale in words."""
 
 
 def heatmaps(rows: list[Row], quantity: str) -> Heatmaps | None:
@@ -47,63 +53,55 @@ def heatmaps(rows: list[Row], quantity: str) -> Heatmaps | None:
         return None
     edges = np.linspace(0, end, min(most, STRETCHES) + 1)
     grids = [over_time(row, quantity, edges) for row in rows]
-    seen = np.concatenate([grid[np.isfinite(grid)] for grid in grids if grid is not None])
+    grids = [grid if grid is not None and np.isfinite(grid).any() else None for grid in grids]
+    seen = np.concatenate([np.zeros(0), *(g[np.isfinite(g)] for g in grids if g is not None)])
     return Heatmaps(grids, end, *scale_of(seen)) if len(seen) else None
 
 
-def scale_of(seen: np.ndarray) -> tuple[Normalize, str, str]:
+def scale_of(seen: np.ndarray) -> tuple[float, float, bool, str, str]:
     """Diverging about 0 where there are values on both sides, logarithmic for a wide range."""
     low, high = float(seen.min()), float(seen.max())
     if low < 0:
         limit = max(-low, high)
-        return Normalize(-limit, limit), "RdBu_r", "Red above 0, blue below"
+        return -limit, limit, False, "RdBu_r", "Red above 0, blue below"
     if low > 0 and high > WIDE * low:
-        return LogNorm(low, high), "viridis", "Colour on a logarithmic scale"
+        return low, high, True, "viridis", "Colour on a logarithmic scale"
     if high - low < 1e-9 * high:
         low, high = 0.9 * low, 1.1 * high or 1.0
-    return Normalize(low, high), "viridis", "Colour on a linear scale"
+    return low, high, False, "viridis", "Colour on a linear scale"
 
 
-def draw_map(grid: np.ndarray, maps: Heatmaps) -> Figure:
-    """One of the maps: layers upwards, each numbered, tokens to the right."""
-    height = max(LAYER * len(grid), LEAST) + TOP + BOTTOM
-    figure = new_figure(WIDTH, height)
-    axes = place(figure, LEFT, TOP, RIGHT, BOTTOM)
-    axes.imshow(
-        grid, cmap=maps.colours, norm=maps.norm, origin="lower", aspect="auto",
-        interpolation="none", extent=(0, maps.end or 1, -0.5, len(grid) - 0.5),
-    )  # fmt: skip
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    axes.set_yticks(range(len(grid)))
-    axes.xaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
-    axes.xaxis.set_major_formatter(AMOUNT)
-    figure.text(0, 1 - 3 / height, "layer", ha="left", va="top", color=MUTED)
-    figure.text(1, 3 / height, "tokens", ha="right", va="bottom", color=MUTED)
-    return figure
-
-
-def numbers_of(grid: np.ndarray) -> str:
-    """A map's values for the page's script: layers upwards between semicolons, three digits."""
-    return ";".join(
-        ",".join(f"{x:.3g}" if np.isfinite(x) else "" for x in layer) for layer in grid.tolist()
-    )
-
-
-def draw_bar(maps: Heatmaps) -> Figure:
-    """The scale that all maps share."""
-    figure = new_figure(WIDTH, BAR_HEIGHT)
-    low, high = float(maps.norm.vmin or 0), float(maps.norm.vmax or 0)
-    spaced = np.geomspace if isinstance(maps.norm, LogNorm) else np.linspace
+def draw_maps(maps: Heatmaps, styles: list[RowStyle]) -> "Figure":
+    """Draw a panel for each row that has a map, layers upwards, with one scale of colours."""
+    found = [(s, grid) for s, grid in zip(styles, maps.grids, strict=True) if grid is not None]
+    down = -(-len(found) // BESIDE)
+    across = -(-len(found) // down)
+    tall = max(LAYER * max(len(grid) for _, grid in found), LEAST) + EDGE
+    figure = new_figure(WIDTH if across == 1 else across * PANEL, down * tall)
+    places = figure.subplots(down, across, squeeze=False).ravel().tolist()
+    for (style, grid), axes in zip(found, places, strict=False):
+        image = axes.imshow(
+            grid, cmap=maps.colours, norm="log" if maps.log else "linear", vmin=maps.low,
+            vmax=maps.high, origin="lower", aspect="auto", interpolation="none",
+            extent=(0, maps.end or 1, -0.5, len(grid) - 0.5),
+        )  # fmt: skip
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_yticks(range(len(grid)))
+        axes.locator_params(axis="x", nbins=4, steps=ROUND)
+        axes.xaxis.set_major_formatter(lambda x, _: compact(x))
+        axes.set_xlabel("tokens", loc="right")
+        axes.set_ylabel("layer")
+        if len(styles) > 1:
+            axes.set_title(shortened(style.label, NAME), loc="left", color=FOREGROUND)
+    for axes in places[len(found) :]:
+        axes.set_visible(False)
+    spaced = np.geomspace if maps.log else np.linspace
+    ticks = spaced(maps.low, maps.high, 5)
     bar = figure.colorbar(
-        ScalarMappable(maps.norm, maps.colours),
-        cax=place(figure, LEFT, 8, RIGHT, 20),
-        orientation="horizontal",
-        ticks=spaced(low, high, 5),
-        format=FuncFormatter(lambda x, _: short(x, 2)),
+        image, ax=places, ticks=ticks, format=lambda x, _: short(x, 2), aspect=30, pad=0.02
     )
-    assert bar.solids is not None
     bar.solids.set_rasterized(True)
-    bar.outline.set_visible(False)
+    bar.outline.set_visible(False)  # type: ignore[operator]
     bar.minorticks_off()
     return figure

@@ -1,30 +1,29 @@
 """The figure of gaps: each with its 95% interval, on one scale, better to the left."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffllm.compare.report.drawing import ROUND
 from diffllm.compare.report.numbers import with_minus
 from diffllm.compare.report.style import (
-    CHARACTER,
     FOREGROUND,
     HEIGHT,
-    MUTED,
     SURFACE,
     WIDTH,
     RowStyle,
     new_figure,
-    place,
+    shortened,
 )
 from diffllm.statistics.estimates import Estimate
 
-TOP, RIGHT, BOTTOM = 24, 14, 36
-LINE = 26
-"""Pixels a gap."""
-LONGEST = 22
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARGIN, LINE = 60, 26
+"""Pixels above and below all gaps, and of a gap."""
+NAME = 22
 """Characters of a label that are shown; the sentences beside the figure have the others."""
 OUTLYING = 4
 """Times the median reach of a gap and its interval that the scale of all goes to at most."""
@@ -37,7 +36,7 @@ def draw_gaps(
     across: str = "nats a token",
     hollow: Sequence[bool] = (),
     sides: tuple[str, str] = ("better", "worse"),
-) -> Figure:
+) -> "Figure":
     """Gaps and their intervals from top to bottom; an arrow where one goes on beyond the scale.
 
     Args:
@@ -47,38 +46,31 @@ def draw_gaps(
         hollow: whose mean is drawn as a ring; nobody's if empty.
         sides: the meaning of gaps below 0 and above it.
     """
-    names = [s.label if len(s.label) <= LONGEST else s.label[: LONGEST - 1] + "…" for s in styles]
-    left = max(map(len, names)) * CHARACTER + 14
-    figure = new_figure(width, max(TOP + BOTTOM + LINE * len(gaps), HEIGHT))
-    axes = place(figure, left, TOP, RIGHT, BOTTOM)
+    figure = new_figure(width, max(MARGIN + LINE * len(gaps), HEIGHT))
+    axes = figure.subplots()
     low, high = ends(gaps)
     axes.set(xlim=(low, high), ylim=(len(gaps) - 0.4, -0.6))
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
     rings = hollow or [False] * len(gaps)
     for y, (gap, style, ring) in enumerate(zip(gaps, styles, rings, strict=True)):
-        how = {"color": style.colour, "gid": style.gid}
+        colour = style.colour
         if gap.low is not None and gap.high is not None:
             first, last = max(gap.low, low), min(gap.high, high)
-            axes.plot((first, last), (y, y), linewidth=2.4, solid_capstyle="butt", **how)  # type: ignore[arg-type]
+            axes.plot((first, last), (y, y), lw=2.4, solid_capstyle="butt", color=colour)
             for end, beyond, arrow in ((low, gap.low < low, "<"), (high, gap.high > high, ">")):
                 if beyond:
-                    axes.plot(end, y, arrow, markersize=7, clip_on=False, **how)  # type: ignore[arg-type]
-        fill = {"markerfacecolor": SURFACE, "markeredgewidth": 1.8} if ring else {}
-        axes.plot(gap.mean, y, "o", markersize=7, **fill, **how)  # type: ignore[arg-type]
-    axes.set_yticks(range(len(gaps)), names)
+                    axes.plot(end, y, arrow, markersize=7, clip_on=False, color=colour)
+        fill = SURFACE if ring else colour
+        axes.plot(gap.mean, y, "o", ms=7, mew=1.8, color=colour, markerfacecolor=fill)
+    axes.set_yticks(range(len(gaps)), [shortened(style.label, NAME) for style in styles])
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(max(3, int((width - left) / 48)), steps=ROUND))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: with_minus(f"{x:+g}" if x else "0")))
-    height = figure.get_size_inches()[1] * 72
-    if low < 0:
-        x = (left + 1) / width
-        figure.text(x, 1 - 4 / height, f"← {sides[0]}", ha="left", va="top", color=MUTED)
-    if high > 0:
-        x = 1 - RIGHT / width
-        figure.text(x, 1 - 4 / height, f"{sides[1]} →", ha="right", va="top", color=MUTED)
-    figure.text(1, 3 / height, across, ha="right", va="bottom", color=MUTED)
+    axes.locator_params(axis="x", nbins=max(3, int(width / 90)), steps=ROUND)
+    axes.xaxis.set_major_formatter(lambda x, _: with_minus(f"{x:+g}" if x else "0"))
+    axes.set_title(f"← {sides[0]}" if low < 0 else "", loc="left")
+    axes.set_title(f"{sides[1]} →" if high > 0 else "", loc="right")
+    axes.set_xlabel(across, loc="right")
     return figure
 
 

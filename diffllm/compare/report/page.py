@@ -1,11 +1,8 @@
-"""A comparison as one HTML file that needs nothing else: no network, no scripts to be readable."""
+"""A comparison as one HTML file that needs nothing else: no network and no scripts."""
 
 import os
 from pathlib import Path
 from typing import NamedTuple
-
-import matplotlib
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffllm.compare.report.bands import POINTS
 from diffllm.compare.report.comparison import Comparison
@@ -54,6 +51,9 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
 
 def page(comparison: Comparison) -> str:
     """The whole page; equal comparisons give equal bytes."""
+    import matplotlib
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("diffllm.compare.report", "."), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined,
@@ -92,7 +92,6 @@ def page(comparison: Comparison) -> str:
         level=LEVEL,
         with_interval=with_interval,
         texts=texts(rows, styles),
-        names=[[row.label, run_name(row)] for row in rows],
         several=len(runs) > len(rows),
         root=root,
         relpath=os.path.relpath,
@@ -142,8 +141,8 @@ def about_variant(run: Run) -> str:
 
 
 def hidden(comparison: Comparison) -> set[int]:
-    """Rows that the figures leave out until asked for: those of other groups than the first, where
-    that has something to compare."""
+    """Rows that the figures leave out: those of other groups than the first, where that has
+    something to compare."""
     groups = comparison.groups
     if len(groups) < 2 or not any(row.gap for row in groups[0].rows):
         return set()
@@ -167,7 +166,3 @@ def texts(rows: list[Row], styles: list[RowStyle]) -> list[Text]:
             if isinstance(sample, str) and sample.strip():
                 found.append(Text(style, run.cfg.seed, printable(sample.strip("\n"), KEPT)))
     return found
-
-
-def run_name(row: Row) -> str:
-    return row.runs[0].path.name if len(row.runs) == 1 else f"mean of {len(row.runs)} seeds"

@@ -3,13 +3,13 @@
 A section without data is left out; so is a figure that no run has the metrics for, or only zeros.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
+from markupsafe import Markup
 
 from diffllm.compare.report import bands
 from diffllm.compare.report.budgets import BUDGETS, same, spent_band
@@ -18,11 +18,11 @@ from diffllm.compare.report.drawing import FEW, Bands, draw_curves, draw_layers
 from diffllm.compare.report.find import listed
 from diffllm.compare.report.gap_statistics import family, survives
 from diffllm.compare.report.groups import keys_apart
-from diffllm.compare.report.heatmaps import draw_bar, draw_map, heatmaps, numbers_of
+from diffllm.compare.report.heatmaps import draw_maps, heatmaps
 from diffllm.compare.report.intervals import draw_gaps
 from diffllm.compare.report.numbers import short
 from diffllm.compare.report.runs import Run, Series
-from diffllm.compare.report.style import RowStyle, scales, to_svg
+from diffllm.compare.report.style import RowStyle, to_image
 from diffllm.compare.report.text import gap_sentence
 from diffllm.metrics.metric import Curve, Heatmap, Layers, Metric, Plot, Section
 from diffllm.metrics.table import (
@@ -42,6 +42,9 @@ from diffllm.metrics.table import (
     metric_of,
 )
 from diffllm.statistics.gap_tests import ALPHA
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ORDER = (
     TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
@@ -63,15 +66,13 @@ COSTS_INTRO = (
 
 
 class Card(NamedTuple):
-    """A figure of the page: one drawing, or a panel a row under a shared colour bar."""
+    """A figure of the page."""
 
-    name: str
-    """Its title has the id `name`-title."""
     title: str
     caption: str
-    svg: str
-    panels: Sequence[tuple[RowStyle, str]]
-    """The map of each row, as an <svg>."""
+    image: Markup
+    wide: bool = False
+    """Whether it has panels beside each other."""
     folded: bool = False
 
 
@@ -108,7 +109,7 @@ def sections(
     """Draw the figures of the first screen, and the sections that have other figures.
 
     Args:
-        hidden: rows that figures leave out until asked for: scales are those of the others.
+        hidden: places of rows that figures do not show.
     """
     draw = Figures(comparison, styles, hidden)
     first = draw.first_screen()
@@ -132,10 +133,10 @@ class Figures:
     def __init__(
         self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
     ):
-        self.hidden = hidden
-        self.rows, self.styles, self.baseline = comparison.rows, styles, comparison.baseline
+        kept = [i for i in range(len(comparison.rows)) if i not in hidden]
+        self.rows, self.styles = [comparison.rows[i] for i in kept], [styles[i] for i in kept]
+        self.baseline, self.tested = comparison.baseline, len(family(comparison.rows))
         self.runs = [run for row in self.rows for run in row.runs]
-        self.count = 0
         logged = [len(run.series("train/loss").values) for run in self.runs]
         self.smoothed_over = points = bands.window(max(logged))
         lengths = {run.cfg.seq_len for run in self.runs}
@@ -216,30 +217,23 @@ class Figures:
 
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
-        shown = [
-            (row, style)
-            for i, (row, style) in enumerate(zip(self.rows, self.styles, strict=True))
-            if row.gap and i not in self.hidden
-        ]
-        tested = len(family(self.rows))
-        hollow = [tested > 0 and not survives(row) for row, _ in shown]
-        gaps, styles = [row.gap for row, _ in shown if row.gap], [style for _, style in shown]
+        rows = [row for row in self.rows if row.gap]
+        styles = [style for row, style in zip(self.rows, self.styles, strict=True) if row.gap]
+        hollow = [self.tested > 0 and not survives(row) for row in rows]
         title = f"Gap to {self.baseline} at the end"
         caption = (
             "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
             "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
             "no difference."
         )
-        if tested > 1:
-            caption += f" Filled: survives Holm's correction over the {tested} gaps of this page."
-        elif tested:
+        if self.tested > 1:
+            caption += (
+                f" Filled: survives Holm's correction over the {self.tested} gaps of this page."
+            )
+        elif self.tested:
             caption += f" Filled: shown at {ALPHA:g}."
-        name, drawing = self.next_name(), draw_gaps(gaps, styles, hollow=hollow)
-        said = [
-            replace(style, label=gap_sentence(row))
-            for row, style in zip(self.rows, self.styles, strict=True)
-        ]
-        return [Card(name, title, caption, to_svg(drawing, name, said, always="1"), ())]
+        figure = draw_gaps([row.gap for row in rows if row.gap], styles, hollow=hollow)
+        return [Card(title, caption, to_image(figure, title, "; ".join(map(gap_sentence, rows))))]
 
     def gap(self) -> list[Card]:
         """Held-out loss against the baseline's."""
@@ -248,8 +242,7 @@ class Figures:
             "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
             "below 0 the row is better than its baseline."
         )
-        shown = [row for i, row in enumerate(self.rows) if i not in self.hidden]
-        floor = bands.noise_floor(bands.compared(shown))
+        floor = bands.seed_noise(bands.compared(self.rows))
         if floor:
             caption += (
                 " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
@@ -297,17 +290,13 @@ class Figures:
         if plot.spikes is not None:
             how["spikes"], marks = self.marks(*plot.spikes)
             caption += marks
-        drawn = [None if i in self.hidden else band for i, band in enumerate(curves)]
-        values = values_of(drawn) if any(drawn) else values
-        highest, top = float(values.max()), top_of(drawn)
+        highest, top = float(values.max()), top_of(curves)
         if plot.clip and highest > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
         log, mark = plot.log and highest > 0, mark_of(plot)
-        fit = drawn if any(drawn) else curves
-        drawing = draw_curves(curves, self.styles, unit, fit=fit, log=log, mark=mark, **how)
-        across = how.get("across", "tokens")
-        return [self.card(plot, caption + scale_note(values, log), drawing, across)]
+        figure = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
+        return [card(plot, caption + scale_note(values, log), figure)]
 
     def marks(self, counter: str, what: str) -> tuple[list[np.ndarray], str]:
         """The tokens at which each row's count of spikes rose, and the sentence about them.
@@ -322,7 +311,7 @@ class Figures:
         if not any(map(len, found)):
             return found, ""
         return found, (
-            " Strokes below, a lane a row in the legend's order, its seeds together: "
+            " Strokes below, a lane a row in the table's order, its seeds together: "
             f"{told}, since the previous logged step."
         )
 
@@ -337,38 +326,29 @@ class Figures:
             mark = (self.length**-0.5, "1/√n")
             caption += " Dotted: uniform attention over a whole sequence."
         log = plot.log and values.max() > 0
-        drawing = draw_layers(curves, self.styles, metric.unit, log, mark)
-        return [self.card(plot, caption + scale_note(values, log), drawing, "layer")]
+        figure = draw_layers(curves, self.styles, metric.unit, log, mark)
+        return [card(plot, caption + scale_note(values, log), figure)]
 
     def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:
-        """A panel for every row that logged it."""
+        """One figure with a panel for every row that logged it."""
         maps = heatmaps(self.rows, metric.quantity)
         if maps is None:
             return []
-        panels = []
-        for style, grid in zip(self.styles, maps.grids, strict=True):
-            if grid is not None and np.isfinite(grid).any():
-                label = f"{plot.title}: {style.label}. {ends(grid)}"
-                drawing = draw_map(grid, maps)
-                data = scales(drawing.axes[0], "tokens") | {"grid": numbers_of(grid)}
-                svg = to_svg(drawing, self.next_name(), self.styles, label, **data)
-                panels.append((style, svg))
-        caption += f" {maps.scale}{', the same in all panels' if len(panels) > 1 else ''}."
+        drawn = [grid is not None for grid in maps.grids]
+        said = [
+            f"{style.label}: {ends(grid)}"
+            for style, grid in zip(self.styles, maps.grids, strict=True)
+            if grid is not None
+        ]
+        caption += f" {maps.scale}{', the same in all panels' if sum(drawn) > 1 else ''}."
         if len(self.runs) > len(self.rows):
             caption += " Mean over a row's seeds, as far as all of them got."
-        name = self.next_name()
-        bar = to_svg(draw_bar(maps), name, self.styles)
-        return [Card(name, plot.title, caption, bar, panels, plot.folded)]
+        image = to_image(draw_maps(maps, self.styles), plot.title, " ".join(said))
+        return [Card(plot.title, caption, image, sum(drawn) > 1, plot.folded)]
 
-    def card(self, plot: Plot, caption: str, drawing: Figure, across: str) -> Card:
-        """A drawing under a name that the page has once."""
-        name = self.next_name()
-        svg = to_svg(drawing, name, self.styles, **scales(drawing.axes[0], across))
-        return Card(name, plot.title, caption, svg, (), plot.folded)
 
-    def next_name(self) -> str:
-        self.count += 1
-        return f"f{self.count}"
+def card(plot: Plot, caption: str, figure: "Figure") -> Card:
+    return Card(plot.title, caption, to_image(figure, plot.title), folded=plot.folded)
 
 
 def values_of(curves: Bands) -> np.ndarray:

@@ -1,45 +1,49 @@
-"""How a report looks: a colour and a dash for every row, and figures that follow the page's theme.
+"""How a report looks: a colour and a dash for every row, and figures as SVG images on white."""
 
-Figures are drawn in stand-in colours, which the SVG text then names as CSS variables: one drawing
-serves light and dark.
-"""
-
+import base64
 import io
-import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from zlib import crc32
 
-from markupsafe import escape
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from markupsafe import Markup
 
 from diffllm.compare.report.rows import FIRST, Row, variant_order
 from diffllm.config.compose import variants
 
-FOREGROUND, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
-THEME = {FOREGROUND: "--fg", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
+FOREGROUND, MUTED, GRID, SURFACE = "#1b1f24", "#5d6570", "#e3e6ea", "#ffffff"
 HUES = (
-    ("#69707a", "#a9b0ba"), ("#00875f", "#35cfa0"), ("#0068b0", "#5db5f5"), ("#d4480b", "#ff7d4a"),
-    ("#a63a92", "#ea8fd6"), ("#b07d00", "#f0c24b"), ("#4a38b8", "#a79ffa"), ("#0e93b8", "#86e0f7"),
-    ("#7b1b45", "#e0608f"), ("#6e5138", "#cfae8e"),
+    "#69707a", "#00875f", "#0068b0", "#d4480b", "#a63a92", "#b07d00", "#4a38b8", "#0e93b8",
+    "#7b1b45", "#6e5138",
 )  # fmt: skip
-"""On white and on near black: Okabe and Ito's first, told apart with any colour vision."""
+"""On white: Okabe and Ito's first, told apart with any colour vision."""
+DARKEST = 0.55
+"""Share of black in the colour of a variant's last row."""
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
 )  # fmt: skip
 MARKERS = "os^Dv<>ph"
-WIDTH, HEIGHT, SMALL = 372, 236, 12.0
-"""Sizes of a figure and its text in CSS pixels. The page scales no figure unless a screen is too
-narrow for all, so that text has one size in figures of any width."""
+WIDTH, HEIGHT, SMALL = 384, 248, 12.0
+"""Sizes of a figure without its legend, and of its text, in CSS pixels."""
 CHARACTER = 6.6
 """Pixels that a character of a figure is wide, about."""
+LONGEST = 44
+"""Characters of a row's label that a figure shows."""
+ENTRIES = 10
+"""Most entries of a legend: of more rows, it names the variants."""
+LEGEND_LINE, HANDLE = 16, 40
+"""Pixels: height of a line of a legend, and width of an entry besides its label."""
 RC = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "diffllm",
+    "svg.fonttype": "none", "svg.hashsalt": "diffllm",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": SMALL, "text.parse_math": False, "text.color": FOREGROUND,
-    "figure.facecolor": "none", "figure.dpi": 72,
-    "axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
+    "figure.facecolor": SURFACE, "figure.dpi": 72,
+    "axes.facecolor": SURFACE, "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
+    "axes.labelcolor": MUTED, "axes.labelsize": SMALL, "axes.labelpad": 2,
+    "axes.titlecolor": MUTED, "axes.titlesize": SMALL, "axes.titlepad": 6,
     "axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": True,
     "axes.formatter.limits": (-99, 99), "axes.formatter.useoffset": False,
     "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
@@ -55,26 +59,26 @@ class RowStyle:
 
     index: int
     label: str
-    light: str
-    dark: str
+    variant: str
+    colour: str
     dash: tuple[float, ...]
     """In line widths; empty for a solid line."""
     marker: str
 
     @property
-    def gid(self) -> str:
-        return f"row-{self.index}"
-
-    @property
-    def colour(self) -> str:
-        """Stand-in for the CSS variable that holds its colour."""
-        return f"#fe{self.index:04x}"
-
-    @property
     def line(self) -> dict[str, object]:
         """Options of matplotlib's plot."""
-        dashes = (0, self.dash) if self.dash else "-"
-        return {"color": self.colour, "linestyle": dashes, "gid": self.gid}
+        return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
+
+    @property
+    def swatch(self) -> Markup:
+        """A short piece of its line, for the page's text."""
+        dash = " ".join(f"{1.8 * part:.1f}" for part in self.dash)
+        return Markup(
+            '<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">'
+            '<line x1="0" y1="5" x2="28" y2="5" stroke="{}" stroke-width="2.4"'
+            ' stroke-dasharray="{}"/></svg>'
+        ).format(self.colour, dash or "none")
 
 
 def row_styles(rows: list[Row]) -> list[RowStyle]:
@@ -84,17 +88,19 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
     for i, (row, variant) in enumerate(zip(rows, names, strict=True)):
         hue, dash = hue_and_dash(variant)
         nth, count = names[:i].count(variant), names.count(variant)
-        shade = 0.55 * nth / max(count - 1, 1)
-        light, dark = (
-            f"color-mix(in srgb, {colour}, {other} {shade:.0%})"
-            for colour, other in zip(hue, ("black", "white"), strict=True)
-        )
+        colour = darkened(hue, DARKEST * nth / max(count - 1, 1))
         dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
-        styles.append(RowStyle(i, row.label, light, dark, dashes, marker))
+        styles.append(RowStyle(i, row.label, variant, colour, dashes, marker))
     return styles
 
 
-def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
+def darkened(colour: str, share: float) -> str:
+    """Mix a colour, "#rrggbb", with black."""
+    parts = (round(int(colour[i : i + 2], 16) * (1 - share)) for i in (1, 3, 5))
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def hue_and_dash(variant: str) -> tuple[str, int]:
     """Hue and dash by a variant's place among all variants, the same in every report.
 
     Those that rows begin with have hues of their own and solid lines.
@@ -107,98 +113,55 @@ def hue_and_dash(variant: str) -> tuple[tuple[str, str], int]:
     return others[nth % len(others)], 1 + nth % (len(DASHES) - 1)
 
 
-def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
-    return Figure(figsize=(width / 72, height / 72))
+def shortened(label: str, most: int = LONGEST) -> str:
+    return label if len(label) <= most else f"{label[: most - 1]}…"
 
 
-def place(
-    figure: Figure, left: float, top: float, right: float, bottom: float, sharex: Axes | None = None
-) -> Axes:
-    """Axes with these margins, in pixels."""
-    width, height = figure.get_size_inches() * 72
-    box = (left / width, bottom / height)
-    size = (1 - (left + right) / width, 1 - (top + bottom) / height)
-    return figure.add_axes((*box, *size), sharex=sharex)
+def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
+    """Names and styles of a legend's entries: the rows, or of more than `ENTRIES` the variants."""
+    entries = {style.label: style for style in styles}
+    if len(styles) > ENTRIES:
+        entries = {style.variant: style for style in reversed(styles)}
+        entries = dict(list(reversed(entries.items()))[:ENTRIES])
+    return [(shortened(name), style) for name, style in entries.items()]
 
 
-COORDINATE = re.compile(r"-?\d+\.\d+")
-ARTIST = re.compile(r'<g id="row-(\d+)(?:-(\w+))?">')
+def new_figure(width: float, height: float, styles: list[RowStyle] | None = None) -> "Figure":
+    """Make an empty figure, with a legend of `styles` below `height` pixels for the plot."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-MARKS = re.compile(r'<g( clip-path="[^"]*")?>((?:<use [^<>]*/>)+)</g>')
-
-
-def to_svg(figure: Figure, name: str, styles: list[RowStyle], label: str = "", **data: str) -> str:
-    """An <svg> for a page: themed, with ids under `name` and artists of rows as classes.
-
-    Args:
-        name: unique in the page; without a label the element `name`-title says what it is.
-        label: read out in place of the figure.
-        data: attributes for the page's script, `data-<key>` each.
-    """
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    view = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
-    assert view
-    body = text[text.index("</metadata>") + len("</metadata>") : text.rindex("</svg>")]
-    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
-    body = re.sub(r'\b(d|x|y)="([^"]*)"', shortened, body)
-    body = re.sub(r"font(?:-size|-family)?: [^;\"]*;? ?", "", body)  # the page's, in one size
-    body = re.sub(r' transform="rotate\(-?0 [^"]*"', "", body)
-    body = body.replace("xlink:href", "href")
-    body = re.sub(r">\s+<", "><", body)
-    body = MARKS.sub(styled_once, body)
-
-    def artist(found: re.Match[str]) -> str:
-        row, part = styles[int(found[1])], found[2] or ""
-        title = "" if part else f"<title>{escape(row.label)}</title>"
-        return f'<g class="{f"row {row.gid} {part}".rstrip()}">{title}'
-
-    body = ARTIST.sub(artist, body)
-    used = set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
-    body = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", body)
-    body = re.sub(r'(url\(|href=")#', rf"\1#{name}-", body)
-    variables = THEME | {style.colour: f"--r{style.index}" for style in styles}
-    body = re.sub(
-        r"#[0-9a-f]{6}\b", lambda m: f"var({variables[m[0]]})" if m[0] in variables else m[0], body
-    )
-    named = f'aria-label="{escape(label)}"' if label else f'aria-labelledby="{name}-title"'
-    more = "".join(f' data-{key}="{escape(value)}"' for key, value in data.items())
-    size = f'width="{float(view[1]):g}" height="{float(view[2]):g}"'
-    box = f'viewBox="0 0 {view[1]} {view[2]}"'
-    return f'<svg {size} {box} role="img" {named}{more}>{body.strip()}</svg>'
+    if not styles:
+        return Figure(figsize=(width / 72, height / 72), layout="constrained")
+    names, shown = zip(*legend_of(styles), strict=True)
+    entry = HANDLE + CHARACTER * max(map(len, names))
+    lines = -(-len(names) // max(1, int(width / entry)))
+    height += LEGEND_LINE * lines + 4
+    figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+    figure.legend(
+        [Line2D([], [], linewidth=1.8, **style.line) for style in shown],  # type: ignore[arg-type]
+        [f" {name}" for name in names],  # without a space, matplotlib omits names such as "_x"
+        loc="outside lower center", ncols=-(-len(names) // lines), frameon=False, borderpad=0,
+        borderaxespad=0, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.2,
+    )  # fmt: skip
+    return figure
 
 
-def shortened(attribute: re.Match[str]) -> str:
-    """A hundredth of a pixel a coordinate: the page's script reads values from them."""
-    numbers = COORDINATE.sub(lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), attribute[2])
-    return f'{attribute[1]}="{" ".join(numbers.split())}"'
+def to_svg(figure: "Figure", title: str) -> bytes:
+    """Return matplotlib's SVG; equal figures give equal bytes."""
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Title": title})
+    return out.getvalue()
 
 
-def styled_once(group: re.Match[str]) -> str:
-    """A group of marks with the style that all of them have, in a third of the bytes."""
-    styles = set(re.findall(r' style="([^"]*)"', group[2]))
-    if len(styles) != 1 or group[2].count(" style=") != group[2].count("<use "):
-        return group[0]
-    style = f' style="{styles.pop()}"'
-    return f"<g{group[1] or ''}{style}>{group[2].replace(style, '')}</g>"
-
-
-def scales(axes: Axes, across: str) -> dict[str, str]:
-    """Attributes for `to_svg` that tell values from coordinates: two values of each axis, each
-    before its pixel.
+def to_image(figure: "Figure", title: str, text: str = "") -> Markup:
+    """Return an <img> that holds the figure's SVG.
 
     Args:
-        across: what goes to the right, as "tokens" or "layer".
+        text: further words for readers who cannot see the figure, after the title.
     """
-    height = axes.figure.get_size_inches()[1] * 72  # type: ignore[union-attr]
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    (x0, y0), (x1, y1) = axes.transData.transform([(left, low), (right, high)])
-    log = {"log": "1"} if axes.get_yscale() == "log" else {}
-    return {
-        "x": f"{left:.9g} {x0:.2f} {right:.9g} {x1:.2f}",
-        "y": f"{low:.9g} {height - y0:.2f} {high:.9g} {height - y1:.2f}",
-        "across": across,
-        **log,
-    }
+    width, height = (round(72 * side) for side in figure.get_size_inches())
+    data = base64.b64encode(to_svg(figure, title)).decode()
+    return Markup(
+        '<img width="{}" height="{}" alt="{}" src="data:image/svg+xml;base64,{}">'
+    ).format(width, height, f"{title}. {text}".strip() if text else title, data)

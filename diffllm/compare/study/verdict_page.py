@@ -5,12 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure
+from markupsafe import Markup
 
 from diffllm.compare.report import bands
 from diffllm.compare.report.drawing import draw_curves, draw_levels
@@ -18,7 +16,7 @@ from diffllm.compare.report.intervals import draw_gaps
 from diffllm.compare.report.numbers import MISSING, compact, percent, short
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
-from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, scales, to_svg
+from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, to_image
 from diffllm.compare.report.text import ascii_minus, counted
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
@@ -31,6 +29,9 @@ from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.power_analysis import paired_power, welch_power
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COMPARED = {
     "tokens": "tokens",
     "rates": "learning rate",
@@ -39,8 +40,8 @@ COMPARED = {
 }
 """Quantities that a page compares across arms, by their key in an arm's numbers."""
 
-Drawn = tuple[str, str, str, str]
-"""Name, title, SVG and caption of a figure."""
+Drawn = tuple[str, Markup, str]
+"""Title, image and caption of a figure."""
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
@@ -143,14 +144,18 @@ def arm_rows(found: Verdict) -> list[Row]:
 
 def figures(found: Verdict) -> list[Drawn]:
     """The gaps at the end, and the losses over training or over learning rates."""
+    import matplotlib
+
     rows = arm_rows(found)
     styles = row_styles(rows)
     drawn = []
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
         if gaps:
-            svg = to_svg(draw_rules(gaps, styles, found.study.quantity), "f1", styles)
-            drawn.append(("f1", "Gaps of the rules", svg, "Arm minus arm, with 95% intervals."))
+            title, figure = "Gaps of the rules", draw_rules(gaps, styles, found.study.quantity)
+            rules = "; ".join(rule_line(each, found.study) for each in found.tested)
+            image = to_image(figure, title, rules)
+            drawn.append((title, image, "Arm minus arm, with 95% intervals."))
         second = over_rates if found.study.lr_sweep else over_training
         drawn += second(found, rows, styles)
     return drawn
@@ -158,7 +163,7 @@ def figures(found: Verdict) -> list[Drawn]:
 
 def draw_rules(
     gaps: dict[tuple[str, str], Estimate], styles: list[RowStyle], across: str, width: float = WIDTH
-) -> Figure:
+) -> "Figure":
     """Draw the gaps of rules with their 95% intervals; at least one gap.
 
     Args:
@@ -177,21 +182,20 @@ def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> li
     if any(curve is not None and len(curve.x) > 1 for curve in logged):
         levels = [rule.reaches for rule in found.study.rules if rule.reaches is not None]
         mark = (levels[0], short(levels[0])) if levels else None
-        figure = draw_curves(logged, styles, metric_of(name).unit, logged, mark=mark)
-        svg = to_svg(figure, "f2", styles, **scales(figure.axes[0], "tokens"))
-        return [("f2", f"{name} over training", svg, "Mean and range over seeds.")]
+        title = f"{name} over training"
+        figure = draw_curves(logged, styles, metric_of(name).unit, mark=mark)
+        return [(title, to_image(figure, title), "Mean and range over seeds.")]
     curves = [bands.gap_band(row) for row in rows]
     if not any(curve is not None and len(curve.drawn) for curve in curves):
         return []
-    floor = bands.noise_floor(rows)
-    figure = draw_curves(curves, styles, "nats a token", curves, zero=True, floor=floor)
+    floor = bands.seed_noise(rows)
+    figure = draw_curves(curves, styles, "nats a token", zero=True, floor=floor)
     caption = (
         "Held-out loss during training, minus that of the run with the same seed: mean and "
         f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
     )
     title = f"Gap to {found.study.baseline} over training"
-    svg = to_svg(figure, "f2", styles, **scales(figure.axes[0], "tokens"))
-    return [("f2", title, svg, caption)]
+    return [(title, to_image(figure, title), caption)]
 
 
 def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
@@ -207,8 +211,9 @@ def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[
         return []
     labels = [f"{lr:g}" for lr in rates]
     figure = draw_levels(curves, styles, "nats a token", "learning rate", labels)
+    title = "Loss over learning rates"
     caption = "Final held-out loss: mean and range over seeds; a cross where one diverged next."
-    return [("f2", "Loss over learning rates", to_svg(figure, "f2", styles), caption)]
+    return [(title, to_image(figure, title), caption)]
 
 
 def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
@@ -218,6 +223,8 @@ def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
 
 def verdict_html(found: Verdict) -> str:
     """The page; equal verdicts give equal bytes."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
     numbers = found.numbers()
     places = [PackageLoader(f"diffllm.compare.{room}", ".") for room in ("study", "report")]
     environment = Environment(
