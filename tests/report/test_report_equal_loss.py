@@ -10,7 +10,7 @@ import pytest
 from written_runs import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
-from diffllm.compare.report.equal_loss import Checkpoint, loss_of_all, scores_at
+from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
 from diffllm.compare.report.table import csv_text
 from diffllm.evaluation.results import keep, results_of

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from diffllm.compare.report.budgets import equal_gaps
-from diffllm.compare.report.documents import over_documents
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.find import find_runs, sweep_notes
 from diffllm.compare.report.groups import Group, differences, make_groups
@@ -13,7 +14,11 @@ from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes,
 from diffllm.compare.report.rows import Row, make_rows, row_values
 from diffllm.compare.report.runs import Run, load_run
 from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files.records import LARGEST
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import compare_arms
+from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld
+from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import holm
 
 
@@ -198,6 +203,38 @@ def measure(row: Row, base: Row, notes: list[str]) -> None:
             f"The gap of {row.label} to {base.label} {what}: they have other seeds otherwise, "
             f"{', '.join(map(seed_text, sorted(own ^ theirs)))}."
         )
+
+
+def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
+    """The gap of the rows over the documents and the seeds that both have, or why there is none.
+
+    Runs are read only where there are seeds enough.
+    """
+    own, others = finite_runs(row), finite_runs(base)
+    seeds = sorted(own.keys() & others.keys())
+    if why := withheld(len(seeds), LEAST_DOCUMENTS):
+        return None, why
+    try:
+        found = [document_losses(side[seed].path) for side in (others, own) for seed in seeds]
+    except CheckpointError as error:
+        return None, f"withheld: {error}"
+    first = found[0]
+    if not all(same_documents(first, each) for each in found):
+        return None, "withheld: the runs were measured on different documents"
+    nats = np.stack([each.nats for each in found])
+    if not (np.abs(nats) <= LARGEST).all():
+        return None, "withheld: a document's loss is not finite"
+    if why := withheld(len(seeds), nats.shape[1]):
+        return None, why
+    return bootstrap(nats[len(seeds) :], nats[: len(seeds)], first.tokens), ""
+
+
+def finite_runs(row: Row) -> dict[tuple[int, int], Run]:
+    return {run.seeds: run for run in row.finished if run.final_loss is not None}
+
+
+def same_documents(one: DocumentLosses, other: DocumentLosses) -> bool:
+    return np.array_equal(one.texts, other.texts) and np.array_equal(one.tokens, other.tokens)
 
 
 def adjust(rows: list[Row]) -> None:

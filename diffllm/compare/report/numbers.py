@@ -4,7 +4,8 @@ from typing import Any
 
 from diffllm.core.files.records import finite
 from diffllm.metrics.display import duration
-from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.arm_comparison import Share
+from diffllm.statistics.estimates import Estimate, Rate
 
 MISSING = "–"
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -68,3 +69,13 @@ def in_words(estimate: Estimate, signed: bool = False) -> str:
 def ascii_minus(text: str) -> str:
     """Signs and dashes that any terminal has, and that can be searched for."""
     return text.replace("\u2212", "-").replace(MISSING, "-")
+
+
+def share_words(share: Share) -> str:
+    """ "33%, 0.84% to 91%"."""
+    low, high = share.interval
+    return f"{percent(share.diverged / share.runs)}, {percent(low)} to {percent(high)}"
+
+
+def rate_words(rate: Rate) -> str:
+    return f"{short(rate.low, 2)} to {short(rate.high, 2)}"

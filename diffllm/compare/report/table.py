@@ -11,7 +11,6 @@ from typing import Any
 
 from diffllm.compare.report.budgets import BUDGETS
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.counts import rate_words, share_words
 from diffllm.compare.report.gap_statistics import family, survives
 from diffllm.compare.report.numbers import (
     MISSING,
@@ -21,6 +20,8 @@ from diffllm.compare.report.numbers import (
     fixed,
     in_words,
     percent,
+    rate_words,
+    share_words,
     short,
 )
 from diffllm.compare.report.rows import Row, measured

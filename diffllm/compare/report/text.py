@@ -5,11 +5,10 @@ import os
 from textwrap import wrap
 
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.counts import share_words
 from diffllm.compare.report.find import listed
 from diffllm.compare.report.gap_statistics import NAMED, holm_sentence
 from diffllm.compare.report.groups import in_short, keys_apart
-from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, finite, fixed
+from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, finite, fixed, share_words
 from diffllm.compare.report.rows import Row
 from diffllm.evaluation.results import SHARE
 from diffllm.statistics.estimates import Estimate
