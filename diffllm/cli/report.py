@@ -9,7 +9,7 @@ from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.page import write
 from diffllm.compare.report.text import whole_text
-from diffllm.compare.report.wandb_gaps import log_gaps
+from diffllm.compare.report.wandb_gaps import record_gaps
 from diffllm.core.printing import echo
 
 WHAT = """\
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     comparison, home = read(directories, args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)
     echo(f"{whole_text(comparison)}\n")
-    if args.wandb and log_gaps(comparison, written[0].parent):
+    if args.wandb and record_gaps(comparison, written[0].parent):
         echo(f"gaps over tokens: {written[0].parent / 'wandb'}")
     for file in written:
         echo(file)

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import stdtrit
 
 from diffllm.compare.report.bands import seed_noise
-from diffllm.compare.report.budgets import BUDGETS, read, spent_band
+from diffllm.compare.report.budgets import BUDGETS, read_curve, spent_band
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import COSTS
@@ -84,8 +84,8 @@ def test_the_error_of_reading_bounds_how_far_a_curved_curve_is_off(tmp_path):
 
 def test_an_evaluation_is_read_as_it_is_and_two_leave_the_error_unknown():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
-    assert read(curve, 20.0) == (2.0, 0.0)
-    assert read(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
+    assert read_curve(curve, 20.0) == (2.0, 0.0)
+    assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
 
 
 def test_what_is_unknown_has_no_gap(tmp_path):

@@ -14,7 +14,7 @@ from written_runs import write_run
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page
-from diffllm.compare.report.table import cost_columns, csv_text, folded, table_columns
+from diffllm.compare.report.table import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.report.text import table_text
 from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job
@@ -100,7 +100,7 @@ def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert "standard: 2 of 2 seeds diverged (100%, 16% to 100%)" in Reader(page(found)).text
-    said = folded(table_columns(found))[1]
+    said = fold_constant(table_columns(found))[1]
     assert "Seeds 0 of 2" not in " ".join(said)
     assert found.rows[0].values["loss"] is None
     assert "0 of 2, 2 diverged" in table_text(found)

@@ -17,7 +17,7 @@ from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page
 from diffllm.compare.report.runs import Series
 from diffllm.compare.report.sections import top_of
-from diffllm.compare.report.table import folded, table_columns
+from diffllm.compare.report.table import fold_constant, table_columns
 from diffllm.compare.report.text import finding, table_text
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.help import first_paragraph, variant_line
@@ -90,7 +90,7 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
         row.values |= {"spikes/loss_score": 0.0, "spikes_olmo2/loss_score": 0.0, "seconds": 61.0}
         row.values |= {"context_rms_min": 0.0, "context_rms_max": 2.0, "spikes/grad_score": 0.0}
     found.rows[0].values["spikes_olmo2/grad_score"] = 0.005
-    columns, said = folded(table_columns(found))
+    columns, said = fold_constant(table_columns(found))
     titles = [column.title for column in columns]
     assert "Loss spikes" not in titles
     assert {"Gradient spikes", "Context RMS", "Kurtosis", "Time"} <= set(titles)

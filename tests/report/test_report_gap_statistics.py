@@ -18,7 +18,7 @@ from diffllm.compare.report.rows import Row
 from diffllm.compare.report.sections import sections
 from diffllm.compare.report.style import SURFACE, row_styles
 from diffllm.compare.report.table import csv_text, table_columns
-from diffllm.compare.report.text import one_line, table_text
+from diffllm.compare.report.text import holm_lines, table_text
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
@@ -205,10 +205,10 @@ def test_a_p_is_written_with_two_digits():
 
 def test_many_gaps_fit_a_line():
     rows = [Row(f"diff_v2 lr=0.00{i} beta2=0.9876", {}, [], p_holm=0.001) for i in range(8)]
-    (line,) = one_line(rows)
+    (line,) = holm_lines(rows)
     assert line.startswith("8 of 8 gaps survive Holm's correction at 0.05: diff_v2 lr=0.000")
     assert len(line) <= 100
     assert line.endswith(" more.")
     rows[0].label = "x" * 100
-    assert one_line(rows) == ["8 of 8 gaps survive Holm's correction at 0.05."]
-    assert one_line([]) == []
+    assert holm_lines(rows) == ["8 of 8 gaps survive Holm's correction at 0.05."]
+    assert holm_lines([]) == []

@@ -17,7 +17,7 @@ from tiers import slow_but
 from diffllm.compare.report import bands
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.drawing import draw_curves
-from diffllm.compare.report.intervals import ends
+from diffllm.compare.report.intervals import scale_limits
 from diffllm.compare.report.notes import settings
 from diffllm.compare.report.numbers import compact, fixed, percent, short
 from diffllm.compare.report.page import page
@@ -223,11 +223,11 @@ def test_only_what_others_are_measured_from_is_the_baseline():
 
 def test_a_wide_interval_does_not_set_the_scale():
     narrow, wide = Estimate(0.01, 0, 0.02, 3), Estimate(0.01, -9, 9, 2)
-    assert ends([narrow, narrow, wide]) == pytest.approx((-0.0024, 0.0224))
-    assert ends([narrow, narrow, Estimate(0.01, -9, 9, 3)])[1] < 0.11
-    assert ends([wide]) == pytest.approx((-9 * 1.24, 9 * 1.24))
-    assert ends([Estimate(-0.1, None, None, 1)]) == pytest.approx((-0.112, 0.012))
-    low, high = ends([Estimate(0.0)])
+    assert scale_limits([narrow, narrow, wide]) == pytest.approx((-0.0024, 0.0224))
+    assert scale_limits([narrow, narrow, Estimate(0.01, -9, 9, 3)])[1] < 0.11
+    assert scale_limits([wide]) == pytest.approx((-9 * 1.24, 9 * 1.24))
+    assert scale_limits([Estimate(-0.1, None, None, 1)]) == pytest.approx((-0.112, 0.012))
+    low, high = scale_limits([Estimate(0.0)])
     assert low < 0 < high
 
 
@@ -343,7 +343,7 @@ def test_thinning_keeps_extremes_and_the_mean_in_its_band(missing):
     x = np.arange(2000)
     band = bands.over_seeds([Series(x, seed) for seed in y])
     for values in (band.mean, *band.singles):
-        kept = bands.extremes(values)
+        kept = bands.thinned(values)
         assert len(kept) <= bands.POINTS
         assert (np.diff(kept) > 0).all()
         assert np.isnan(values[kept]).any() == np.isnan(values).any()

@@ -33,11 +33,11 @@ def log_gaps(paths: list[Path], baseline: str | None = None, out: Path | None = 
         out: directory that wandb writes below; None is the one that holds all that `paths` name.
     """
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.wandb_gaps import log_gaps
+    from diffllm.compare.report.wandb_gaps import record_gaps
 
     comparison, home = read(paths, baseline)
     place = out or home
-    return place is not None and log_gaps(comparison, place)
+    return place is not None and record_gaps(comparison, place)
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:

@@ -103,7 +103,7 @@ def at_end(row: Row, quantity: str) -> Band | None:
     )
 
 
-def extremes(values: Array) -> Array:
+def thinned(values: Array) -> Array:
     """Indices of at most `POINTS` values: lowest, highest and the first NaN of every stretch."""
     if len(values) <= POINTS:
         return np.arange(len(values))
@@ -152,7 +152,7 @@ def gap_band(row: Row) -> Band | None:
     return over_seeds(gaps)
 
 
-def compared(rows: list[Row]) -> list[Row]:
+def rows_of_gaps(rows: list[Row]) -> list[Row]:
     """Those that have a gap, and those that these are measured from."""
     bases = [row.baseline for row in rows if row.gap]
     return [row for row in rows if row.gap or any(row is base for base in bases)]

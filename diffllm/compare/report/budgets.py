@@ -80,7 +80,7 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     Curves are read in a line over the logarithm of the amount. None without a gap, where an amount
     is unknown, or where it was measured on different machines.
     """
-    if row.gap is None or row.baseline is None or not same(budget, [row, row.baseline]):
+    if row.gap is None or row.baseline is None or not same_facts(budget, [row, row.baseline]):
         return None
     bases = {run.seeds: run for run in row.baseline.runs if run.final_loss is not None}
     own = [run for run in row.runs if run.final_loss is not None and run.seeds in bases]
@@ -92,13 +92,13 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     at = float(min(curve.tokens[-1] for pair in known for curve in pair))
     if at < max(curve.tokens[0] for pair in known for curve in pair):
         return None  # one ends before another's first evaluation
-    readings = [(read(a, at), read(b, at)) for a, b in known]
+    readings = [(read_curve(a, at), read_curve(b, at)) for a, b in known]
     gaps = [own.loss - base.loss for own, base in readings]
     errors = [float(np.hypot(own.error, base.error)) for own, base in readings]
     return EqualGap(estimate(gaps), at, float(np.mean(errors)))
 
 
-def same(budget: Budget, rows: list[Row]) -> bool:
+def same_facts(budget: Budget, rows: list[Row]) -> bool:
     """Whether the runs of all rows agree on the facts that a budget depends on."""
     facts = {str([run.facts.get(f) for f in budget.facts]) for row in rows for run in row.runs}
     return len(facts) == 1
@@ -111,7 +111,7 @@ class Reading(NamedTuple):
     error: float
 
 
-def read(curve: Series, at: float) -> Reading:
+def read_curve(curve: Series, at: float) -> Reading:
     """Read a curve between two evaluations, in a line over the logarithm of what was spent.
 
     The error is how far the same line is off at the evaluations on both sides, drawn without them:

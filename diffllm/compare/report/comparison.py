@@ -8,7 +8,7 @@ import numpy as np
 from diffllm.compare.report.budgets import equal_gaps
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.find import find_runs, sweep_notes
-from diffllm.compare.report.groups import Group, differences, make_groups
+from diffllm.compare.report.groups import Group, differing_keys, make_groups
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
 from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.compare.report.rows import Row, make_rows, row_values
@@ -90,7 +90,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     for i, row in enumerate(rows):
         row.equal = equal_gaps(row)
         row.values = row_values(row, keys.incomparable) | columns(evaluated, i)
-    apart = differences(groups, keys.incomparable)
+    apart = differing_keys(groups, keys.incomparable)
     return Comparison(title, rows, chosen, apart, groups, notes, evaluated)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diffllm.compare.report.bands import Band, Floor, envelope, extremes
+from diffllm.compare.report.bands import Band, Floor, envelope, thinned
 from diffllm.compare.report.numbers import compact, short
 from diffllm.compare.report.style import HEIGHT, MUTED, WIDTH, RowStyle, new_figure
 from diffllm.core.files.records import LARGEST
@@ -89,7 +89,7 @@ def draw_layers(
     figure, axes, _ = empty(bands, styles)
     draw_bands(axes, bands, styles, unit, log, mark)
     layers = sorted({int(x) for band in bands if band is not None for x in band.x})
-    number(axes, "layer", layers, [f"{layer}" for layer in layers], NUMBERED)
+    label_places(axes, "layer", layers, [f"{layer}" for layer in layers], NUMBERED)
     return figure
 
 
@@ -99,7 +99,7 @@ def draw_levels(
     """Draw means as lines and seeds as bands over the values `labels` of a setting."""
     figure, axes, _ = empty(bands, styles)
     draw_bands(axes, bands, styles, unit)
-    number(axes, setting, range(len(labels)), labels, NUMBERED_LEVELS)
+    label_places(axes, setting, range(len(labels)), labels, NUMBERED_LEVELS)
     return figure
 
 
@@ -122,7 +122,7 @@ def empty(
     return figure, axes, last
 
 
-def number(
+def label_places(
     axes: "Axes", across: str, places: Sequence[int], labels: Sequence[str], most: int
 ) -> None:
     """Label the horizontal axis, with so few labels that there are `most`."""
@@ -155,17 +155,17 @@ def draw_bands(
         thick = {"linewidth": 1.6, "markersize": 3.6, "marker": style.marker if few else ""}
         thin = {**thick, "linewidth": 0.7, "markersize": 2}
         for y, how in ((band.mean, thick), *((y, thin) for y in band.singles)):
-            kept = extremes(y)
-            axes.plot(band.x[kept], shown(y[kept], log), **(style.line | how))  # type: ignore[arg-type]
+            kept = thinned(y)
+            axes.plot(band.x[kept], on_scale(y[kept], log), **(style.line | how))  # type: ignore[arg-type]
         x, low, high = envelope(band)
-        low = shown(low, log)
+        low = on_scale(low, log)
         known = np.isfinite(low) & np.isfinite(high)
         if (high > low)[known].any():
             axes.fill_between(x, low, high, where=known, color=style.colour, alpha=alpha, lw=0)  # type: ignore[arg-type]
         if band.stops:
             x, y = np.transpose(band.stops)
             how = {"color": style.colour, "markersize": 6, "markeredgewidth": 1.6}
-            axes.plot(x, shown(y, log), "x", **how)
+            axes.plot(x, on_scale(y, log), "x", **how)
     axes.set_title(unit, loc="left")
     axes.locator_params(axis="y", nbins=6, steps=ROUND)
     if mark is not None:
@@ -179,7 +179,7 @@ def draw_bands(
         logarithmic(axes)
 
 
-def shown(values: np.ndarray, log: bool) -> np.ndarray:
+def on_scale(values: np.ndarray, log: bool) -> np.ndarray:
     """Replace values without a place on a logarithmic scale by NaN."""
     return np.where(values > 1 / LARGEST, values, np.nan) if log else values
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.report.find import listed
+from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run
@@ -83,7 +83,7 @@ def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems) for row in rows for run in row.runs}
-    notes += [f"{listed(files, 3)}: {reason}." for reason, files in problems.items()]
+    notes += [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
     names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
     return [made for name in names if (made := gathered(name, rows, by_run, notes))]
 
@@ -104,7 +104,7 @@ def gathered(
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
-            question = json.dumps([tokens_at(run, step), key_of(newest)])
+            question = json.dumps([tokens_at(run, step), question_of(newest)])
             asked, unit = asked or question, unit or newest["unit"]
             if question == asked:
                 own[run.seeds] = by_name(newest)
@@ -115,7 +115,7 @@ def gathered(
         along.append(own_along)
     if others:
         notes.append(
-            f"{name}: {listed(others, 3)} left out, evaluated after other tokens, with another "
+            f"{name}: {shortlist(others, 3)} left out, evaluated after other tokens, with another "
             "tokenizer or at other levels than the first."
         )
     labels = dict.fromkeys(of for own in results for scores in own.values() for of in scores)
@@ -133,7 +133,7 @@ def tokens_at(run: Run, step: int) -> int:
     return step * run.cfg.global_batch_size * run.cfg.seq_len
 
 
-def key_of(result: Line) -> Line:
+def question_of(result: Line) -> Line:
     """Return all that a result depends on but the checkpoint."""
     return {k: v for k, v in result["key"].items() if k != "checkpoint"}
 
@@ -146,11 +146,11 @@ def by_name(result: Line) -> Lines:
 
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
     """List the checkpoints of a run that were asked the same as the newest, with their losses."""
-    newest = key_of(steps[max(steps)][name])
+    newest = question_of(steps[max(steps)][name])
     return [
         Checkpoint(loss, by_name(found[name]))
         for step, found in steps.items()
-        if name in found and key_of(found[name]) == newest
+        if name in found and question_of(found[name]) == newest
         if (loss := loss_at(run, tokens_at(run, step))) is not None
     ]
 
@@ -272,13 +272,13 @@ def grids(results: list[dict[tuple[int, int], Lines]]) -> list[Grid]:
         levels = list(dict.fromkeys(score["of"] for score in every if fact in score))
         values = list(dict.fromkeys(v for score in every for v in score.get(fact, ())))
         for row, own in enumerate(results):
-            lines = [(v, [over_seeds(own, of, fact, v) for of in levels]) for v in values]
+            lines = [(v, [seed_mean(own, of, fact, v) for of in levels]) for v in values]
             if any(x is not None for _, cells in lines for x in cells):
                 found.append(Grid(fact.removeprefix("by_"), row, levels, lines))
     return found
 
 
-def over_seeds(own: dict[tuple[int, int], Lines], of: str, fact: str, value: str) -> float | None:
+def seed_mean(own: dict[tuple[int, int], Lines], of: str, fact: str, value: str) -> float | None:
     """Return the mean over seeds at a level and a value of a fact; None without any."""
     found = [scores[of].get(fact, {}).get(value) for scores in own.values() if of in scores]
     known = [x for each in found if (x := finite(each)) is not None]

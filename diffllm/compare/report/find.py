@@ -39,7 +39,7 @@ def find_runs(named: list[Path]) -> Found:
     directories: list[Path] = []
     searched: list[Path] = []
     for path in (user_path(path, "DIR") for path in named):
-        below = expand(path)
+        below = expand_glob(path)
         found = [place for directory in below for place in search(directory)]
         if not any(map(is_run, found)):
             raise ConfigError(f"{path}: no run in it (a run has config.yaml and metrics.jsonl)")
@@ -73,7 +73,7 @@ def title_of(named: list[Path], tops: list[Path]) -> str:
     """
     asked = [p for p in named if not p.is_dir() or Path(os.path.abspath(p)) in tops]
     names = [os.path.basename(os.path.abspath(p)) if p.is_dir() else str(p) for p in asked]
-    shown = listed(list(dict.fromkeys(names)), NAMES)
+    shown = shortlist(list(dict.fromkeys(names)), NAMES)
     inside = {p.parent for p in asked if p.is_dir()}
     if (
         len(names) < 2
@@ -85,7 +85,7 @@ def title_of(named: list[Path], tops: list[Path]) -> str:
     return f"{os.path.basename(os.path.abspath(inside.pop()))}: {shown}"
 
 
-def listed(names: list[str], most: int) -> str:
+def shortlist(names: list[str], most: int) -> str:
     """ "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -104,7 +104,7 @@ def home_of(tops: list[Path]) -> Path | None:
     return home if theirs and home != home.parent else None
 
 
-def expand(path: Path) -> list[Path]:
+def expand_glob(path: Path) -> list[Path]:
     """One directory, or the directories that a glob matches, sorted; raises ConfigError."""
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
@@ -148,4 +148,4 @@ def sweep_notes(sweep: Path) -> list[str]:
     if not waiting:
         return []
     count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
-    return [f"{count}: {listed(waiting, WAITING)}."]
+    return [f"{count}: {shortlist(waiting, WAITING)}."]

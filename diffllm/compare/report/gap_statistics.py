@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from diffllm.compare.report.find import listed
+from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.numbers import MISSING, fixed, in_words
 from diffllm.compare.report.rows import Row
 from diffllm.statistics.arm_comparison import Share
@@ -32,7 +32,7 @@ def holm_sentence(rows: list[Row], most: int = NAMED) -> str:
         what = "shown" if survives(row) else "not shown"
         return f"One gap, p {p_text(row.p_holm)}: {what} at {ALPHA:g}."
     kept = [row.label for row in tested if survives(row)]
-    names = f": {listed(kept, most)}" if kept else ""
+    names = f": {shortlist(kept, most)}" if kept else ""
     survive = "survives" if len(kept) == 1 else "survive"
     return f"{len(kept)} of {len(tested)} gaps {survive} Holm's correction at {ALPHA:g}{names}."
 
@@ -88,7 +88,7 @@ def gap_lines(rows: list[Row]) -> list[GapLine]:
                 fixed(r, 2, signed=True),
                 share_text(against.own, against.base),
                 p_text(against.p_diverged) if against.own.diverged + against.base.diverged else "",
-                note_of(row),
+                gap_note(row),
             )
         )
     return found
@@ -123,7 +123,7 @@ def share_text(own: Share, base: Share) -> str:
     )
 
 
-def note_of(row: Row) -> str:
+def gap_note(row: Row) -> str:
     """Why a gap has no p, or one that counts as 1; nothing for others."""
     against = row.outcome
     if against is None:

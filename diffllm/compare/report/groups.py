@@ -13,7 +13,7 @@ from diffllm.compare.report.keys import (
     as_text,
     decides,
     overrides,
-    text_of,
+    value_text,
 )
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run
@@ -107,7 +107,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
             continue
         name = key.rpartition(".")[2]
         ambiguous = sum(other.rpartition(".")[2] == name for other in row.keys) > 1
-        parts.append(f"{key if ambiguous else name}={text_of(key, value)}")
+        parts.append(f"{key if ambiguous else name}={value_text(key, value)}")
     if shown_together:
         parts.insert(0, f"model={row.runs[0].cfg.run.choices['model']}")
     return " ".join([row.keys["attention"], *parts])
@@ -146,7 +146,9 @@ def distinguishing(
     apart = [key for key in names if all(len(v) == 1 for v in values(key))]
     apart = [key for key in apart if len(set().union(*values(key))) > 1 and key != "attention"]
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
-    return found | {key: text_of(key, row.differing.get(key)) for key in sorted(apart, key=telling)}
+    return found | {
+        key: value_text(key, row.differing.get(key)) for key in sorted(apart, key=telling)
+    }
 
 
 def telling(key: str) -> tuple[int, str]:
@@ -163,7 +165,7 @@ def in_short(group: Group, width: int) -> str:
     keys = sorted(group.values.keys() - inner, key=lambda key: (key in empty, telling(key)))
     parts = [f"{key.rpartition('.')[2]}={group.values[key]}" for key in keys]
     if changed := group.rows[0].differing.get(CHANGED):
-        parts.insert(0, f"changed ({text_of(CHANGED, changed)})")
+        parts.insert(0, f"changed ({value_text(CHANGED, changed)})")
     if not parts:
         parts = [f"{key}={value}" for key, value in group.values.items()]
     shown = 1
@@ -180,7 +182,7 @@ def keys_apart(groups: list[Group], incomparable: list[str]) -> list[str]:
     return sorted(keys, key=telling)
 
 
-def differences(groups: list[Group], incomparable: list[str]) -> dict[str, dict[str, list[str]]]:
+def differing_keys(groups: list[Group], incomparable: list[str]) -> dict[str, dict[str, list[str]]]:
     """Keys that no loss can be compared across: each value, as text, and the labels of its rows."""
     found: dict[str, dict[str, list[str]]] = {key: {} for key in incomparable}
     for group in groups:

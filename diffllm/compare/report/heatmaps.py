@@ -71,7 +71,7 @@ def scale_of(seen: np.ndarray) -> tuple[float, float, bool, str, str]:
     return low, high, False, "viridis", "Colour on a linear scale"
 
 
-def draw_maps(maps: Heatmaps, styles: list[RowStyle]) -> "Figure":
+def draw_heatmaps(maps: Heatmaps, styles: list[RowStyle]) -> "Figure":
     """Draw a panel for each row that has a map, layers upwards, with one scale of colours."""
     found = [(s, grid) for s, grid in zip(styles, maps.grids, strict=True) if grid is not None]
     down = -(-len(found) // BESIDE)

@@ -48,7 +48,7 @@ def draw_gaps(
     """
     figure = new_figure(width, max(MARGIN + LINE * len(gaps), HEIGHT))
     axes = figure.subplots()
-    low, high = ends(gaps)
+    low, high = scale_limits(gaps)
     axes.set(xlim=(low, high), ylim=(len(gaps) - 0.4, -0.6))
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
     rings = hollow or [False] * len(gaps)
@@ -74,7 +74,7 @@ def draw_gaps(
     return figure
 
 
-def ends(gaps: list[Estimate]) -> tuple[float, float]:
+def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
     """The scale: 0, a margin on either side of it, and all intervals, unless some lie far out.
 
     By the gaps over the most seeds, since an interval of two alone is many times as wide, and

@@ -200,7 +200,7 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def text_of(key: str, value: Any) -> str:
+def value_text(key: str, value: Any) -> str:
     """A key's or fact's value as text: the first characters of a hash, "unknown" without a fact."""
     if key == CHANGED:
         return "; ".join(value) if value else "nothing"

@@ -8,7 +8,7 @@ from diffllm.compare.report.keys import (
     as_text,
     differs,
     overrides,
-    text_of,
+    value_text,
 )
 from diffllm.compare.report.numbers import clock, compact
 from diffllm.compare.report.rows import Row
@@ -138,7 +138,7 @@ def settings(rows: list[Row]) -> dict[str, str]:
         parts = []
         for key in keys:
             found = [run.facts.get(key, run.config.get(key)) for run in runs]
-            texts = [text_of(key, value) for value in found if value not in (None, [], "")]
+            texts = [value_text(key, value) for value in found if value not in (None, [], "")]
             if texts:
                 parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
         if parts:
@@ -167,7 +167,7 @@ def ffn_width(rows: list[Row]) -> str:
     return "; ".join(f"{width} in {', '.join(names)}" for width, names in sorted(labels.items()))
 
 
-def summary(rows: list[Row]) -> str:
+def runs_summary(rows: list[Row]) -> str:
     """How many runs of what size, without a verdict."""
     runs = [run for row in rows for run in row.runs]
     finished = sum(run.summary is not None for run in runs)

@@ -15,13 +15,13 @@ from diffllm.compare.report.gap_statistics import (
     pairing_text,
 )
 from diffllm.compare.report.groups import in_short
-from diffllm.compare.report.notes import settings, summary
+from diffllm.compare.report.notes import runs_summary, settings
 from diffllm.compare.report.numbers import clock, compact, fixed, in_digits, percent
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run
 from diffllm.compare.report.sections import sections
 from diffllm.compare.report.style import RC, RowStyle, row_styles
-from diffllm.compare.report.table import cost_columns, csv_text, folded, table_columns
+from diffllm.compare.report.table import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.report.text import apart_text, finding, with_interval
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
@@ -63,11 +63,11 @@ def page(comparison: Comparison) -> str:
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         first, others = sections(comparison, styles, hidden(comparison))
-    columns, constant = folded(table_columns(comparison))
+    columns, constant = fold_constant(table_columns(comparison))
     root = os.path.commonpath([run.path.absolute().parent for run in runs])
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
-        summary=summary(rows),
+        summary=runs_summary(rows),
         apart=apart_text(comparison) if len(comparison.groups) > 1 else "",
         findings=findings(comparison, styles),
         open=findings_in_the_open(comparison),

@@ -19,7 +19,7 @@ EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", 
 """Ends of the names of columns of spike events, and the attribute of `Rate` that each shows."""
 
 
-def measured() -> list[Metric]:
+def column_metrics() -> list[Metric]:
     return [metric for metric in METRICS if metric.column]
 
 
@@ -97,7 +97,7 @@ class Row:
         counts = {}
         for what in ("total", "judged"):
             metric = metric_of(f"spikes_detrended/{series}_{what}")
-            known = [x for run in self.ended if (x := of_run(run, metric)) is not None]
+            known = [x for run in self.ended if (x := run_value(run, metric)) is not None]
             counts[what] = round(sum(known))
         return Rate(counts["total"], counts["judged"]) if counts["judged"] else None
 
@@ -151,7 +151,9 @@ def value_order(value: Any) -> tuple[int, Any]:
 def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
     """The newest finished run of every seed, by seed; those left out are noted."""
     by_seed: dict[tuple[int, int], Run] = {}
-    for run in sorted(runs, key=lambda run: (run.summary is not None, written(run), str(run.path))):
+    for run in sorted(
+        runs, key=lambda run: (run.summary is not None, last_written(run), str(run.path))
+    ):
         if other := by_seed.get(run.seeds):
             why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
             notes.append(
@@ -162,7 +164,7 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
     return [by_seed[seeds] for seeds in sorted(by_seed)]
 
 
-def written(run: Run) -> float:
+def last_written(run: Run) -> float:
     """When a run was finished, or last wrote; seconds since the epoch."""
     files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
     return next((file.stat().st_mtime for file in files if file.exists()), 0.0)
@@ -207,7 +209,7 @@ def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
         },
         "seconds": mean(summarised(row, "seconds")),
         "bits_per_byte": mean(summarised(row, "heldout_bits_per_byte")),
-        **{metric.quantity: over_seeds(row, metric) for metric in measured()},
+        **{metric.quantity: row_value(row, metric) for metric in column_metrics()},
     }
 
 
@@ -248,14 +250,14 @@ def equal_values(row: Row, budget: str) -> dict[str, float | None]:
     return dict(zip(names, values, strict=True))
 
 
-def over_seeds(row: Row, metric: Metric) -> float | None:
+def row_value(row: Row, metric: Metric) -> float | None:
     """A metric's number of a row, from those of its finished runs; None where none has one."""
     assert metric.column
-    known = [x for run in row.finished if (x := of_run(run, metric)) is not None]
+    known = [x for run in row.finished if (x := run_value(run, metric)) is not None]
     return float(getattr(np, metric.column.seeds)(known)) if known else None
 
 
-def of_run(run: Run, metric: Metric) -> float | None:
+def run_value(run: Run, metric: Metric) -> float | None:
     """A metric's number of a run, over its layers and the steps that the metric's column names."""
     column, layers = metric.column, metric.name.endswith("*")
     assert column

@@ -12,13 +12,13 @@ import numpy as np
 from markupsafe import Markup
 
 from diffllm.compare.report import bands
-from diffllm.compare.report.budgets import BUDGETS, same, spent_band
+from diffllm.compare.report.budgets import BUDGETS, same_facts, spent_band
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.drawing import FEW, Bands, draw_curves, draw_layers
-from diffllm.compare.report.find import listed
+from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.gap_statistics import family, survives
 from diffllm.compare.report.groups import keys_apart
-from diffllm.compare.report.heatmaps import draw_maps, heatmaps
+from diffllm.compare.report.heatmaps import draw_heatmaps, heatmaps
 from diffllm.compare.report.intervals import draw_gaps
 from diffllm.compare.report.numbers import short
 from diffllm.compare.report.runs import Run, Series
@@ -142,7 +142,7 @@ class Figures:
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens a sequence, where all runs agree."""
-        keys = listed(keys_apart(comparison.groups, list(comparison.differences)), 3)
+        keys = shortlist(keys_apart(comparison.groups, list(comparison.differences)), 3)
         self.fields = {
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",
@@ -242,7 +242,7 @@ class Figures:
             "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
             "below 0 the row is better than its baseline."
         )
-        floor = bands.seed_noise(bands.compared(self.rows))
+        floor = bands.seed_noise(bands.rows_of_gaps(self.rows))
         if floor:
             caption += (
                 " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
@@ -257,7 +257,7 @@ class Figures:
             return []
         cards = []
         for budget in (BUDGETS["flops"], BUDGETS["seconds"]):
-            if not same(budget, self.rows):
+            if not same_facts(budget, self.rows):
                 continue
             curves = [spent_band(row, budget) for row in self.rows]
             plot = Curve(f"Held-out loss against {budget.unit}", clip=True)
@@ -284,7 +284,7 @@ class Figures:
 
     def curves(self, plot: Curve, caption: str, unit: str, curves: Bands, **how: Any) -> list[Card]:
         """One figure over tokens, if there is a value other than 0."""
-        values = values_of(curves)
+        values = finite_values(curves)
         if not values.any():
             return []
         if plot.spikes is not None:
@@ -294,7 +294,7 @@ class Figures:
         if plot.clip and highest > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
-        log, mark = plot.log and highest > 0, mark_of(plot)
+        log, mark = plot.log and highest > 0, mark_line(plot)
         figure = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
         return [card(plot, caption + scale_note(values, log), figure)]
 
@@ -318,10 +318,10 @@ class Figures:
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
         """One figure over layers, if there is a value other than 0."""
         curves = [bands.at_end(row, metric.quantity) for row in self.rows]
-        values = values_of(curves)
+        values = finite_values(curves)
         if not values.any():
             return []
-        mark = mark_of(plot)
+        mark = mark_line(plot)
         if plot.uniform and self.length:
             mark = (self.length**-0.5, "1/√n")
             caption += " Dotted: uniform attention over a whole sequence."
@@ -336,14 +336,14 @@ class Figures:
             return []
         drawn = [grid is not None for grid in maps.grids]
         said = [
-            f"{style.label}: {ends(grid)}"
+            f"{style.label}: {map_in_words(grid)}"
             for style, grid in zip(self.styles, maps.grids, strict=True)
             if grid is not None
         ]
         caption += f" {maps.scale}{', the same in all panels' if sum(drawn) > 1 else ''}."
         if len(self.runs) > len(self.rows):
             caption += " Mean over a row's seeds, as far as all of them got."
-        image = to_image(draw_maps(maps, self.styles), plot.title, " ".join(said))
+        image = to_image(draw_heatmaps(maps, self.styles), plot.title, " ".join(said))
         return [Card(plot.title, caption, image, sum(drawn) > 1, plot.folded)]
 
 
@@ -351,7 +351,7 @@ def card(plot: Plot, caption: str, figure: "Figure") -> Card:
     return Card(plot.title, caption, to_image(figure, plot.title), folded=plot.folded)
 
 
-def values_of(curves: Bands) -> np.ndarray:
+def finite_values(curves: Bands) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(band.drawn for band in curves if band is not None)])
 
 
@@ -368,14 +368,14 @@ def top_of(curves: Bands) -> float:
         later = values[np.isfinite(values) & (band.x >= start)]
         if len(later):
             tops.append(max(later[0], later[-1], float(np.quantile(later, LATER))))
-    seen = values_of(curves)
+    seen = finite_values(curves)
     if len(tops) == 1 or not len(seen):
         return np.inf
     top, low = max(tops[1:]), float(seen.min())
     return top + 0.08 * (top - low)
 
 
-def mark_of(plot: Plot) -> tuple[float, str] | None:
+def mark_line(plot: Plot) -> tuple[float, str] | None:
     return None if plot.mark is None else (plot.mark, short(plot.mark))
 
 
@@ -387,7 +387,7 @@ def scale_note(drawn: np.ndarray, log: bool) -> str:
     return f" Logarithmic scale{left_out}."
 
 
-def ends(grid: np.ndarray) -> str:
+def map_in_words(grid: np.ndarray) -> str:
     """A map in words: its range at the first and last logged time."""
     logged = np.flatnonzero(np.isfinite(grid).any(axis=0))
     first, last = (grid[:, i][np.isfinite(grid[:, i])] for i in (logged[0], logged[-1]))

@@ -24,7 +24,7 @@ from diffllm.compare.report.numbers import (
     share_words,
     short,
 )
-from diffllm.compare.report.rows import Row, measured
+from diffllm.compare.report.rows import Row, column_metrics
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import DEFINITIONS, metric_of
 from diffllm.statistics.estimates import Estimate
@@ -92,7 +92,7 @@ COLUMNS = {
     },
     "seconds": "of wall clock that a finished run took, all its starts together; mean over seeds",
     "bits_per_byte": "held-out loss after the last step, bits a byte of text, mean over seeds",
-    **{metric.quantity: metric.column_meaning for metric in measured()},
+    **{metric.quantity: metric.column_meaning for metric in column_metrics()},
 }
 """Column to its meaning. All but the swept keys and the sizes are of finished runs; an unknown
 number is None, an empty cell."""
@@ -172,7 +172,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     column("Tokens", "", ["tokens"], lambda row: number_cell(row.values["tokens"], compact))
     column("Seeds", "", ["seeds"], seeds_cell)
     column("Time", "a run", ["seconds"], lambda row: number_cell(row.values["seconds"], clock))
-    for metric in measured():
+    for metric in column_metrics():
         if not ((shown := metric.column) and shown.title):
             continue
         names, unit, cell = [metric.quantity, shown.second], shown.unit, metric_cell
@@ -183,7 +183,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     return [each for each in made if any(cell != Cell(MISSING) for cell in each.cells)]
 
 
-def folded(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
+def fold_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
     """The columns that tell rows apart, and a sentence about those that are all zero and those
     that are the same in all of several rows."""
     zero = [each for each in columns if all(c.order == c.second == 0 for c in each.cells)]

@@ -5,7 +5,7 @@ import os
 from textwrap import wrap
 
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.find import listed
+from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.gap_statistics import NAMED, holm_sentence
 from diffllm.compare.report.groups import in_short, keys_apart
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, finite, fixed, share_words
@@ -37,7 +37,7 @@ def with_interval(estimate: Estimate, signed: bool = False) -> str:
     return mean if MISSING in (low, high) else f"{mean} ({low} to {high})"
 
 
-def counted(number: int, one: str) -> str:
+def plural(number: int, one: str) -> str:
     return f"{number} {one}{'' if number == 1 else 's'}"
 
 
@@ -60,7 +60,7 @@ def gap_sentence(row: Row) -> str:
     said = f"{row.label} {with_interval(row.gap, signed=True)} against {row.baseline.label}"
     size = size_against(row, row.baseline)
     lost = [divergence(row), divergence(row.baseline, f" of {row.baseline.label}")]
-    return ", ".join(filter(None, [said, counted(row.gap.seeds, "seed"), size, *lost]))
+    return ", ".join(filter(None, [said, plural(row.gap.seeds, "seed"), size, *lost]))
 
 
 def divergence(row: Row, of: str = "") -> str:
@@ -88,7 +88,7 @@ def finding(row: Row, bases: list[Row]) -> str:
         side = "under" if row.loss.mean <= entropy else "over"
         apart = fixed(abs(entropy - row.loss.mean), 2)
         parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
-    many = [counted(row.loss.seeds, "seed")] if bases or len(row.runs) > 1 else []
+    many = [plural(row.loss.seeds, "seed")] if bases or len(row.runs) > 1 else []
     return ", ".join(filter(None, [*parts, *many, divergence(row)]))
 
 
@@ -107,7 +107,7 @@ def table_text(comparison: Comparison) -> str:
     lines = [head, *map(row_cells, comparison.rows)]
     if not gaps:
         lines = [[*line[:2], *line[3:]] for line in lines]
-    text = [*aligned(lines), *reading(comparison)]
+    text = [*aligned(lines), *explanation(comparison)]
     if len(comparison.groups) > 1:
         text += ["", *groups_text(comparison)]
     return "\n".join(ascii_minus(line.rstrip()) for line in text)
@@ -159,7 +159,7 @@ def aligned(lines: list[list[str]]) -> list[str]:
     return text
 
 
-def reading(comparison: Comparison) -> list[str]:
+def explanation(comparison: Comparison) -> list[str]:
     """Explain the numbers of a table."""
     lost = [f"{row.label}: {said}." for row in comparison.rows if (said := divergence(row))]
     if lost:
@@ -169,10 +169,10 @@ def reading(comparison: Comparison) -> list[str]:
     notes = ["Nats a token, means over seeds; in brackets 95% intervals."]
     if any(row.gap and row.gap.holds_zero for row in comparison.rows):
         notes.append("An interval that holds 0 shows no difference.")
-    return [*notes, *one_line(comparison.rows), *lost]
+    return [*notes, *holm_lines(comparison.rows), *lost]
 
 
-def one_line(rows: list[Row]) -> list[str]:
+def holm_lines(rows: list[Row]) -> list[str]:
     """Which gaps survive Holm's correction, as many of them named as a line holds."""
     said = [holm_sentence(rows, most) for most in range(NAMED, 0, -1)]
     short = [sentence for sentence in said if len(sentence) <= WIDTH]
@@ -195,7 +195,7 @@ def apart_text(comparison: Comparison, most: int = 5) -> str:
     keys = keys_apart(comparison.groups, list(comparison.differences))
     return (
         f"{len(comparison.groups)} groups of rows that cannot be compared with each other; they "
-        f"differ in {listed(keys, most)}"
+        f"differ in {shortlist(keys, most)}"
     )
 
 

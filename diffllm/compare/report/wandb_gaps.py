@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.compare.report.bands import compared, gap_band, seed_noise
+from diffllm.compare.report.bands import gap_band, rows_of_gaps, seed_noise
 from diffllm.compare.report.comparison import Comparison
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
@@ -12,7 +12,7 @@ KIND = "comparison"
 """The run's group and job type."""
 
 
-def log_gaps(comparison: Comparison, directory: Path) -> bool:
+def record_gaps(comparison: Comparison, directory: Path) -> bool:
     """Record the gap of every row, its ends over seeds, and the noise floor; false if nothing was.
 
     `gap/<row>`, `gap/<row>/low` and `gap/<row>/high` over `tokens`, and `gap/noise_floor`, half the
@@ -36,7 +36,7 @@ def log_gaps(comparison: Comparison, directory: Path) -> bool:
     for label, band in bands.items():
         for end, values in (("", band.mean), ("/low", band.low), ("/high", band.high)):
             note(f"gap/{label}{end}", band.x, values)
-    if floor := seed_noise(compared(comparison.rows)):
+    if floor := seed_noise(rows_of_gaps(comparison.rows)):
         note("gap/noise_floor", floor.x, floor.half)
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
     choices = {"attention": KIND, "model": KIND}

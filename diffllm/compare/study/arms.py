@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.report.rows import of_run
+from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, load_run
 from diffllm.compare.study.file import OF_THE_SUMMARY, Rule, Study
 from diffllm.compare.study.planned_runs import Planned, is_ended
@@ -76,7 +76,7 @@ def number_of(run: Run, name: str) -> float | None:
         return finite(run.summary[name])
     metric = None if name in OF_THE_SUMMARY else metric_of(name)
     if metric and metric.column:
-        value = of_run(run, metric)
+        value = run_value(run, metric)
     else:
         values = run.series(name).values
         value = float(values[-1]) if len(values) else None

@@ -17,7 +17,7 @@ from diffllm.compare.report.numbers import MISSING, compact, percent, short
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
 from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, to_image
-from diffllm.compare.report.text import ascii_minus, counted
+from diffllm.compare.report.text import ascii_minus, plural
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
@@ -125,7 +125,7 @@ def power_words(study: Study) -> str:
         chance = welch_power(gap, sd, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
     return (
-        f"With {counted(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
+        f"With {plural(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
         f"seeds{source}, the study finds a true gap of {short(gap)} with probability {chance:.2f} "
         "if seeds are uncorrelated."
     )
@@ -256,7 +256,7 @@ def conditions(numbers: dict[str, Any]) -> str:
     runs = sum(len(arm["losses"]) for arm in arms)
     seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
     words = [
-        counted(runs, "run"),
+        plural(runs, "run"),
         f"{range_text(seeds, str)} seed{'s' * (max(seeds) != 1)} per arm",
         f"{range_text(tokens)} tokens per run",
     ]
