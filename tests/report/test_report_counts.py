@@ -70,7 +70,7 @@ def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
     assert columns["Seeds"][1].tag == "1 diverged: 33%, 0.84% to 91%"
     assert columns["Seeds"][0].tag == ""
     (equal,) = cost_columns(found)
-    assert equal.cells[1].more == ("1 of 3 seeds diverged",)
+    assert equal.cells[1].small[-1] == "1 of 3 seeds diverged"
 
     shown = Reader(page(found)).text
     assert told in shown
@@ -124,9 +124,8 @@ def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path
     assert standard.events("grad") is None
     columns = {each.title: each for each in table_columns(found)}
     cell, none = columns["Loss spikes"].cells
-    assert (cell.text, cell.detail) == ("6", "1.2 to 18")
-    assert (none.text, none.detail) == ("0", "0 to 7.4")
-    assert cell.more == ("128: 10%", "OLMo 2: 10%")
+    assert (cell.text, cell.small) == ("6", ("1.2 to 18", "128: 10%", "OLMo 2: 10%"))
+    assert (none.text, none.small[0]) == ("0", "0 to 7.4")
     assert columns["Loss spikes"].unit == "events per 1,000 steps"
     assert columns["Gradient spikes"].unit == "of steps", "no run counted events of it"
     line = next(csv.DictReader(io.StringIO(csv_text(found))))

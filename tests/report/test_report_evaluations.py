@@ -12,9 +12,10 @@ from written_runs import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import reaching
+from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
 from diffllm.compare.report.table import csv_text
-from diffllm.compare.report.text import whole_text, with_interval
+from diffllm.compare.report.text import whole_text
 from diffllm.evaluation.results import SHARE, all_results, keep, results_of
 from diffllm.statistics.estimates import Estimate, estimate
 

@@ -99,7 +99,7 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
     assert "context" not in said[0].lower()
     assert re.match(r"The same in all rows: .*Tokens .*, Seeds 2\.", said[1])
     (spikes,) = (column for column in columns if column.title == "Gradient spikes")
-    assert (spikes.cells[0].text, spikes.cells[0].detail) == ("0%", "OLMo 2 0.5%")
+    assert (spikes.cells[0].text, spikes.cells[0].small) == ("0%", ("OLMo 2 0.5%",))
     page_of = Reader(page(found)).text
     assert " ".join(said) in page_of
     assert "1:01" in page_of

@@ -11,7 +11,7 @@ from scipy import stats
 from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.gap_statistics import gap_lines, holm_sentence, p_text
+from diffllm.compare.report.gap_statistics import gap_table, holm_sentence, p_text
 from diffllm.compare.report.intervals import draw_gaps
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
@@ -19,6 +19,7 @@ from diffllm.compare.report.sections import sections
 from diffllm.compare.report.style import SURFACE, row_styles
 from diffllm.compare.report.table import csv_text, table_columns
 from diffllm.compare.report.text import holm_lines, table_text
+from diffllm.core.printing.table import Cell
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
@@ -70,6 +71,13 @@ def test_every_gap_has_its_tests_in_the_table(four):
     assert {lines[0][name] for name in ("gap_p", "gap_p_holm", "seed_correlation")} == {""}
 
 
+def gap_cells(found):
+    """The cells of each line of the table of tests, by the heads of their columns."""
+    table = gap_table(found.rows, row_styles(found.rows))
+    heads = [column.head for column in table.columns]
+    return [dict(zip(heads, row, strict=True)) for row in table.rows]
+
+
 def test_the_first_screen_says_which_gaps_survive(four, shown):
     assert holm_sentence(four.rows) == "1 of 3 gaps survives Holm's correction at 0.05: gated."
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
@@ -94,9 +102,10 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
 
 
 def test_the_folded_table_says_what_the_tests_are_of(four, shown):
-    gated = gap_lines(four.rows)[0]
-    assert (gated.row, gated.base, gated.seeds) == (1, "standard", "4")
-    assert (gated.diverged, gated.diverged_p, gated.note) == ("no run", "", "")
+    gated = gap_cells(four)[0]
+    assert (gated["Row"].text, gated["Row"].small) == ("gated", ("against standard",))
+    assert (gated["Pairs"].text, gated["p, Holm"].tag) == ("4", "")
+    assert gated["Diverged, 95%, and p"] == Cell("no run")
     assert "Statistics of the gaps" in shown
     assert "over all gaps of this page that have a test: 3." in shown
     assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in shown
@@ -108,7 +117,7 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     gated, diff_v2 = found.rows[1:]
     assert (gated.p_holm, gated.values["gap_p"]) == (1, 1)
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
-    notes = [line.note for line in gap_lines(found.rows)]
+    notes = [line["p, Holm"].tag for line in gap_cells(found)]
     assert notes == ["seeds do not vary: p counts as 1", "no test from one seed"]
     assert holm_sentence(found.rows) == "One gap, p 1.00: not shown at 0.05."
     page(found)
@@ -130,11 +139,11 @@ def test_a_row_that_diverged_more_is_never_better():
     assert diff_v2.outcome.own == Share(4, 4)
     assert diff_v2.values["diverged_p"] == pytest.approx(stats.fisher_exact([[4, 0], [0, 4]])[1])
     assert diff_v2.values["diverged_low"] == pytest.approx(0.025**0.25)
-    lines = gap_lines(found.rows)
-    assert [line.row for line in lines] == [1, 2, 3]
-    assert lines[0].diverged.startswith("1 of 4 (1% to 81%) against 0 of 4")
-    assert "in favour of the side that diverged more" in lines[0].note
-    assert lines[2].note == "no seed ended finite in both"
+    lines = gap_cells(found)
+    assert [line["Row"].text for line in lines] == [row.label for row in found.rows[1:]]
+    assert lines[0]["Diverged, 95%, and p"].text == "1 of 4 (1% to 81%) against 0 of 4"
+    assert "in favour of the side that diverged more" in lines[0]["p, Holm"].tag
+    assert lines[2]["p, Holm"].tag == "no seed ended finite in both"
     assert holm_sentence(found.rows) == "1 of 2 gaps survives Holm's correction at 0.05: diff_v1."
     text = " ".join(Reader(page(found)).text.split())
     assert "4 of 4 (40% to 100%) against 0 of 4" in text
@@ -170,10 +179,11 @@ def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
     row = found.rows[1]
     assert (row.documents.mean, row.documents.seeds) == (pytest.approx(-0.1), LEAST_SEEDS)
     assert row.values["gap_documents_low"] == row.documents.low
-    (line,) = gap_lines(found.rows)
+    (line,) = gap_cells(found)
     text = " ".join(Reader(page(found)).text.split())
-    assert line.documents
-    assert line.documents in text
+    interval = line["Documents and seeds, bootstrap, 95%"].text
+    assert interval.startswith("−0.1")
+    assert interval in text
     assert "An interval over documents and seeds together is withheld" not in text
     other = document_losses(runs[0].path)
     replace(other, tokens=other.tokens + 1).save(runs[0].path, 12)

@@ -24,8 +24,9 @@ from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Metrics, Run, Series
 from diffllm.compare.report.style import RC, legend_of, row_styles
-from diffllm.compare.report.table import COLUMNS, Cell, table_columns
+from diffllm.compare.report.table import COLUMNS, table_columns
 from diffllm.config.compose import variants
+from diffllm.core.printing.table import Cell
 from diffllm.statistics.estimates import Estimate
 
 CASES = {
@@ -261,7 +262,7 @@ def test_finished_runs_are_counted():
 
 def test_every_column_is_explained():
     text = Reader(html_of("four variants")).text
-    explained = text[text.index("Columns of the table") :]
+    explained = text[text.index("Columns of the tables") :]
     for name in ("loss", "gap", "seeds", "spikes/loss_score", "context_rms_max"):
         assert COLUMNS[name] in explained
 

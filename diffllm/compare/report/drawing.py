@@ -118,7 +118,7 @@ def empty(
         axes = figure.subplots()
         return figure, axes, axes
     axes, last = figure.subplots(2, 1, sharex=True, height_ratios=[HEIGHT, lanes])
-    figure.get_layout_engine().set(h_pad=0.02, hspace=0)  # type: ignore[union-attr, call-arg]
+    figure.get_layout_engine().set(h_pad=0.03, hspace=0)  # type: ignore[union-attr, call-arg]
     return figure, axes, last
 
 

@@ -20,7 +20,7 @@ LEVEL = 0.9
 """The share of right answers whose first time is told."""
 
 
-class Cell(NamedTuple):
+class ScoreCell(NamedTuple):
     """A score of a row."""
 
     mean: Estimate
@@ -34,7 +34,7 @@ class ScoreLine(NamedTuple):
 
     of: str
     chance: float | None
-    cells: list[Cell | None]
+    cells: list[ScoreCell | None]
     """One a row; None where it has not been measured."""
 
 
@@ -248,12 +248,12 @@ def score_line(
         }
         for own in results
     ]
-    cells: list[Cell | None] = []
+    cells: list[ScoreCell | None] = []
     for own, base in zip(values, bases, strict=True):
         theirs = {} if base is None else values[base]
         common = sorted(own.keys() & theirs.keys())
         gap = estimate([own[seeds] - theirs[seeds] for seeds in common]) if common else None
-        cells.append(Cell(estimate(list(own.values())), gap) if own else None)
+        cells.append(ScoreCell(estimate(list(own.values())), gap) if own else None)
     every = [scores[of] for own in results for scores in own.values() if of in scores]
     return ScoreLine(of, finite(every[0].get("chance")), cells)
 

@@ -1,12 +1,12 @@
 """The tests behind the gaps of a page: which survive Holm's correction, and a table of all."""
 
-from typing import NamedTuple
-
 from diffllm.compare.report.find import shortlist
-from diffllm.compare.report.numbers import MISSING, fixed, in_words
+from diffllm.compare.report.numbers import MISSING, fixed, in_words, with_interval
 from diffllm.compare.report.rows import Row
+from diffllm.compare.report.style import RowStyle
+from diffllm.core.printing.table import Cell, Table
 from diffllm.statistics.arm_comparison import Share
-from diffllm.statistics.gap_tests import ALPHA, FEWEST, Gap
+from diffllm.statistics.gap_tests import ALPHA, FEWEST
 from diffllm.statistics.power_analysis import pairing_pays_above
 
 NAMED = 4
@@ -46,52 +46,45 @@ def p_text(p: float | None) -> str:
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
-class GapLine(NamedTuple):
-    """A line of the table of tests, as text."""
-
-    row: int
-    """The row's place in the comparison."""
-    base: str
-    seeds: str
-    paired: str
-    p: str
-    p_holm: str
-    welch: str
-    welch_p: str
-    documents: str
-    """The interval over documents and seeds; "" where it is withheld."""
-    correlation: str
-    diverged: str
-    diverged_p: str
-    note: str
+HEADS = (
+    "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",
+    ("Unpaired gap", "Welch, 95%"), ("p", "Welch"), ("Documents and seeds", "bootstrap, 95%"),
+    ("Correlation", "between seeds"), ("Diverged", "95%, and p"),
+)  # fmt: skip
+DOCUMENTS = 7
+"""Place of the column that is missing where all intervals are withheld."""
 
 
-def gap_lines(rows: list[Row]) -> list[GapLine]:
-    """A line for every row that was compared with a baseline, also where its runs all diverged."""
-    found = []
-    for index, row in enumerate(rows):
-        base, against = row.against, row.outcome
-        if against is None or base is None:
+def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
+    """Tabulate the tests of every row that was compared with a baseline, also where its runs all
+    diverged; None without any."""
+    lines = []
+    for row, style in zip(rows, styles, strict=True):
+        base, found = row.against, row.outcome
+        if base is None or found is None:
             continue
-        paired, unpaired, r = against.paired, against.welch, against.correlation
-        found.append(
-            GapLine(
-                index,
-                base.label,
-                str(paired.seeds) if paired else "0",
-                interval_text(paired),
-                p_text(paired.p if paired else None),
-                p_text(row.p_holm),
-                interval_text(unpaired),
-                p_text(unpaired.p if unpaired else None),
-                in_words(row.documents, signed=True) if row.documents else "",
-                fixed(r, 2, signed=True),
-                share_text(against.own, against.base),
-                p_text(against.p_diverged) if against.own.diverged + against.base.diverged else "",
-                gap_note(row),
-            )
-        )
-    return found
+        paired, unpaired = found.paired, found.welch
+        p = f"p {p_text(found.p_diverged)}, Fisher"
+        lost = found.own.diverged + found.base.diverged
+        cells = [
+            Cell(row.label, small=(f"against {base.label}",), icon=style.swatch),
+            Cell(str(paired.seeds) if paired else "0"),
+            Cell(with_interval(paired.estimate, True, 4) if paired else MISSING),
+            Cell(p_text(paired.p if paired else None)),
+            Cell(p_text(row.p_holm), tag=gap_note(row)),
+            Cell(with_interval(unpaired.estimate, True, 4) if unpaired else MISSING),
+            Cell(p_text(unpaired.p if unpaired else None)),
+            Cell((in_words(row.documents, signed=True) if row.documents else "") or MISSING),
+            Cell(fixed(found.correlation, 2, signed=True)),
+            Cell(share_text(found.own, found.base), small=(p,) if lost else ()),
+        ]
+        lines.append(cells)
+    if not lines:
+        return None
+    table = Table.of(HEADS, lines)
+    if any(cells[DOCUMENTS].text != MISSING for cells in lines):
+        return table
+    return Table([each for i, each in enumerate(table.columns) if i != DOCUMENTS])
 
 
 def documents_text(rows: list[Row]) -> str:
@@ -100,16 +93,6 @@ def documents_text(rows: list[Row]) -> str:
     if not reasons:
         return ""
     return f"An interval over documents and seeds together is {'; '.join(reasons)}."
-
-
-def interval_text(gap: Gap | None) -> str:
-    """ "−0.0200 (−0.0313 to −0.0088)"; the mean alone where there is no interval."""
-    if gap is None:
-        return MISSING
-    mean = fixed(gap.mean, signed=True)
-    if gap.low is None or gap.high is None:
-        return mean
-    return f"{mean} ({fixed(gap.low, signed=True)} to {fixed(gap.high, signed=True)})"
 
 
 def share_text(own: Share, base: Share) -> str:

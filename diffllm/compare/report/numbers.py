@@ -1,5 +1,6 @@
 """Numbers as a report writes them."""
 
+import math
 from typing import Any
 
 from diffllm.core.files.records import finite
@@ -8,6 +9,10 @@ from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.estimates import Estimate, Rate
 
 MISSING = "–"
+SMALL = 0.01
+"""Means below it have four decimals in a text."""
+TINY = 1e-3
+"""Means below it with all of their interval have two significant digits in a text."""
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -58,12 +63,32 @@ def clock(value: Any) -> str:
     return MISSING if x is None else duration(x)
 
 
-def in_words(estimate: Estimate, signed: bool = False) -> str:
+def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
     """Its 95% interval in words; nothing from a single seed."""
     if finite(estimate.low) is None or finite(estimate.high) is None:
         return ""
-    low, high = (fixed(x, signed=signed) for x in (estimate.low, estimate.high))
+    low, high = (fixed(x, digits, signed) for x in (estimate.low, estimate.high))
     return f"{low} to {high}"
+
+
+def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
+    """ "-0.200 (-0.313 to -0.088)"; the mean alone where there is no interval.
+
+    Args:
+        digits: decimals; 0 for as many as the numbers need.
+    """
+    if not digits:
+        known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
+        digits = 3 if abs(estimate.mean) >= SMALL else 4
+        if known and (widest := max(map(abs, known))) < TINY:
+            digits = 1 - math.floor(math.log10(widest))
+    mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)
+    return f"{mean} ({interval})" if interval else mean
+
+
+def plural(number: int, one: str) -> str:
+    """ "1 seed", "3 seeds"."""
+    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def ascii_minus(text: str) -> str:

@@ -6,27 +6,40 @@ from typing import NamedTuple
 
 from diffllm.compare.report.bands import POINTS
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.evaluations import LEVEL, reaching
+from diffllm.compare.report.evaluations import LEVEL
 from diffllm.compare.report.gap_statistics import (
     documents_text,
     family,
-    gap_lines,
+    gap_table,
     holm_sentence,
     pairing_text,
 )
 from diffllm.compare.report.groups import in_short
 from diffllm.compare.report.notes import runs_summary, settings
-from diffllm.compare.report.numbers import clock, compact, fixed, in_digits, percent
+from diffllm.compare.report.numbers import fixed, percent
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run
 from diffllm.compare.report.sections import sections
 from diffllm.compare.report.style import RC, RowStyle, row_styles
-from diffllm.compare.report.table import cost_columns, csv_text, fold_constant, table_columns
-from diffllm.compare.report.text import apart_text, finding, with_interval
+from diffllm.compare.report.table import (
+    cost_columns,
+    cost_table,
+    csv_text,
+    fold_constant,
+    grid_table,
+    groups_table,
+    named,
+    reaching_table,
+    runs_table,
+    score_table,
+    table_columns,
+)
+from diffllm.compare.report.text import apart_text, finding
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT
+from diffllm.core.printing.table import Column, Table
 
 FEW, MOST = 8, 12
 """Sentences that always stand on the first screen, and at most."""
@@ -63,42 +76,38 @@ def page(comparison: Comparison) -> str:
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         first, others = sections(comparison, styles, hidden(comparison))
-    columns, constant = fold_constant(table_columns(comparison))
-    root = os.path.commonpath([run.path.absolute().parent for run in runs])
+    every = table_columns(comparison)
+    columns, constant = fold_constant(every)
+    groups = comparison.groups if len(comparison.groups) > 1 else []
     return environment.get_template("page.html.jinja").render(
         comparison=comparison,
         summary=runs_summary(rows),
-        apart=apart_text(comparison) if len(comparison.groups) > 1 else "",
+        apart=apart_text(comparison) if groups else "",
+        apart_table=groups_table(groups) if groups else None,
         findings=findings(comparison, styles),
         open=findings_in_the_open(comparison),
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
         holm=holm_sentence(rows),
-        tested=gap_lines(rows),
+        tests=gap_table(rows, styles),
         family=len(family(rows)),
         pairing=pairing_text(rows),
         documents=documents_text(rows),
-        styles=styles,
         hidden=hidden(comparison),
-        columns=columns,
-        every_column=table_columns(comparison),
+        results=Table([Column("Row", named(rows, styles)), *columns]),
+        meanings=[*every, *cost_columns(comparison)],
         constant=constant,
         first=first,
-        costs=cost_columns(comparison),
+        costs=cost_table(comparison),
         sections=others,
-        evaluated=comparison.evaluated,
-        in_digits=in_digits,
-        reaching=reaching(rows),
-        level=LEVEL,
-        with_interval=with_interval,
-        texts=texts(rows, styles),
-        several=len(runs) > len(rows),
-        root=root,
-        relpath=os.path.relpath,
-        compact=compact,
-        clock=clock,
+        score_table=score_table,
+        grid_table=grid_table,
         fixed=fixed,
-        percent=percent,
+        reaching=reaching_table(rows),
+        level=percent(LEVEL),
+        texts=texts(rows, styles),
+        runs=runs_table(rows, os.path.commonpath([run.path.absolute().parent for run in runs])),
+        several=len(runs) > len(rows),
         points=POINTS,
     )
 

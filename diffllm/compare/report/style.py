@@ -41,6 +41,7 @@ RC = {
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": SMALL, "text.parse_math": False, "text.color": FOREGROUND,
     "figure.facecolor": SURFACE, "figure.dpi": 72,
+    "figure.constrained_layout.w_pad": 0.07, "figure.constrained_layout.h_pad": 0.06,
     "axes.facecolor": SURFACE, "axes.edgecolor": MUTED, "axes.linewidth": 0.8,
     "axes.labelcolor": MUTED, "axes.labelsize": SMALL, "axes.labelpad": 2,
     "axes.titlecolor": MUTED, "axes.titlesize": SMALL, "axes.titlepad": 6,
@@ -142,7 +143,7 @@ def new_figure(width: float, height: float, styles: list[RowStyle] | None = None
         [Line2D([], [], linewidth=1.8, **style.line) for style in shown],  # type: ignore[arg-type]
         [f" {name}" for name in names],  # without a space, matplotlib omits names such as "_x"
         loc="outside lower center", ncols=-(-len(names) // lines), frameon=False, borderpad=0,
-        borderaxespad=0, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.2,
+        borderaxespad=0, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.4,
     )  # fmt: skip
     return figure
 

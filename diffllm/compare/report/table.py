@@ -1,33 +1,38 @@
-"""The numbers of a row: the columns of report.csv, and the page's table with what limits each."""
+"""The tables of a report: the columns of report.csv, and what the page shows."""
 
-import csv
-import io
-import json
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from diffllm.compare.report.budgets import BUDGETS
 from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.evaluations import Grid, ScoreCell, ScoreLine, reaching
 from diffllm.compare.report.gap_statistics import family, survives
+from diffllm.compare.report.groups import Group
 from diffllm.compare.report.numbers import (
     MISSING,
     clock,
     compact,
     finite,
     fixed,
+    in_digits,
     in_words,
     percent,
     rate_words,
     share_words,
     short,
+    with_interval,
 )
 from diffllm.compare.report.rows import Row, column_metrics
+from diffllm.compare.report.style import RowStyle
+from diffllm.compare.report.text import divergence
+from diffllm.core.printing.table import Cell, Column, Table
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import DEFINITIONS, metric_of
-from diffllm.statistics.estimates import Estimate
+from diffllm.statistics.estimates import Estimate, Times
 
 EQUAL = {
     "": "held-out loss minus the baseline's where both had spent equal {}, read off evaluations "
@@ -99,6 +104,8 @@ number is None, an empty cell."""
 
 CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
 """Columns of the page that need no place where all rows agree."""
+MATRIX = 8
+"""Groups up to which each has a column of the table of what differs."""
 
 
 def meaning(column: str) -> str:
@@ -108,48 +115,11 @@ def meaning(column: str) -> str:
 
 def csv_text(comparison: Comparison) -> str:
     """A header and a line a row; numbers in full precision."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(comparison.rows[0].values)
-    for row in comparison.rows:
-        writer.writerow(map(csv_cell, row.values.values()))
-    return file.getvalue()
+    rows = [[Cell(value=value) for value in row.values.values()] for row in comparison.rows]
+    return Table.of(list(comparison.rows[0].values), rows).csv()
 
 
-def csv_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return json.dumps(value) if isinstance(value, (bool, list, dict)) else str(value)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One place of the page's table."""
-
-    text: str
-    order: float | None = None
-    """Sorting goes by it; None comes last."""
-    detail: str = ""
-    """In small print: the interval, the other end of a range."""
-    tag: str = ""
-    """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
-    second: float = 0.0
-    """The number in the small print, if it is one of a metric of its own."""
-    more: tuple[str, ...] = ()
-    """Further lines in small print."""
-
-
-@dataclass(frozen=True)
-class TableColumn:
-    """A header and the cell of every row."""
-
-    title: str
-    unit: str
-    hint: str
-    cells: list[Cell]
-
-
-def table_columns(comparison: Comparison) -> list[TableColumn]:
+def table_columns(comparison: Comparison) -> list[Column]:
     """All columns that some row has a value for, without the labels of rows."""
     rows = comparison.rows
     made = []
@@ -157,7 +127,7 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     def column(title: str, unit: str, names: list[str], cell: Callable[[Row], Cell]) -> None:
         hints = [f"{name}: {meaning(name)}" for name in names if name]
         hint = "; ".join(hints) if len(hints) > 1 else meaning(names[0])
-        made.append(TableColumn(title, unit, hint, [cell(row) for row in rows]))
+        made.append(Column(title, [cell(row) for row in rows], unit, hint))
 
     unit = interval_unit([row.loss for row in rows], "95% interval")
     column("Held-out loss", unit, ["loss"], loss_cell)
@@ -183,10 +153,10 @@ def table_columns(comparison: Comparison) -> list[TableColumn]:
     return [each for each in made if any(cell != Cell(MISSING) for cell in each.cells)]
 
 
-def fold_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
+def fold_constant(columns: list[Column]) -> tuple[list[Column], list[str]]:
     """The columns that tell rows apart, and a sentence about those that are all zero and those
     that are the same in all of several rows."""
-    zero = [each for each in columns if all(c.order == c.second == 0 for c in each.cells)]
+    zero = [each for each in columns if all(cell.value == 0 for cell in each.cells)]
     same = [
         each
         for each in columns
@@ -204,14 +174,14 @@ def fold_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], list[s
     return [each for each in columns if each not in zero and each not in same], said
 
 
-def cost_columns(comparison: Comparison) -> list[TableColumn]:
+def cost_columns(comparison: Comparison) -> list[Column]:
     """The gaps at equal cost, a column a cost that some row has one for."""
     made = []
     for name, budget in BUDGETS.items():
         cells = [equal_cell(row, name) for row in comparison.rows]
         if any(name in row.equal for row in comparison.rows):
             hint = f"{budget.meaning}; {meaning(f'gap_at_{name}')}"
-            made.append(TableColumn(f"At equal {budget.unit}", "nats a token", hint, cells))
+            made.append(Column(f"At equal {budget.unit}", cells, "nats a token", hint))
     return made
 
 
@@ -223,9 +193,10 @@ def equal_cell(row: Row, budget: str) -> Cell:
     parts = [in_words(found.gap, signed=True), off if found.error else ""]
     tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
     mean, base = found.gap.mean, row.baseline
-    lost = (diverged(row), diverged(base, f" of {base.label}") if base else "")
-    detail = "; ".join(filter(None, parts))
-    return Cell(fixed(mean, signed=True), mean, detail, tag, more=tuple(filter(None, lost)))
+    lost = [divergence(row, share=False)]
+    lost += [divergence(base, f" of {base.label}", share=False)] if base else []
+    small = ["; ".join(filter(None, parts)), *lost]
+    return Cell(fixed(mean, signed=True), mean, tuple(filter(None, small)), tag)
 
 
 def interval_unit(estimates: list[Estimate | None], kind: str) -> str:
@@ -242,20 +213,22 @@ def metric_cell(row: Row, metric: Metric) -> Cell:
     column = metric_of(metric.column.second).column if finite(second) is not None else None
     detail = f"{column.unit} {(percent if column.percent else short)(second)}" if column else ""
     cell = number_cell(row.values.get(metric.quantity), how, detail)
-    return replace(cell, second=finite(second) or 0.0)
+    # 0 says that a column can be left out: then the number in small print has to be 0 too
+    return replace(cell, value=finite(second)) if cell.value == 0 and second else cell
 
 
 def number_cell(value: Any, how: Callable[[Any], str], detail: str = "") -> Cell:
     """A number; one that is NaN or infinite is not the same as none."""
     odd = value is not None and finite(value) is None
-    return Cell(how(value), finite(value), detail, "not finite" if odd else "")
+    small = (detail,) if detail else ()
+    return Cell(how(value), finite(value), small, "not finite" if odd else "")
 
 
 def size_cell(row: Row) -> Cell:
     """Total parameters, active ones below where they differ."""
     total, active = (row.values.get(name) for name in ("parameters", "active_parameters"))
     detail = f"{compact(active)} active" if finite(active) and active != total else ""
-    return Cell(compact(total), finite(total), detail)
+    return Cell(compact(total), finite(total), (detail,) if detail else ())
 
 
 def seeds_cell(row: Row) -> Cell:
@@ -283,24 +256,19 @@ def spikes_cell(row: Row, metric: Metric) -> Cell:
             scores.append(f"{definition}: {percent(value)}")
     rate = row.events(series_of(metric))
     if not rate:
-        return Cell(MISSING, more=tuple(scores))
+        return Cell(MISSING, small=tuple(scores))
     # the upper end is never 0: no column of events is left out because all are
-    return Cell(short(rate.value, 2), rate.value, rate_words(rate), "", rate.high, tuple(scores))
+    return Cell(short(rate.value, 2), rate.high, (rate_words(rate), *scores))
 
 
 def loss_cell(row: Row) -> Cell:
     """A mean with its interval, and how many seeds are not in it."""
-    tag = diverged(row)
+    tag = divergence(row, share=False)
     if row.loss is None or finite(row.loss.mean) is None:
         return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
     bits = finite(row.values.get("bits_per_byte"))
-    more = () if bits is None else (f"{fixed(bits, 3)} bits a byte",)
-    return Cell(fixed(row.loss.mean), row.loss.mean, in_words(row.loss), tag, more=more)
-
-
-def diverged(row: Row, of: str = "") -> str:
-    """ "1 of 3 seeds diverged"; nothing if none did."""
-    return f"{row.diverged} of {len(row.ended)} seeds{of} diverged" if row.diverged else ""
+    small = (in_words(row.loss), "" if bits is None else f"{fixed(bits, 3)} bits a byte")
+    return Cell(fixed(row.loss.mean), row.loss.mean, tuple(filter(None, small)), tag)
 
 
 def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:
@@ -315,9 +283,9 @@ def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:
         is_baseline = any(row is base for base in baselines)
         return Cell("", tag="baseline") if is_baseline else Cell(MISSING)
     bounds = in_words(gap, signed=True)
-    tag = diverged(row)
+    tag = divergence(row, share=False)
     if not tag and row.baseline is not None:
-        tag = diverged(row.baseline, f" of {row.baseline.label}")
+        tag = divergence(row.baseline, f" of {row.baseline.label}", share=False)
     if not tag and not bounds:
         tag = "no interval from one seed"
     if not tag and gap.holds_zero:
@@ -326,4 +294,93 @@ def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:
         tag = "seeds do not vary"
     if not tag and several and not survives(row):
         tag = "not after Holm"
-    return Cell(fixed(gap.mean, signed=True), gap.mean, bounds, tag)
+    return Cell(fixed(gap.mean, signed=True), gap.mean, (bounds,) if bounds else (), tag)
+
+
+def named(rows: list[Row], styles: list[RowStyle]) -> list[Cell]:
+    """The first cells of rows: their labels, with their colours."""
+    return [Cell(row.label, icon=style.swatch) for row, style in zip(rows, styles, strict=True)]
+
+
+def cost_table(comparison: Comparison) -> Table:
+    """The gaps at equal cost, of the rows that have one."""
+    kept = [i for i, row in enumerate(comparison.rows) if row.equal]
+    labels = Column(f"Gap to {comparison.baseline}", [Cell(row.label) for row in comparison.rows])
+    columns = [labels, *cost_columns(comparison)]
+    return Table([replace(each, cells=[each.cells[i] for i in kept]) for each in columns])
+
+
+def groups_table(groups: list[Group]) -> tuple[Table, str]:
+    """What differs between groups, a column a group, or of many a row a group; and its style."""
+    keys = ["rows", *groups[0].values]
+    values = [[", ".join(row.label for row in g.rows), *g.values.values()] for g in groups]
+    letters = [group.letter for group in groups]
+    if len(groups) > MATRIX:
+        rows = [[letter, *own] for letter, own in zip(letters, values, strict=True)]
+        return Table.of(["Group", *keys], rows, range(len(keys) + 1)), "cards matrix always"
+    rows = [[key, *own] for key, own in zip(keys, zip(*values, strict=True), strict=True)]
+    return Table.of(["Key", *letters], rows, range(len(letters) + 1)), "cards matrix"
+
+
+def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
+    """The scores of an evaluation: means over seeds, and gaps in small print."""
+
+    def cell(score: ScoreCell | None) -> Cell:
+        if score is None:
+            return Cell(MISSING)
+        gap = (with_interval(score.gap, signed=True),) if score.gap else ()
+        return Cell(in_digits(score.mean.mean), small=gap)
+
+    guessed = any(line.chance is not None for line in lines)
+    heads = [name, *["Guess"] * guessed, *(row.label for row in rows)]
+    return Table.of(
+        heads,
+        [
+            [line.of or "all", *[fixed(line.chance, 3)] * guessed, *map(cell, line.cells)]
+            for line in lines
+        ],
+    )
+
+
+def grid_table(grid: Grid) -> Table:
+    """A row's scores by a fact and by level, shaded by their size."""
+    lines = [[value, *(Cell(fixed(x, 2), shade=x) for x in cells)] for value, cells in grid.lines]
+    return Table.of([grid.fact, *grid.levels], lines)
+
+
+def reaching_table(rows: list[Row]) -> Table | None:
+    """The tokens after which rows answered tasks right; None where no task was logged."""
+
+    def cell(times: Times | None) -> Cell:
+        if times is None:
+            return Cell(MISSING)
+        return Cell(compact(times.median), small=(f"{times.count} of {len(times.tokens)}",))
+
+    lines = [[task, *map(cell, times)] for task, times in reaching(rows)]
+    return Table.of(["Task", *(row.label for row in rows)], lines) if lines else None
+
+
+def runs_table(rows: list[Row], root: str) -> Table:
+    """Every run, with the command that made it.
+
+    Args:
+        root: the directory that paths are relative to.
+    """
+    lines: list[list[str | Cell]] = []
+    for row in rows:
+        for run in row.runs:
+            losses, command = run.series("eval/loss").values, run.facts.get("command")
+            small = (command,) if isinstance(command, str) else ()
+            lines.append(
+                [
+                    row.label,
+                    str(run.cfg.seed),
+                    Cell(os.path.relpath(run.path.absolute(), root), small=small),
+                    compact(run.metrics.tokens[-1] if len(run.metrics.tokens) else None),
+                    fixed(losses[-1] if len(losses) else None),
+                    clock((run.summary or {}).get("seconds")),
+                    run.state,
+                ]
+            )
+    heads = ["Row", "Seed", "Directory", "Tokens", "Held-out loss", "Time", "State"]
+    return Table.of(heads, lines, (0, 2, 6))

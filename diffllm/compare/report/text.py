@@ -1,6 +1,5 @@
 """A comparison in words and plain text: a sentence a variant, and a table for a terminal."""
 
-import math
 import os
 from textwrap import wrap
 
@@ -8,10 +7,19 @@ from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.gap_statistics import NAMED, holm_sentence
 from diffllm.compare.report.groups import in_short, keys_apart
-from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, finite, fixed, share_words
+from diffllm.compare.report.numbers import (
+    MISSING,
+    ascii_minus,
+    compact,
+    finite,
+    fixed,
+    plural,
+    share_words,
+    with_interval,
+)
 from diffllm.compare.report.rows import Row
+from diffllm.core.printing.table import Table
 from diffllm.evaluation.results import SHARE
-from diffllm.statistics.estimates import Estimate
 
 WIDTH = 100
 """Columns of a terminal that a table takes at most."""
@@ -19,26 +27,6 @@ EQUAL = 0.0005
 """Share by which totals of parameters may differ and be called equal."""
 NOTES = 10
 """Notes that are printed at most; the page has all."""
-SMALL = 0.01
-"""Gaps below it have four decimals."""
-TINY = 1e-3
-"""Gaps below it with all of their interval have two significant digits."""
-
-
-def with_interval(estimate: Estimate, signed: bool = False) -> str:
-    """ "-0.200 (-0.313 to -0.088)"; the mean alone where there is no interval."""
-    known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
-    digits = 3 if abs(estimate.mean) >= SMALL else 4
-    if known and (widest := max(map(abs, known))) < TINY:
-        digits = 1 - math.floor(math.log10(widest))
-    mean, low, high = (
-        fixed(x, digits, signed) for x in (estimate.mean, estimate.low, estimate.high)
-    )
-    return mean if MISSING in (low, high) else f"{mean} ({low} to {high})"
-
-
-def plural(number: int, one: str) -> str:
-    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def size_against(row: Row, base: Row) -> str:
@@ -63,12 +51,12 @@ def gap_sentence(row: Row) -> str:
     return ", ".join(filter(None, [said, plural(row.gap.seeds, "seed"), size, *lost]))
 
 
-def divergence(row: Row, of: str = "") -> str:
+def divergence(row: Row, of: str = "", share: bool = True) -> str:
     """ "1 of 3 seeds diverged (33%, 0.84% to 91%)"; nothing if none did."""
-    share = row.diverged_share
     if not row.diverged:
         return ""
-    return f"{row.diverged} of {share.runs} seeds{of} diverged ({share_words(share)})"
+    said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
+    return f"{said} ({share_words(row.diverged_share)})" if share else said
 
 
 def finding(row: Row, bases: list[Row]) -> str:
@@ -110,7 +98,7 @@ def table_text(comparison: Comparison) -> str:
     text = [*aligned(lines), *explanation(comparison)]
     if len(comparison.groups) > 1:
         text += ["", *groups_text(comparison)]
-    return "\n".join(ascii_minus(line.rstrip()) for line in text)
+    return "\n".join(ascii_minus(line) for line in text)
 
 
 def whole_text(comparison: Comparison) -> str:
@@ -140,23 +128,14 @@ def evaluations_text(comparison: Comparison) -> list[str]:
     if not lines:
         return []
     head = ["task", "", "right", "gap"]
-    text = [ascii_minus(line.rstrip()) for line in aligned([head, *lines])]
+    text = [ascii_minus(line) for line in aligned([head, *lines])]
     return ["", *text, "Shares of right answers, means over levels and seeds; the page has each."]
 
 
 def aligned(lines: list[list[str]]) -> list[str]:
     """Cells below each other; where that is too wide, the first has a line of its own."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    apart = sum(widths) + 2 * (len(widths) - 1) > WIDTH
-    text = []
-    for label, *cells in lines:
-        padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-        if apart:
-            text += [label] if label else []
-            text.append("    " + "  ".join(padded))
-        else:
-            text.append("  ".join([f"{label:<{widths[0]}}", *padded]))
-    return text
+    heads, *rows = lines
+    return Table.of(heads, rows, left=range(len(heads))).text(WIDTH)
 
 
 def explanation(comparison: Comparison) -> list[str]:

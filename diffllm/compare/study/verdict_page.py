@@ -13,11 +13,10 @@ from markupsafe import Markup
 from diffllm.compare.report import bands
 from diffllm.compare.report.drawing import draw_curves, draw_levels
 from diffllm.compare.report.intervals import draw_gaps
-from diffllm.compare.report.numbers import MISSING, compact, percent, short
+from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, percent, plural, short
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
 from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, to_image
-from diffllm.compare.report.text import ascii_minus, plural
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict

@@ -1,0 +1,182 @@
+"""Tables as data, which render as text, Markdown, HTML and CSV."""
+
+import csv
+import io
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+APART = "  "
+"""Space between the columns of a text."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of a table."""
+
+    text: str = ""
+    value: Any = None
+    """What CSV holds; the text if None."""
+    small: tuple[str, ...] = ()
+    """Lines in small print: an interval, a second number."""
+    tag: str = ""
+    """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
+    icon: str = ""
+    """HTML before the text; other formats omit it."""
+    shade: float | None = None
+    """Strength of the background in HTML, 0 to 1."""
+
+    @property
+    def line(self) -> str:
+        """Everything in one line: "4.064 (4.027 to 4.102), 1 of 3 seeds diverged"."""
+        words = " ".join(filter(None, [self.text, *(f"({part})" for part in self.small)]))
+        return ", ".join(filter(None, [words, self.tag]))
+
+    def html(self) -> str:
+        text = f"<span>{breakable(self.text)}</span>" if self.text else ""
+        text += "".join(f"<small>{breakable(part)}</small>" for part in self.small)
+        if self.icon:
+            text = f'<span class="name">{self.icon}<span>{text}</span></span>'
+        return f'{text}<small class="tag">{escape(self.tag)}</small>' if self.tag else text
+
+
+@dataclass(frozen=True)
+class Column:
+    """A header and the cell of every row."""
+
+    title: str
+    cells: Sequence[Cell]
+    unit: str = ""
+    meaning: str = ""
+    """A sentence, which no format shows in the table itself."""
+    left: bool = False
+    """Whether it holds words rather than numbers."""
+
+    @property
+    def head(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length; the first names the rows."""
+
+    columns: Sequence[Column]
+
+    @classmethod
+    def of(
+        cls,
+        heads: Sequence[str | tuple[str, str]],
+        rows: Iterable[Sequence[str | Cell]],
+        left: Collection[int] = (0,),
+    ) -> "Table":
+        """Make a table of rows.
+
+        Args:
+            heads: titles, or each with its unit.
+            left: places of the columns that hold words.
+        """
+        cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
+        columns = list(zip(*cells, strict=True)) or [()] * len(heads)
+        titles = [head if isinstance(head, tuple) else (head, "") for head in heads]
+        return cls(
+            [
+                Column(title, column, unit, left=i in left)
+                for i, ((title, unit), column) in enumerate(zip(titles, columns, strict=True))
+            ]
+        )
+
+    @property
+    def rows(self) -> list[tuple[Cell, ...]]:
+        return list(zip(*(column.cells for column in self.columns), strict=True))
+
+    def lines(self) -> list[list[str]]:
+        """The heads and every row, each cell as one line."""
+        heads = [column.head for column in self.columns]
+        return [heads, *([cell.line for cell in row] for row in self.rows)]
+
+    def text(self, width: int | None = None) -> list[str]:
+        """Return lines of aligned cells; where they exceed `width`, a row's first cell has its own
+        line."""
+        lines = self.lines()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        apart = width is not None and sum(widths) + len(APART) * (len(widths) - 1) > width
+        found = []
+        for line in lines:
+            padded = [
+                f"{cell:{'<' if column.left else '>'}{size}}"
+                for cell, column, size in zip(line, self.columns, widths, strict=True)
+            ]
+            if apart:
+                found += [line[0]] if line[0] else []
+                padded[0] = "  "
+            found.append(APART.join(padded).rstrip())
+        return found
+
+    def markdown(self) -> str:
+        heads, *rows = ([cell.replace("|", "\\|") for cell in line] for line in self.lines())
+        return "\n".join(
+            [row_of(heads), "|---" * len(heads) + "|", *(row_of(cells) for cells in rows)]
+        )
+
+    def csv(self) -> str:
+        """Return a header line and a line for each row; numbers in full precision."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(column.title for column in self.columns)
+        for row in self.rows:
+            writer.writerow(csv_value(cell) for cell in row)
+        return file.getvalue()
+
+    def html(self, label: str, style: str = "cards", key: str = "") -> str:
+        """Return a <table> in a region that scrolls if it is too wide.
+
+        Args:
+            label: what the region is called.
+            style: class of the table.
+            key: its id.
+        """
+        heads = ""
+        for i, column in enumerate(self.columns):
+            kind = attribute("class", "text" if i and column.left else "")
+            unit = f"<small>{escape(column.unit)}</small>" if column.unit else ""
+            heads += f'<th scope="col"{kind}>{breakable(column.title)}{unit}</th>'
+        rows = "\n".join(f"<tr>{self.html_row(row)}</tr>" for row in self.rows)
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">\n'
+            f'<table class="{style}"{attribute("id", key)}>\n<thead><tr>{heads}</tr></thead>\n'
+            f"<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+        )
+
+    def html_row(self, row: Sequence[Cell]) -> str:
+        first, *others = row
+        cells = [f'<th scope="row">{first.html()}</th>']
+        for cell, column in zip(others, self.columns[1:], strict=True):
+            style = ""
+            if cell.shade is not None:
+                share = f"var(--accent) {60 * cell.shade:.0f}%"
+                style = f' style="background: color-mix(in srgb, {share}, transparent)"'
+            kind = attribute("class", "text" if column.left else "")
+            title = attribute("data-title", column.head)
+            cells.append(f"<td{kind}{title}{style}>{cell.html()}</td>")
+        return "".join(cells)
+
+
+def row_of(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def csv_value(cell: Cell) -> str:
+    value = cell.text if cell.value is None else cell.value
+    return json.dumps(value) if isinstance(value, bool | list | dict) else str(value)
+
+
+def breakable(text: str) -> str:
+    """Escape a text for HTML, and let long names break after an underscore."""
+    return escape(text).replace("_", "_<wbr>")
+
+
+def attribute(name: str, value: str) -> str:
+    return f' {name}="{escape(value)}"' if value else ""
