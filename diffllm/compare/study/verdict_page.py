@@ -24,6 +24,7 @@ from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT
+from diffllm.core.printing.table import Cell, Table
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.power_analysis import paired_power, welch_power
@@ -63,12 +64,7 @@ def verdict_text(found: Verdict) -> str:
     lines += [f"  {reason}" for reason in found.reasons]
     lines += ["", conditions(found.numbers())]
     lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
-    cells = [heads(found.study), *(arm_cells(arm) for arm in found.arms)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(padded).rstrip())
-    return ascii_minus("\n".join(lines))
+    return ascii_minus("\n".join([*lines, *arms_table(found).text()]))
 
 
 def rule_line(tested: Tested, study: Study) -> str:
@@ -87,24 +83,26 @@ def rule_line(tested: Tested, study: Study) -> str:
     return ", ".join(words)
 
 
-def heads(study: Study) -> tuple[str, ...]:
-    return ("arm", study.quantity, "95% interval", "seeds", "diverged", "learning rate")
-
-
-def arm_cells(arm: StudyArm) -> tuple[str, ...]:
-    """A line of the table of arms."""
-    mean = arm.mean
-    interval = MISSING
-    if mean and mean.low is not None and mean.high is not None:
-        interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
-    return (
-        arm.name,
-        short(mean.mean, 5) if mean else MISSING,
-        interval,
-        f"{len(arm.finite)}",
-        f"{arm.diverged} of {len(arm.runs)}",
-        rates_text(arm),
-    )
+def arms_table(found: Verdict) -> Table:
+    """Tabulate the arms; HTML shows the colour of each."""
+    swatches = {style.label: style.swatch for style in row_styles(arm_rows(found))}
+    heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
+    rows = []
+    for arm in found.arms:
+        mean, interval = arm.mean, MISSING
+        if mean and mean.low is not None and mean.high is not None:
+            interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
+        rows.append(
+            [
+                Cell(arm.name, icon=swatches.get(arm.name, "")),
+                short(mean.mean, 5) if mean else MISSING,
+                interval,
+                f"{len(arm.finite)}",
+                f"{arm.diverged} of {len(arm.runs)}",
+                rates_text(arm),
+            ]
+        )
+    return Table.of(heads, rows, left=range(len(heads)))
 
 
 def rates_text(arm: StudyArm) -> str:
@@ -235,9 +233,7 @@ def verdict_html(found: Verdict) -> str:
         study=found.study,
         headline=verdict_headline(found),
         figures=figures(found),
-        styles=row_styles(arm_rows(found)),
-        heads=heads(found.study),
-        arms=[arm_cells(arm) for arm in found.arms],
+        arms=arms_table(found),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         conditions=conditions(numbers),
@@ -301,8 +297,7 @@ def origin(numbers: dict[str, Any]) -> str:
 
 def markdown(found: Verdict) -> str:
     """The verdict for a repository."""
-    study, names, numbers = found.study, heads(found.study), found.numbers()
-    rows = "\n".join(f"| {' | '.join(arm_cells(arm))} |" for arm in found.arms)
+    study, numbers = found.study, found.numbers()
     return "\n".join(
         [
             f"# {verdict_headline(found)}",
@@ -315,9 +310,7 @@ def markdown(found: Verdict) -> str:
             "",
             *(f"- Rule: {rule_line(each, study)}" for each in found.tested),
             "",
-            f"| {' | '.join(names)} |",
-            "|---" * len(names) + "|",
-            rows,
+            arms_table(found).markdown(),
             "",
             f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
             f"`{study.hash}`. {origin(numbers)}",
