@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from diffllm.checkpoint import check_loop, check_parameters, read_state
+from diffllm.checkpoint.state_file import check_loop, check_parameters, read_state
 from diffllm.training.build import Training
 from diffllm.training.resume import continued
 from diffllm.training.state import LoopState, restore

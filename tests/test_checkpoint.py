@@ -17,16 +17,11 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from diffllm import load_config
-from diffllm.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-    check_parameters,
-    list_checkpoints,
-    load_tensors,
-    read_state,
-    step_of,
-)
-from diffllm.checkpoint.writer import needed_bytes
+from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.checkpoint.directory import list_checkpoints, step_of
+from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.state_file import check_parameters, read_state
+from diffllm.checkpoint.writer import Checkpointer, needed_bytes
 from diffllm.core.errors import AgreedByAll, CheckpointError, ConfigError
 from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build

@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import diffllm
 from diffllm import load_config
-from diffllm.checkpoint import load_tensors, verify
-from diffllm.checkpoint.manifest import describe, read_manifest
-from diffllm.checkpoint.reader import RecordUnpickler, check_index
+from diffllm.checkpoint.manifest import describe, read_manifest, verify
+from diffllm.checkpoint.reader import RecordUnpickler, check_index, load_tensors
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.training.build import build

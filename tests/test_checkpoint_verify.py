@@ -12,9 +12,10 @@ from single_process import gloo_group
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.checkpoint import CheckpointConfig, Checkpointer, list_checkpoints, step_of, verify
-from diffllm.checkpoint.directory import find_checkpoint, newest_good
-from diffllm.checkpoint.manifest import NAME, read_manifest
+from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.checkpoint.directory import find_checkpoint, list_checkpoints, newest_good, step_of
+from diffllm.checkpoint.manifest import NAME, read_manifest, verify
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.training.resume import resume_checkpoint

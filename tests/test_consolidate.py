@@ -16,7 +16,7 @@ from tiers import slow_but
 from torch.distributed.tensor import DTensor
 
 from diffllm import build_model, load_config
-from diffllm.checkpoint import Checkpointer
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config

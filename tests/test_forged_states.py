@@ -13,8 +13,10 @@ from single_process import gloo_group
 from test_consolidate import trained_run
 from tiers import slow_but
 
-from diffllm.checkpoint import faults, load_tensors, newest_good, read_state
+from diffllm.checkpoint.directory import newest_good
 from diffllm.checkpoint.manifest import read_manifest
+from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.state_file import faults, read_state
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.config.saved import load_run_config

@@ -1,16 +1,19 @@
 """state.json of a checkpoint: everything of a run's state that is no tensor."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from diffllm.checkpoint.manifest import FORMAT, named_step, reading, shown, verify
 from diffllm.core.errors import CheckpointError
 from diffllm.data.mixture.place import check_place
 from diffllm.metrics.spikes import SpikeMonitor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARTS = {
     "step": (int,), "ranks": (int,), "parameters": (dict,), "loop": (dict, type(None)),

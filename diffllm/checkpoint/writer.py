@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from diffllm.checkpoint.config import SAVED, CheckpointConfig
 from diffllm.checkpoint.directory import (
@@ -34,7 +34,6 @@ from diffllm.checkpoint.reader import reason
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import publish, replace_file
 from diffllm.core.printing import to_stderr
-from diffllm.core.torch_versions import Stager
 from diffllm.distributed.collectives import in_background
 
 Part = Manifest | str
@@ -56,6 +55,22 @@ class TensorWriter(FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise (cause or error) from None
+
+
+class Stager(DefaultStager):
+    """DCP's stager, which copies to the same memory each time.
+
+    torch 2.11 closes the inner stager after every copy, so that the next copy fails.
+    """
+
+    def __init__(self, options: StagingOptions):
+        super().__init__(options)
+        self._end = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        super().close()
+        self._end()
 
 
 class Checkpointer:

@@ -19,8 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffllm.checkpoint import step_of
-from diffllm.checkpoint.directory import with_checkpoint
+from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf.safetensors import (
     DTYPES,
     check_form,

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from diffllm.checkpoint import list_checkpoints, step_of
-from diffllm.checkpoint.directory import path_of
+from diffllm.checkpoint.directory import list_checkpoints, path_of, step_of
 from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.cli.table import print_table, table
 from diffllm.compare.report.numbers import ascii_minus, in_digits

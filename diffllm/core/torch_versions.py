@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.torch_version import TorchVersion
 
 HAS_GQA = TorchVersion(torch.__version__) >= "2.12"
@@ -30,19 +29,3 @@ IS_ROCM = bool(torch.version.hip)
 
 CPU: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
 """The name and the instruction sets of this CPU; empty if torch does not report them."""
-
-
-class Stager(DefaultStager):
-    """DCP's stager, which copies to the same memory each time.
-
-    torch 2.11 closes the inner stager after every copy, so that the next copy fails.
-    """
-
-    def __init__(self, options: StagingOptions):
-        super().__init__(options)
-        self._end = self._state_dict_stager.close
-        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        super().close()
-        self._end()

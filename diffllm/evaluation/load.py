@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.checkpoint import check_parameters, load_tensors, read_state, step_of
-from diffllm.checkpoint.directory import with_checkpoint
+from diffllm.checkpoint.directory import step_of, with_checkpoint
+from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.state_file import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from diffllm.checkpoint import read_state, step_of
+from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
+from diffllm.checkpoint.state_file import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.core.errors import ConfigError

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffllm.checkpoint import read_state
 from diffllm.checkpoint.hf import Layout
 from diffllm.checkpoint.hf.own import ARCHITECTURE
+from diffllm.checkpoint.state_file import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.core.files.records import read_record, read_summary

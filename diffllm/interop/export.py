@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from diffllm.checkpoint import step_of
-from diffllm.checkpoint.directory import with_checkpoint
+from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf import Layout, layout_of
 from diffllm.checkpoint.hf.own import ARCHITECTURE
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing

@@ -10,11 +10,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from diffllm.checkpoint import load_tensors, step_of
+from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.hf import converted
 from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
 from diffllm.core.errors import ConfigError

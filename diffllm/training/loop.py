@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from diffllm.checkpoint import Checkpointer
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data import Prepared, TrainLoader, training_samples
 from diffllm.distributed.consistency import check_tensors

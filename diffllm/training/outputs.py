@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diffllm.checkpoint import Checkpointer
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.config.schema import described

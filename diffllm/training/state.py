@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.checkpoint import Checkpointer, load_tensors
+from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import CheckpointError
 from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
 from diffllm.metrics.spikes import SpikeMonitor

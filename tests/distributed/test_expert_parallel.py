@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from diffllm import build_model
-from diffllm.checkpoint import Checkpointer
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out

@@ -6,7 +6,8 @@ import pytest
 from checkpoint_files import flip_bit
 from runs.command import Gate, assert_same_weights, finish, metric_lines, prepared_corpus, start
 
-from diffllm.checkpoint import list_checkpoints, verify
+from diffllm.checkpoint.directory import list_checkpoints
+from diffllm.checkpoint.manifest import verify
 
 WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_interval=5")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from runs.command import Gate, finish, metric_lines, prepared_corpus, start
 
-from diffllm.checkpoint import list_checkpoints, step_of, verify
+from diffllm.checkpoint.directory import list_checkpoints, step_of
+from diffllm.checkpoint.manifest import verify
 
 LAST = 24
 WORDS = (f"steps={LAST}", "checkpoint.interval=4", "log_interval=1", f"eval.interval={LAST}")

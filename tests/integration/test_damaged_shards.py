@@ -24,7 +24,7 @@ from runs.command import (
     write_jsonl,
 )
 
-from diffllm.checkpoint import list_checkpoints
+from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.config import load_config
 from diffllm.data import prepare, shards
 from diffllm.data.permutation import permute

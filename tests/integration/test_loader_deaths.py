@@ -11,7 +11,7 @@ from processes import has_ended, wait_until
 from runs.command import Gate, descendants, prepared_corpus, start
 from tiers import slow_but
 
-from diffllm.checkpoint import list_checkpoints
+from diffllm.checkpoint.directory import list_checkpoints
 
 
 def loader_processes(trainer: int) -> list[int]:

@@ -10,7 +10,8 @@ from runs.command import ForkedRun, Gate, documents, metric_lines, write_jsonl
 from test_same_data import samples
 
 from diffllm import load_config
-from diffllm.checkpoint import list_checkpoints, read_state
+from diffllm.checkpoint.directory import list_checkpoints
+from diffllm.checkpoint.state_file import read_state
 from diffllm.compare.report import write_report
 from diffllm.data import prepare
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from tiers import slow_but
 
-from diffllm import checkpoint as checkpoints
 from diffllm.checkpoint import directory, reader, state_file
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
@@ -89,4 +88,4 @@ def test_a_run_that_deletes_faster_than_anyone_reads_is_said(run, monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: "step-" not in path.name)
     with pytest.raises(CheckpointError, match="was deleted while it was read"):
         directory.with_checkpoint(run, 4, gone)
-    assert checkpoints.find_checkpoint(run, 4).name == "step-00000004"
+    assert directory.find_checkpoint(run, 4).name == "step-00000004"

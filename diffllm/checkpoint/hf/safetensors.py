@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from diffllm.checkpoint import check_parameters, load_tensors, read_state
 from diffllm.checkpoint.hf.layout import Mapped, same
-from diffllm.checkpoint.reader import reason
+from diffllm.checkpoint.reader import load_tensors, reason
+from diffllm.checkpoint.state_file import check_parameters, read_state
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, without_storage
