@@ -7,14 +7,11 @@ from diffllm.config import load_config
 from diffllm.config.help import sections_text
 from diffllm.core.printing import echo
 from diffllm.data import Prepared, packing_counts, prepare
-from diffllm.data.preparation.prepare import LeftToOthers
 from diffllm.data.shards import Split
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
 
-Nodes share a corpus with prepare.num_nodes=N and prepare.node_rank=0 to N-1, one start on each;
-hydra/launcher=submitit_slurm prepare.num_nodes=N submits these starts as a job array.
 Below are the keys that it reads beside seq_len, for packing; `python train.py --help` has all."""
 
 
@@ -23,20 +20,9 @@ def main(argv: list[str]) -> None:
     if "-h" in argv or "--help" in argv:
         echo(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
         return
-    launcher = [word for word in argv if word.startswith(("hydra/launcher=", "hydra.launcher."))]
-    words = [word for word in argv if word not in launcher]
-    cfg = load_config(words)
-    if launcher:
-        from diffllm.compare.sweep.nodes import prepare_on_nodes
-
-        prepare_on_nodes(words, launcher, cfg.prepare.num_nodes)
+    cfg = load_config(argv)
     try:
         data = prepare(cfg.data, cfg.prepare)
-    except LeftToOthers as left:
-        if launcher:
-            raise
-        echo(left)
-        return
     except KeyboardInterrupt:
         echo("stopped; what is done stays, and the same command goes on", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

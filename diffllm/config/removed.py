@@ -14,8 +14,11 @@ class Removed(NamedTuple):
     """What to do instead, in the imperative."""
 
 
+MACHINES = "prepare a corpus on several machines with datatrove (data/README.md)"
 REMOVED = {
     "data.deduplicate": Removed(False, "leave out duplicates with datatrove (data/README.md)"),
+    "prepare.num_nodes": Removed(1, MACHINES),
+    "prepare.node_rank": Removed(0, MACHINES),
 }
 """The removed keys by dotted name; a whole section may be one entry with a mapping as default."""
 

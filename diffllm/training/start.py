@@ -13,7 +13,7 @@ from diffllm.checkpoint.state_file import check_parameters
 from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.schema import Changes
-from diffllm.core.errors import ConfigError, UserError
+from diffllm.core.errors import UserError
 from diffllm.core.files.records import stopped_text
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.tokenizer_files import tokenizer_in
@@ -110,8 +110,6 @@ def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepare
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     here.watch.reached("the preparation of the corpus")
-    if cfg.prepare.num_nodes > 1:
-        raise ConfigError("prepare.num_nodes is of diffllm prepare: a run prepares on one node")
     data = prepare(cfg.data, cfg.prepare)
     check_fit(cfg, data)
     packing_counts(

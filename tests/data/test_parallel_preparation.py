@@ -1,4 +1,4 @@
-"""Preparations that several processes or nodes share, and what is left when one of them dies."""
+"""Preparations that several processes share, and what is left when one of them dies."""
 
 import json
 import os
@@ -20,14 +20,13 @@ import pytest
 from processes import has_ended, wait_until
 from sample_texts import sample_documents
 
-from diffllm.core.errors import ConfigError, DataError
+from diffllm.core.errors import DataError
 from diffllm.core.files import acquire
 from diffllm.data import TokenData, prepare
-from diffllm.data.config import DataConfig, SourceConfig
+from diffllm.data.config import DataConfig
 from diffllm.data.preparation import encoding, reporter, workers
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import Document, document_hashes
-from diffllm.data.preparation.prepare import LeftToOthers, of_nodes
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import claim
 from diffllm.data.text import files
@@ -87,56 +86,10 @@ def test_every_token_is_where_one_process_would_have_put_it(corpus: DataConfig) 
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_neither_processes_nor_nodes_change_a_byte(corpus: DataConfig) -> None:
+def test_preparation_in_four_processes_writes_the_bytes_of_one(corpus: DataConfig) -> None:
     alone = contents(prepare(corpus, PrepareConfig(processes=1)))
     several = in_cache(corpus, "several")
     assert contents(prepare(several, PrepareConfig(processes=4))) == alone
-    nodes = in_cache(corpus, "nodes")
-    for rank, lacking in ((2, r"parts 0, 3, 6.* of node 0; parts 1, 4, .*"), (0, "parts 1, 4, .*")):
-        lacks = (
-            rf"node {rank} of 3 are done; .*/tokens/\w+ lacks {lacking} of node 1; the node that"
-        )
-        with pytest.raises(LeftToOthers, match=lacks):
-            prepare(nodes, PrepareConfig(processes=2, num_nodes=3, node_rank=rank))
-    with pytest.raises(LeftToOthers):  # again: nothing is left for it to do
-        prepare(nodes, PrepareConfig(num_nodes=3, node_rank=2))
-    assert not list(Path(nodes.cache_dir).glob("tokens/*/manifest.json"))
-    last = prepare(nodes, PrepareConfig(processes=2, num_nodes=3, node_rank=1))
-    assert contents(last) == alone
-    assert contents(prepare(nodes, PrepareConfig(num_nodes=3, node_rank=2))) == alone
-
-
-def test_missing_parts_are_named_with_their_nodes() -> None:
-    assert of_nodes([3], 2) == "part 3 of node 1"
-    assert of_nodes([0, 1, 2, 4, 6, 8], 2) == "parts 0, 2, 4 and 2 more of node 0; part 1 of node 1"
-    assert of_nodes(range(7), 7).endswith("part 4 of node 4; ...")
-
-
-def test_every_source_of_a_mixture_says_what_it_lacks(corpus: DataConfig) -> None:
-    paths = {"a": corpus.paths[:1], "b": corpus.paths[1:]}
-    sources = {name: SourceConfig(source="files", paths=of) for name, of in paths.items()}
-    cfg = DataConfig(
-        source="mixture", sources=sources, tokenizer=corpus.tokenizer, cache_dir=corpus.cache_dir,
-        vocab_size=corpus.vocab_size,
-    )  # fmt: skip
-    with pytest.raises(LeftToOthers) as left:
-        prepare(cfg, PrepareConfig(num_nodes=2, node_rank=1))
-    for name in sources:
-        lacks = rf"data\.sources\.{name}: \S+ lacks parts 0, 2.* of node 0"
-        assert re.search(lacks, str(left.value))
-
-
-def test_a_start_on_one_node_finishes_what_nodes_left(corpus: DataConfig) -> None:
-    alone = contents(prepare(corpus))
-    nodes = in_cache(corpus, "nodes")
-    with pytest.raises(LeftToOthers):
-        prepare(nodes, PrepareConfig(num_nodes=2, node_rank=1))
-    assert contents(prepare(nodes)) == alone
-
-
-def test_a_node_there_is_not(corpus: DataConfig) -> None:
-    with pytest.raises(ConfigError, match=r"prepare.node_rank=2 has to be below .*num_nodes=2"):
-        prepare(corpus, PrepareConfig(num_nodes=2, node_rank=2))
 
 
 @pytest.fixture
@@ -180,6 +133,29 @@ def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
+def test_killed_preparation_resumes_with_its_files_under_other_paths(
+    corpus: DataConfig,
+    dying: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
+    dying(5, signal.SIGKILL)
+    with pytest.raises(DataError, match="killed"):
+        prepare(corpus, PrepareConfig(processes=1))
+    times = {path.name: path.stat().st_mtime_ns for path in partial_of(corpus).glob("tokens/*.bin")}
+    monkeypatch.undo()
+    monkeypatch.setattr(files, "PART_BYTES", 12_000)
+    (tmp_path / "elsewhere").mkdir()
+    moved = [str(tmp_path / "elsewhere" / Path(path).name) for path in corpus.paths]
+    for path, there in zip(corpus.paths, moved, strict=True):
+        os.link(path, there)
+    data = prepare(replace(corpus, paths=moved))
+    assert contents(data) == undisturbed
+    assert len(times) >= 5
+    assert {name: (data.directory / name).stat().st_mtime_ns for name in times} == times
+
+
 def test_another_division_into_parts_begins_anew(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,19 +196,6 @@ def test_an_error_that_is_larger_than_a_pipe_ends_the_preparation(
     monkeypatch.setattr(encoding.Encoding, "encode", fail)
     with pytest.raises(RuntimeError, match="UnicodeDecodeError"):
         prepare(corpus)
-
-
-def test_nodes_that_see_the_files_under_other_paths(corpus: DataConfig, tmp_path: Path) -> None:
-    alone = contents(prepare(in_cache(corpus, "alone")))
-    (tmp_path / "elsewhere").mkdir()
-    moved = []
-    for path in map(Path, corpus.paths):
-        moved.append(str(tmp_path / "elsewhere" / path.name))
-        os.link(path, moved[-1])
-    with pytest.raises(LeftToOthers):
-        prepare(corpus, PrepareConfig(num_nodes=2, node_rank=0))
-    there = replace(corpus, paths=moved)
-    assert contents(prepare(there, PrepareConfig(num_nodes=2, node_rank=1))) == alone
 
 
 def test_a_preparation_that_is_stopped_leaves_no_process(corpus: DataConfig) -> None:
@@ -386,5 +349,5 @@ def test_a_part_of_another_process_is_named_while_it_is_waited_for(
     monkeypatch.setattr(reporter, "EVERY", 0.02)
     monkeypatch.setattr(workers, "TICK", 0.001)
     monkeypatch.setattr(reporter.Reporter, "line", read_aloud)
-    assert job.build(PrepareConfig(processes=1)) == []
+    job.build(PrepareConfig(processes=1))
     assert "waiting for part 4 of another process" in capfd.readouterr().err

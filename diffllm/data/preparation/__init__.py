@@ -1,1 +1,1 @@
-"""From text to token shards, in processes and on nodes that each write their own."""
+"""From text to token shards, in processes that each write their own."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from diffllm.core.errors import DataError, listed
+from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported.prepared import prepare_tokens
@@ -25,12 +25,6 @@ from diffllm.data.waiting import said_if_long
 
 DIVISION = "in parts"
 """How a corpus becomes shards; another way has other keys."""
-SHOWN = 3
-"""Parts of a node that are named where they are missing."""
-
-
-class LeftToOthers(DataError):
-    """A corpus whose other parts are of other nodes, which are not ready."""
 
 
 def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
@@ -39,8 +33,7 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
     Safe to call in any number of processes at once: one prepares, the others wait for it. To be
     called before process groups exist, for preparing can outlast their timeout.
     Raises ConfigError for a value that no corpus can satisfy, DataError for a corpus, tokenizer or
-    cache directory that cannot be used, LeftToOthers where this node's share is done and not all
-    others are.
+    cache directory that cannot be used.
     """
     cfg.validate()
     how = how or PrepareConfig()
@@ -54,11 +47,6 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
             data = prepare_source(cfg, cache_dir, how)
         data.check()
         return data
-    except LeftToOthers as left:
-        raise LeftToOthers(
-            f"the parts of node {how.node_rank} of {how.num_nodes} are done; {left}; the node that "
-            "ends last writes the whole"
-        ) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename not in (None, str(cache_dir)) else ""
         raise DataError(f"data.cache_dir={cache_dir}: {where}{error.strerror or error}") from error
@@ -89,18 +77,12 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
     prepared: dict[str, TokenData] = {}
-    left: list[str] = []
     for name in each:
-        try:
-            with of_source(name):
-                if name in texts:
-                    prepared[name] = prepare_text(own[name], texts[name], cache_dir, how)
-                else:
-                    prepared[name] = prepare_tokens(own[name], cache_dir)
-        except LeftToOthers as error:
-            left.append(str(error))
-    if left:
-        raise LeftToOthers(listed(left))
+        with of_source(name):
+            if name in texts:
+                prepared[name] = prepare_text(own[name], texts[name], cache_dir, how)
+            else:
+                prepared[name] = prepare_tokens(own[name], cache_dir)
     return MixtureData(prepared)
 
 
@@ -112,10 +94,7 @@ def prepare_source(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Toke
 
 
 def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> TokenData:
-    """Prepare text: a tokenizer, unless one is given, and tokens, unless they are there.
-
-    Raises LeftToOthers where parts of other nodes are missing.
-    """
+    """Prepare text: a tokenizer, unless one is given, and tokens, unless they are there."""
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
         tokenizer_key = combined_hash(training)[:32]
@@ -133,7 +112,7 @@ def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareC
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
-    left = TokensJob(
+    TokensJob(
         corpus=halves or corpus,
         tokenizer=tokenizer_path,
         heldout_fraction=cfg.heldout_fraction,
@@ -142,21 +121,7 @@ def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareC
         origin=corpus.place
         and combined_hash([corpus.place, cfg.tokenizer, cfg.vocab_size, cfg.heldout_fraction]),
     ).build(how)
-    if left:
-        raise LeftToOthers(f"{directory} lacks {of_nodes(left, how.num_nodes)}")
     return TokenData(directory)
-
-
-def of_nodes(numbers: Sequence[int], nodes: int) -> str:
-    """Say which parts of which nodes have these numbers: 'parts 1, 4 of node 1; ...'."""
-    said = []
-    for node in range(nodes):
-        own = [number for number in numbers if number % nodes == node]
-        if own:
-            more = f" and {len(own) - SHOWN} more" * (len(own) > SHOWN)
-            first = ", ".join(map(str, own[:SHOWN]))
-            said.append(f"part{'s' * (len(own) > 1)} {first}{more} of node {node}")
-    return listed(said)
 
 
 def trained_tokenizer(cache_dir: Path, key: str) -> Path:

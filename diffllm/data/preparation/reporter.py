@@ -16,18 +16,14 @@ EVERY = 60.0
 
 
 class Reporter:
-    """Says how far a preparation is: on a terminal at once, in a log once a minute.
+    """Says how far a preparation is: on a terminal at once, in a log once a minute."""
 
-    Args:
-        doing: what is done.
-    """
-
-    def __init__(self, doing: str, log: Path) -> None:
+    def __init__(self, log: Path) -> None:
         console = Console(stderr=True)
         self.on_terminal = console.is_terminal
         self._log = log
         self._bar = Progress(
-            TextColumn(doing), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("tokenising"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.description}"),
             console=console, transient=True, disable=not self.on_terminal,
         )  # fmt: skip
@@ -79,10 +75,8 @@ class Reporter:
 
 def rates(text_bytes: int, tokens: int, seconds: float) -> str:
     """Say how much has been encoded, and how fast."""
-    of_tokens = f", {tokens / 1e6:,.1f}M tokens" * bool(tokens)
-    tokens_a_second = f", {tokens / seconds:,.0f} tokens/s" * bool(tokens)
-    speed = f"{text_bytes / 1e6 / seconds:,.1f} MB/s{tokens_a_second}"
-    return f"{text_bytes / 1e6:,.0f} MB{of_tokens}; {speed}"
+    speed = f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
+    return f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; {speed}"
 
 
 def remaining(share: float, before: float, seconds: float) -> str:

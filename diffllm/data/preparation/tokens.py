@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,17 @@ from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.arrays import read_array
 from diffllm.data.preparation.config import PrepareConfig
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
-from diffllm.data.preparation.sharing import share_parts
-from diffllm.data.preparation.workers import claim
+from diffllm.data.preparation.reporter import Reporter
+from diffllm.data.preparation.workers import (
+    SIZE_DONE,
+    TEXT_BYTES,
+    TOKENS,
+    Counts,
+    Meter,
+    available_cores,
+    claim,
+    work_through,
+)
 from diffllm.data.shards import SPLITS, Manifest, together
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -60,35 +69,23 @@ class TokensJob:
         division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
-    def build(self, how: PrepareConfig) -> list[int]:
-        """Encode the parts that are not done, and join all, unless those of other nodes are not:
-        the numbers of these are returned.
+    def build(self, how: PrepareConfig) -> None:
+        """Encode the parts that are not done, and join all.
 
         Raises DataError for a corpus that cannot be read, OSError for a directory that cannot be
         written. What is done by then stays.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        with held(Path(f"{self.final}{how.of_node}.lock"), f"prepares {self.final}"):
+        with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
                 self.remove_partial()
-                return []
+                return
             to_stderr(f"preparing tokens: {self.corpus.description}, in {self.final}")
             started = time.monotonic()
             encoding = self.encoding()
             self.remove_outdated()
-            parts = range(len(self.corpus.parts))
-            mine = parts[how.node_rank :: how.num_nodes]
-            # Others may join all of them meanwhile.
-            self.encode(encoding, mine, how, lambda n: encoding.is_done(n) or self.final.is_dir())
-            if how.num_nodes == 1:
-                self.join(encoding, how, started)
-            elif not (left := [number for number in parts if not encoding.is_done(number)]):
-                with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
-                    if not self.final.is_dir():
-                        self.join(encoding, how, started)
-            elif not self.final.is_dir():  # else another node has joined all of them meanwhile
-                return left
-            return []
+            self.encode(encoding, how, encoding.is_done)
+            self.join(encoding, how, started)
 
     def encoding(self) -> Encoding:
         """Make the directories, and return what encodes a part."""
@@ -107,27 +104,46 @@ class TokensJob:
         )
 
     def encode(
-        self,
-        encoding: Encoding,
-        numbers: Sequence[int],
-        how: PrepareConfig,
-        is_done: Callable[[int], bool],
+        self, encoding: Encoding, how: PrepareConfig, is_done: Callable[[int], bool]
     ) -> None:
-        """Encode the parts of these numbers that are not done, in processes; raises as `build`."""
-        try:
-            share_parts(
-                "tokenising",
-                encoding.parts,
-                numbers,
-                do=encoding.encode,
-                is_done=is_done,
-                claims=self.partial,
-                log=Path(f"{self.final}{how.of_node}.log"),
-                how=how,
-            )
-        except BaseException:
-            remove_unfinished(encoding, is_done)
-            raise
+        """Encode the parts that are not done, in processes, and report the progress.
+
+        Raises as `build`, and DataError for a process that is killed.
+        """
+        parts = encoding.parts
+        todo = [number for number in range(len(parts)) if not is_done(number)]
+        if not todo:
+            return
+        cores = available_cores()
+        counts = Counts(min(how.processes or cores, len(todo)))
+        threads = max(1, cores // counts.processes)
+        sizes = [max(1, part.size) for part in parts]
+        before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
+        with Reporter(Path(f"{self.final}.log")) as reporter:
+            if before:
+                reporter.line(f"going on: {len(todo)} of {len(parts)} parts are left")
+
+            def tick() -> None:
+                read = sorted({parts[number].name for number in counts.current()})
+                others = [f"part {number} of another process" for number in counts.waiting()]
+                done = before + counts.total(SIZE_DONE) / sum(sizes)
+                encoded = counts.total(TEXT_BYTES), counts.total(TOKENS)
+                reporter.show(min(done, 1.0), before, *encoded, read or others)
+
+            def in_threads(number: int, meter: Meter) -> None:
+                encoding.encode(number, meter, threads)
+
+            def names(numbers: list[int]) -> str:
+                read = sorted({parts[number].name for number in numbers})
+                return ", ".join(read[:3]) or "nothing"
+
+            try:
+                work_through(
+                    todo, in_threads, is_done, sizes.__getitem__, self.partial, counts, tick, names
+                )
+            except BaseException:
+                remove_unfinished(encoding, is_done)
+                raise
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         """Write the manifest of all parts, and give the directory its name."""
@@ -136,9 +152,7 @@ class TokensJob:
         if not self.cut:
             below = split_hash(records, encoding.heldout_below)
             again = replace(encoding, heldout_below=below)
-            stale = [number for number in parts if records[number].changes_with(below)]
-            # Records stay: to another node, which knows nothing of this hash, they are done.
-            self.encode(again, stale, how, lambda number: not again.is_stale(number))
+            self.encode(again, how, lambda number: not again.is_stale(number))
             records = self.records(parts)
         manifest = self.manifest(records, encoding)
         shards = [shard for split in manifest.splits.values() for shard in split.shards]
@@ -212,9 +226,8 @@ class TokensJob:
 def remove_unless_held(partial: Path) -> None:
     """Remove a partial directory unless a process holds the lock of its preparation."""
     begun = partial.name.partition(".partial-")[0]
-    with ExitStack() as stack, suppress(Timeout, OSError):
-        for path in partial.parent.glob(f"{begun}*.lock"):
-            stack.enter_context(locked(path, wait=False))
+    lock = partial.with_name(f"{begun}.lock")
+    with suppress(Timeout, OSError), locked(lock, wait=False):
         shutil.rmtree(partial)
 
 

@@ -1,7 +1,7 @@
-"""Processes that work through numbered parts, each part once, whoever else works on them.
+"""Processes that work through numbered parts, each part once.
 
-A worker claims a part by a lock on a file, which the operating system opens again when the worker
-dies, however it does. So preparations that meet on one directory share the work.
+A worker claims a part by a lock on a file, which the operating system releases when the worker
+dies. So no two workers write one part at once, even if the parent of one of them was killed.
 """
 
 import gc
