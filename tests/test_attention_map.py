@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import loop_of, sign
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from omegaconf import OmegaConf
+from runs.one_rank import loop_of, sign
 from tiers import slow_but
 
 from diffllm import build_model, load_config

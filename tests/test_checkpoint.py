@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from resuming import resume
-from single_process import gloo_group
+from runs.one_rank import gloo_group, resume
 from tiers import slow_but
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -16,10 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import sign
-from resuming import resume
-from single_process import gloo_group
-from test_consolidate import SMALL, trained_run
+from runs.one_rank import SMALL, gloo_group, resume, sign, trained_run
 from tiers import slow_but
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import flip_bit, loop_of, sign, write_checkpoint
-from single_process import gloo_group
+from runs.one_rank import flip_bit, gloo_group, loop_of, sign, write_checkpoint
 from tiers import slow_but
 
 from diffllm import load_config

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from single_process import gloo_group
+from runs.one_rank import gloo_group
 
 from diffllm.config import Precision, load_config
 from diffllm.distributed import weights

@@ -6,70 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import flip_bit
-from omegaconf import OmegaConf
+from runs.one_rank import TOKENS, flip_bit, gloo_group, trained_run
 from runs.ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from single_process import gloo_group
 from tiers import slow_but
-from torch.distributed.tensor import DTensor
 
-from diffllm import build_model, load_config
-from diffllm.checkpoint.writer import Checkpointer
+from diffllm import build_model
 from diffllm.cli import main
-from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.core.files import write_atomic
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import Transformer
-from diffllm.training.build import build
-from diffllm.training.state import LoopState, save
-from diffllm.training.step import train_step
 
-SMALL = [
-    *("model=tiny", "seq_len=8", "global_batch_size=2", "model.dim=32", "model.ffn_dim=32"),
-    *("model.vocab_size=64", "precision=fp32", "optim.warmup_steps=0", "optim.lr=0.1"),
-]
 EXPERTS = [
     *("model.moe.n_experts=4", "model.moe.expert_dim=32", "model.moe.n_shared=1"),
     *("model.moe.bias_update_rate=0.01", "parallel.expert=2", "compile=false"),
 ]
-TOKENS = torch.arange(16).view(2, 8) % 64
-
-
-def trained_run(run: Path, overrides: list[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Train a few steps, save, and say what the trained model answers and consists of."""
-    cfg = load_config([*SMALL, *overrides])
-    t = build(cfg, torch.device("cpu"))
-    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    for number in range(3):
-        tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(number))
-        mine = tokens[rank :: max(1, ranks)]
-        train_step(t, iter([(mine[:, :-1], mine[:, 1:])]), number)
-    checkpointer = Checkpointer(run / "checkpoints", cfg.checkpoint)
-    save(t, LoopState(step=3), checkpointer)
-    checkpointer.close()
-    if rank == 0:
-        write_run(run, cfg)
-    with torch.no_grad():
-        logits = t.model(TOKENS)
-    values = {**t.params, **t.model.router_state()}
-    return logits, {name: whole(value) for name, value in values.items()}
 
 
 def trained_on_ranks(run: Path, overrides: list[str]) -> tuple:
     logits, values = trained_run(run, overrides)
     return logits.numpy(), {name: value.numpy() for name, value in values.items()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def write_run(run: Path, cfg: TrainConfig) -> None:
-    write_atomic(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
-    (run / "tokenizer.model").write_bytes(b"pieces")
 
 
 def rebuilt(directory: Path, files: list[str]) -> Transformer:

@@ -4,7 +4,7 @@ from statistics import mean
 
 import pytest
 import torch
-from single_process import gloo_group
+from runs.one_rank import gloo_group
 from test_variants_train import batch
 from tiers import slow_but
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from single_process import gloo_group
+from runs.one_rank import gloo_group
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoint_files import write_checkpoint
+from runs.one_rank import write_checkpoint
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config

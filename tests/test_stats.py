@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from runs.one_rank import gloo_group
 from runs.ranks import run_ranks
-from single_process import gloo_group
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from single_process import gloo_group
+from runs.one_rank import gloo_group
 from tiers import families, slow_but
 from torch import Tensor
 

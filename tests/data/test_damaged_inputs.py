@@ -238,6 +238,7 @@ def tokenizer_facts(file: Path) -> None:
 def same_tokens(directory: Path, whole: TokenData) -> None:
     data = TokenData(directory)
     data.check()
+    assert 0 <= data.manifest.eos_id < data.manifest.vocab_size
     for name in ("train", "heldout"):
         stream, expected = data.split(name), whole.split(name)
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected))), (
@@ -251,6 +252,7 @@ def imported_tokens(file: Path) -> None:
     ends = np.array([int(found.end_of(i)) for i in range(found.documents)])
     assert ((tokens >= 0) & (tokens < 400)).all()
     assert ((ends >= 0) & (ends <= len(tokens))).all()
+    assert ends[-1] == len(tokens)
 
 
 def copied_tokens(file: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from resuming import resume
+from runs.one_rank import resume
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, heldout_losses, micro_batches
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from single_process import gloo_group
+from runs.one_rank import gloo_group
 from tiers import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

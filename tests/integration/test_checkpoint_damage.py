@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from checkpoint_files import flip_bit
 from runs.command import Gate, assert_same_weights, finish, metric_lines, prepared_corpus, start
+from runs.one_rank import flip_bit
 
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import verify

@@ -23,7 +23,7 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
 
 def next_one(run: Path) -> None:
     """Make the newest checkpoint that of another step, as one that was saved meanwhile."""
-    from checkpoint_files import sign
+    from runs.one_rank import sign
 
     old, new = (run / "checkpoints" / f"step-{step:08d}" for step in (4, 8))
     if old.is_dir():
