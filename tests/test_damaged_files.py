@@ -13,6 +13,8 @@ from damage import damaged, edited, outcome, try_all
 from diffllm.config.recipes import overrides_of
 from diffllm.heldout import DocumentLosses, document_losses
 from omegaconf import OmegaConf
+from runs.written import config_yaml
+from tests.report.written_runs import config_yaml
 
 from diffllm.compare.report.runs import Metrics, read_metrics
 from diffllm.compare.study.file import Study, load_study
@@ -23,8 +25,8 @@ from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.files.records import read_changes, read_record
 from diffllm.data.tasks.own_file import OwnFile
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.evaluation.results import all_results, keep, kept
-from tests.report.written_runs import config_yaml
 
 pytestmark = pytest.mark.fuzz
 FACTS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import data_words, made
+from runs.written import data_words, made
 
 from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.cli import main

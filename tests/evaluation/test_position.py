@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from measured import data_words, made, subject_of
+from runs.written import data_words, made, subject_of
 
 from diffllm.data import TokenData, heldout_documents
 from diffllm.evaluation.evaluation import Asked, Line, Subject

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measured import data_words, made, subject_of
+from runs.written import data_words, made, subject_of
 from torch import Tensor, nn
 
 from diffllm import build_model, load_config

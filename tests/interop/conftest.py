@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drawn_runs import small_tokenizer, write_run
+from runs.written import small_tokenizer, write_weights
 
 MakeRun = Callable[..., Path]
 """Makes a run directory from a name and the words of a config."""
@@ -21,4 +21,4 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_run(tokenizer: Path, tmp_path: Path) -> MakeRun:
     """A function that makes a run directory of a config, with weights drawn for it."""
-    return lambda name, *words: write_run(tmp_path / name, tokenizer.read_bytes(), *words)
+    return lambda name, *words: write_weights(tmp_path / name, tokenizer.read_bytes(), *words)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs.written import study_file, write_ended
+from tests.study.written_study import study_file, write_ended
 
 from diffllm import cli as tools
 from diffllm.compare.report.bands import over_seeds
@@ -25,7 +27,6 @@ from diffllm.core.errors import CheckpointError
 from diffllm.core.files.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
 from diffllm.statistics.power_analysis import paired_power, welch_power
-from tests.study.written_study import study_file, write_ended
 
 pytestmark = pytest.mark.filterwarnings("error")
 NOT_RECORDS = [

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from written_runs import metric_lines, sweep, write_run
+from runs.written import metric_lines, sweep, write_run
 
 from diffllm import cli as tools
 from diffllm.statistics.power_analysis import paired_power, welch_power

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from runs.written import loaded, write_run
 from scipy.special import stdtrit
 
 from diffllm.compare.report.bands import seed_noise
@@ -13,7 +14,6 @@ from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import COSTS
 from diffllm.compare.report.runs import Series
 from diffllm.compare.report.table import COLUMNS
-from tests.report.written_runs import loaded, write_run
 
 TOKENS = 8 * 32
 FLOPS = {"standard": 2e6, "gated": 3e6}

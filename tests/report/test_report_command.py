@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs.written import sweep, write_run
 from tiers import slow_but
-from written_runs import sweep, write_run
 
 import diffllm.compare.report.page
 from diffllm import cli as tools

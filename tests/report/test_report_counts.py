@@ -7,10 +7,10 @@ import math
 
 import pytest
 import sample_comparison as sample
+from runs.written import write_run
 from scipy import stats
 from test_report_page import Reader
 from test_report_rows import loaded
-from written_runs import write_run
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page

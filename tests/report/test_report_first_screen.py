@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sample_comparison as sample
+from runs.written import loaded, metric_lines, parameters, sweep, write_run
 from test_report_page import Reader, figures_of, words_of
 from tiers import slow_but
-from written_runs import loaded, metric_lines, parameters, sweep, write_run
 
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.bands import over_seeds

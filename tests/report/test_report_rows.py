@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from runs.written import TINY, config, facts_of, loaded, metric_lines, parameters, sweep, write_run
 from tiers import slow_but
-from written_runs import TINY, config, facts_of, loaded, metric_lines, parameters, sweep, write_run
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.runs import Metrics, load_run

@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from diffllm import load_config
-from diffllm.checkpoint import Checkpointer, check_loop, check_parameters, read_state
 from diffllm.checkpoint.manifest import FORMAT, describe, write_manifest
+from diffllm.checkpoint.state_file import check_loop, check_parameters, read_state
+from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.core.files import write_atomic
 from diffllm.metrics.spikes import SpikeMonitor

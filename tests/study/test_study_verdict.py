@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from runs.written import study_file, write_arms, write_ended, write_rates
 
 from diffllm.cli import main
 from diffllm.compare.study import planned_runs, verdict
@@ -23,7 +24,6 @@ from diffllm.compare.study.verdict_page import (
 from diffllm.config import load_config
 from diffllm.config.compose import config_directory
 from diffllm.core.errors import ConfigError
-from tests.study.written_study import study_file, write_arms, write_ended, write_rates
 from tests.tiers import slow_but
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"

@@ -1,0 +1,341 @@
+"""Run directories without training: as a run leaves them, those of a study, and untrained models.
+
+write_run(path, "attention=gated", "seed=1", loss=4.2)   # config, facts, metrics and a summary
+write_ended(study, planned, out, 4.2)                    # the same for a run of a study
+write_weights(path, small_tokenizer(), "attention=diff_v2")   # a model with drawn weights
+cfg, data = made(path, *data_words(directory))           # the same with prepared data
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+
+from diffllm import build_model
+from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.compare.report.runs import Run, load_run
+from diffllm.compare.study.file import Study, load_study
+from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run, start_words
+from diffllm.config import TrainConfig, load_config
+from diffllm.config.matching import totals
+from diffllm.core.files import write_atomic
+from diffllm.data import TokenData, prepare
+from diffllm.data.preparation.train_tokenizer import train_tokenizer
+from diffllm.data.tokenizer_files import tokenizer_in
+from diffllm.model import Transformer
+
+if TYPE_CHECKING:
+    from diffllm.evaluation.evaluation import Subject
+
+TINY = ("model=tiny", "steps=20", "seq_len=32", "optim.warmup_steps=2", "log_interval=10")
+BASE = "[model=tiny, steps=20, seq_len=32, global_batch_size=8]"
+
+
+@cache
+def composed(words: tuple[str, ...]) -> TrainConfig:
+    return load_config(list(words))
+
+
+def config_of(words: tuple[str, ...]) -> TrainConfig:
+    """Compose the config of a run, once for all seeds and directories, for composing takes long."""
+    own = {word.partition("=")[0]: word for word in words if word.startswith(("seed=", "run.dir="))}
+    cfg = composed(tuple(word for word in words if word not in own.values()))
+    if "seed" in own:
+        seed = int(own["seed"].removeprefix("seed="))
+        cfg = replace(cfg, seed=seed, model=replace(cfg.model, init_seed=seed))
+    if "run.dir" in own:
+        cfg = replace(cfg, run=replace(cfg.run, dir=own["run.dir"].removeprefix("run.dir=")))
+    return cfg
+
+
+@cache
+def config(overrides: tuple[str, ...]) -> TrainConfig:
+    """Compose the config of a tiny run."""
+    return config_of((*TINY, *overrides))
+
+
+@cache
+def config_yaml(overrides: tuple[str, ...]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config(overrides)))
+
+
+@cache
+def parameters(overrides: tuple[str, ...]) -> int:
+    return int(totals(config(overrides).model)["params"])
+
+
+def facts_of(*overrides: str) -> dict[str, Any]:
+    """run.json of a run on one CPU."""
+    count = parameters(overrides)
+    return {
+        "parameters": count,
+        "active_parameters": count,
+        "flops_per_token": 6.0 * count,
+        "corpus": "c0" * 32,
+        "tokenizer": "t0" * 32,
+        "heldout_unigram_entropy": 6.0,
+        "heldout_tokens": 5000,
+        "device": "CPU",
+        "ranks": 1,
+        "compute_dtype": "float32",
+        "torch": "2.13.0",
+    }
+
+
+def metric_lines(steps: int, tokens: int, loss: float, layers: int = 2) -> list[dict[str, Any]]:
+    """Lines at step 1, 10, 20, ...: loss falls to `loss`, statistics rise with step and layer."""
+    lines = []
+    for step in (1, *range(10, steps + 1, 10)):
+        line = {
+            "step": step,
+            "tokens": step * tokens,
+            "train/loss": loss + 1 / step,
+            "train/grad_norm": 2.0 + 1 / step,
+            "perf/tokens_per_s": 1000.0 + step,
+            "spikes/loss_total": 1.0,
+            "spikes/loss_score": 1 / step,
+        }
+        for layer in range(layers):
+            line[f"hidden_top1/layer_{layer:02d}"] = 10.0 * (layer + 1) - step / 10
+            line[f"hidden_kurtosis/layer_{layer:02d}"] = 3.0 + layer + step / 10
+            line[f"context_rms_min/layer_{layer:02d}"] = 0.01 * (layer + 1) + step / 1000
+            line[f"context_rms_max/layer_{layer:02d}"] = 1.0 + layer - step / 1000
+        lines.append(line)
+    lines[-1]["eval/loss"] = loss
+    return lines
+
+
+def write_run(
+    path: Path,
+    *overrides: str,
+    loss: float | None = 4.0,
+    lines: list[dict[str, Any]] | None = None,
+    facts: dict[str, Any] | None = None,
+    summary: dict[str, Any] | None = None,
+    written: float | None = None,
+) -> Path:
+    """A run directory; finished with held-out loss `loss`, unfinished after step 10 for None.
+
+    Args:
+        lines: instead of `metric_lines`.
+        facts: over those of `facts_of`; None as a value leaves one out.
+        summary: over the usual one.
+        written: modification time of summary.json and metrics.jsonl.
+    """
+    cfg = config(overrides)
+    (path / "checkpoints").mkdir(parents=True)
+    write_atomic(path / "config.yaml", config_yaml(overrides))
+    known = {**facts_of(*overrides), **(facts or {})}
+    known = {key: value for key, value in known.items() if value is not None}
+    write_atomic(path / "run.json", json.dumps(known))
+    tokens = cfg.global_batch_size * cfg.seq_len
+    if lines is None:
+        lines = metric_lines(10 if loss is None else cfg.steps, tokens, loss or 5.0)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if loss is not None:
+        done = {
+            "variant": cfg.run.choices["attention"],
+            "steps": cfg.steps,
+            "tokens": cfg.steps * tokens,
+            "heldout_loss": loss,
+            "tokens_per_s": 1010.0,
+            **{
+                f"{definition}/{series}_{what}": value
+                for definition in ("spikes", "spikes_olmo2")
+                for series in ("loss", "grad")
+                for what, value in (("total", 2.0), ("score", 0.1))
+            },
+            **(summary or {}),
+        }
+        write_atomic(path / "summary.json", json.dumps(done))
+    if written is not None:
+        for file in path.glob("*.json*"):
+            os.utime(file, (written, written))
+    return path
+
+
+def sweep(root: Path, losses: dict[str, list[float]], *overrides: str, **facts: Any) -> list[Path]:
+    """A run for every variant and seed: {"standard": [loss of seed 0, of seed 1, ...], ...}."""
+    return [
+        write_run(
+            root / f"{variant}-seed{seed}",
+            f"attention={variant}",
+            f"seed={seed}",
+            *overrides,
+            loss=loss,
+            facts=facts,
+        )
+        for variant, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
+    ]
+
+
+def loaded(paths: list[Path]) -> list[Run]:
+    return [load_run(path) for path in paths]
+
+
+# Studies
+
+
+def study_file(path: Path, rule: str, **more: str) -> Study:
+    """Write a study of three arms and three seeds, and load it."""
+    keys = {
+        "claim": "v2 is better than half",
+        "base": BASE,
+        "arms": "{standard: [attention=standard], half: [attention=standard, "
+        "model.attention.context_scale=0.5], v2: [attention=diff_v2]}",
+        "baseline": "standard",
+        "seeds": "[0, 1, 2]",
+        "rule": rule,
+        **more,
+    }
+    path.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    return load_study(path)
+
+
+def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts: Any) -> Path:
+    """A run that has ended with this held-out loss; NaN for one that diverged."""
+    path = out / planned.name
+    cfg = config_of(tuple(start_words(study, planned, out)))
+    (path / "checkpoints").mkdir(parents=True)
+    write_atomic(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    known = {**facts_of(f"attention={cfg.run.choices['attention']}"), **facts}
+    write_atomic(path / "run.json", json.dumps(known))
+    tokens = cfg.global_batch_size * cfg.seq_len
+    lines = [
+        {
+            "step": step,
+            "tokens": step * tokens,
+            "train/loss": 5.0,
+            "hidden_top1/layer_00": 3.0,
+            "eval/loss": None if math.isnan(loss) else loss + 1 / step,
+        }
+        for step in (10, cfg.steps)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {
+        "steps": cfg.steps,
+        "tokens": cfg.steps * tokens,
+        "heldout_loss": None if math.isnan(loss) else loss,
+        "seconds": 9,
+    }
+    write_atomic(path / "summary.json", json.dumps(summary))
+    return path
+
+
+def write_arms(study: Study, out: Path, losses: dict[str, list[float]], **facts: Any) -> None:
+    """The runs that decide, by arm, in order of the study's seeds."""
+    for arm, values in losses.items():
+        for seed, loss in zip(study.seeds, values, strict=False):
+            (planned,) = deciding_runs(study, arm, seed, None)
+            write_ended(study, planned, out, loss, **facts)
+
+
+def write_rates(study: Study, out: Path, arm: str, losses: dict[float, float]) -> None:
+    """The runs that choose the learning rate of an arm, all seeds alike."""
+    for lr, loss in losses.items():
+        for seed in study.lr.seeds if study.lr else ():
+            write_ended(study, rate_run(study, arm, seed, lr), out, loss)
+
+
+# Untrained models
+
+
+def small_tokenizer() -> bytes:
+    """A sentencepiece model of 400 pieces, trained on functions and some prose."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(60)]
+    texts = [
+        f"def {rng.choice(words)}({rng.choice(words)}):\n    return {rng.choice(words)} + {i}\n\n"
+        f"# {' '.join(rng.choices(words, k=8))}.\n"
+        for i in range(400)
+    ]
+    return train_tokenizer((text for text in texts), 400, 1)
+
+
+def write_weights(run: Path, tokenizer: bytes, *words: str) -> Path:
+    """Make a run directory of a config, with weights drawn for it."""
+    cfg = load_config(
+        [
+            *("model=tiny", "model.vocab_size=416", "seq_len=288", "model.init_std=0.1"),
+            *("run.name=x", *words),
+        ]
+    )
+    model = build_model(cfg.model)
+    tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **model.router_state()}
+    for key, tensor in tensors.items():
+        if key.endswith("norm.weight"):
+            tensor.copy_(torch.rand_like(tensor) + 0.5)  # so that a norm left out would show
+        elif "lambda_" in key or key.endswith(".sink"):
+            tensor.normal_(0, 0.3)
+        elif key.endswith("router.bias") and cfg.model.moe.bias_update_rate:
+            tensor.normal_(0, 0.1)
+    for key in ("output.weight", "tok_embeddings.weight"):
+        if key in tensors:
+            tensors[key][400:] = 0  # ids without a piece, which never win
+    write_untrained(run, cfg, model, {})
+    (run / "tokenizer.model").write_bytes(tokenizer)
+    return run
+
+
+def write_untrained(run: Path, cfg: TrainConfig, model: Transformer, facts: dict[str, str]) -> None:
+    """Write a run that has a config, facts and a model, but neither metrics nor a tokenizer."""
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    (run / "run.json").write_text(json.dumps(facts))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {**parameters, **model.router_state()}
+    write_parameters(run / "checkpoints", tensors, list(parameters))
+
+
+def write_repeating(directory: Path, documents: int = 120) -> Path:
+    """Documents that repeat words, from a few to a few hundred tokens long."""
+    rng = random.Random(0)
+    path = directory / "corpus.jsonl"
+    with open(path, "w") as file:
+        for i in range(documents):
+            words = ["".join(rng.choices("abcdefgh", k=3)) for _ in range(4)]
+            text = " ".join(rng.choices(words, k=3 + i % 40))
+            file.write(json.dumps({"text": f"{i} {text}\n"}) + "\n")
+    return path
+
+
+def data_words(directory: Path) -> list[str]:
+    """Write a corpus; return the overrides of a run on it."""
+    return [
+        "data=files",
+        f"data.paths=[{write_repeating(directory)}]",
+        f"data.cache_dir={directory / 'cache'}",
+        "data.vocab_size=300",
+        "data.heldout_fraction=0.2",
+    ]
+
+
+def made(run: Path, *words: str) -> tuple[TrainConfig, TokenData]:
+    """Make a run that has not been trained; weights are large, so that no two tokens are alike."""
+    sizes = ("model=tiny", "model.vocab_size=320", "model.init_std=0.2", "run.name=x")
+    cfg = load_config([*sizes, *words])
+    data = prepare(cfg.data)
+    assert isinstance(data, TokenData)
+    model = build_model(cfg.model)
+    facts = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
+    write_untrained(run, cfg, model, facts)
+    shutil.copy(tokenizer_in(data.directory), run)
+    return cfg, data
+
+
+def subject_of(run: Path) -> "Subject":
+    """Open the checkpoint of a run on the CPU."""
+    from diffllm.cli.evaluate import opened
+
+    subject = opened(run, 0)
+    subject.model.to(torch.device("cpu"))
+    return subject
