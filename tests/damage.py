@@ -3,7 +3,7 @@
 import json
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,21 @@ def edited(draw: st.DrawFn, whole: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-def try_all(check: Callable[[bytes], Any], kinds: st.SearchStrategy[bytes], examples: int) -> None:
-    """Check every one of DOCUMENTS and drawn contents; tests that call this are marked `fuzz`."""
+def try_all(
+    check: Callable[[bytes], Any],
+    kinds: st.SearchStrategy[bytes],
+    examples: int,
+    others: Sequence[bytes] = (),
+) -> None:
+    """Check all of DOCUMENTS, other files of the format, and drawn contents; tests that call this
+    are marked `fuzz`."""
 
     @settings(max_examples=examples)
     @given(kinds)
     def drawn(content: bytes) -> None:
         check(content)
 
-    for content in DOCUMENTS:
+    for content in (*DOCUMENTS, *others):
         check(content)
     drawn()
 

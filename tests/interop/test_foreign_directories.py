@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def test_damaged_model_directory_has_the_shapes_of_its_config_or_is_refused(
         assert shapes == {name: parameter.shape for name, parameter in ours.items()}
 
     kinds = edited(json.loads(whole)) if name == "config.json" else damaged(whole)
-    try_all(lambda new: outcome(read, file, new, directory), damaged(whole) | kinds, 60)
+    other = write(tmp_path / "other", layout("attention=standard", "model.ffn_dim=128", *YARN))
+    check = partial(outcome, read, file, named=directory)
+    try_all(check, damaged(whole) | kinds, 60, [(other / name).read_bytes()])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
