@@ -69,7 +69,6 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def equal_gaps(row: Row) -> dict[str, EqualGap]:
-    """The gaps to the row's baseline where both had spent the same, of each budget."""
     found = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
     return {name: gap for name, gap in found.items() if gap is not None}
 

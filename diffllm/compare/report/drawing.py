@@ -156,16 +156,15 @@ def draw_bands(
         thin = {**thick, "linewidth": 0.7, "markersize": 2}
         for y, how in ((band.mean, thick), *((y, thin) for y in band.singles)):
             kept = thinned(y)
-            axes.plot(band.x[kept], on_scale(y[kept], log), **(style.line | how))  # type: ignore[arg-type]
+            axes.plot(band.x[kept], on_scale(y[kept], log), **(style.line | how))
         x, low, high = envelope(band)
         low = on_scale(low, log)
         known = np.isfinite(low) & np.isfinite(high)
         if (high > low)[known].any():
-            axes.fill_between(x, low, high, where=known, color=style.colour, alpha=alpha, lw=0)  # type: ignore[arg-type]
+            axes.fill_between(x, low, high, where=known, color=style.colour, alpha=alpha, lw=0)
         if band.stops:
             x, y = np.transpose(band.stops)
-            how = {"color": style.colour, "markersize": 6, "markeredgewidth": 1.6}
-            axes.plot(x, on_scale(y, log), "x", **how)
+            axes.plot(x, on_scale(y, log), "x", color=style.colour, ms=6, mew=1.6)
     axes.set_title(unit, loc="left")
     axes.locator_params(axis="y", nbins=6, steps=ROUND)
     if mark is not None:

@@ -134,7 +134,6 @@ def tokens_at(run: Run, step: int) -> int:
 
 
 def question_of(result: Line) -> Line:
-    """Return all that a result depends on but the checkpoint."""
     return {k: v for k, v in result["key"].items() if k != "checkpoint"}
 
 

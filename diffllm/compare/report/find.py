@@ -86,7 +86,6 @@ def title_of(named: list[Path], tops: list[Path]) -> str:
 
 
 def shortlist(names: list[str], most: int) -> str:
-    """ "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -72,7 +72,6 @@ def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
 
 
 def letters() -> Iterable[str]:
-    """A, B, ..., Z, AA, AB, ..."""
     for length in count(1):
         yield from map("".join, product(ascii_uppercase, repeat=length))
 
@@ -152,7 +151,6 @@ def distinguishing(
 
 
 def telling(key: str) -> tuple[int, str]:
-    """Sort key of keys: those that say most about a run, then the others by name."""
     return (*TELLING, key).index(key), key
 
 

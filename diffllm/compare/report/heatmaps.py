@@ -101,7 +101,8 @@ def draw_heatmaps(maps: Heatmaps, styles: list[RowStyle]) -> "Figure":
     bar = figure.colorbar(
         image, ax=places, ticks=ticks, format=lambda x, _: short(x, 2), aspect=30, pad=0.02
     )
+    assert bar.solids is not None
     bar.solids.set_rasterized(True)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.minorticks_off()
     return figure

@@ -148,7 +148,6 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def match_of(values: dict[str, Any]) -> tuple[str, str] | None:
-    """The key of `MATCHES` that a run has, and the variant that it names; None for neither."""
     return next(((key, values[key]) for key in MATCHES if values.get(key) is not None), None)
 
 

@@ -193,6 +193,5 @@ def runs_summary(rows: list[Row]) -> str:
 
 
 def span(values: list[float], one: str, many: str) -> str:
-    """One number or a range, with its noun."""
     low, high = compact(min(values)), compact(max(values))
     return f"{low if low == high else f'{low} to {high}'} {one if high == '1' else many}"

@@ -21,7 +21,6 @@ def with_minus(text: str) -> str:
 
 
 def fixed(value: Any, digits: int = 4, signed: bool = False) -> str:
-    """With that many decimals."""
     x = finite(value)
     return MISSING if x is None else with_minus(f"{x:{'+' if signed else ''}.{digits}f}")
 
@@ -87,7 +86,6 @@ def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> 
 
 
 def plural(number: int, one: str) -> str:
-    """ "1 seed", "3 seeds"."""
     return f"{number} {one}{'' if number == 1 else 's'}"
 
 
@@ -97,7 +95,6 @@ def ascii_minus(text: str) -> str:
 
 
 def share_words(share: Share) -> str:
-    """ "33%, 0.84% to 91%"."""
     low, high = share.interval
     return f"{percent(share.diverged / share.runs)}, {percent(low)} to {percent(high)}"
 

@@ -136,13 +136,11 @@ def variant_order(name: str) -> tuple[int, str]:
 
 
 def row_order(row: Row) -> list[tuple[int, Any]]:
-    """Sort key of a row: its variant's, then those of its other values."""
     variant, *others = row.keys.values()
     return [variant_order(variant), *map(value_order, others)]
 
 
 def value_order(value: Any) -> tuple[int, Any]:
-    """Sort key of a value: None, then numbers, then text."""
     if value is None:
         return 0, None
     return (1, value) if isinstance(value, int | float) else (2, as_text(value))

@@ -117,7 +117,6 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Its end in a word or two."""
         if self.diverged:
             return "diverged" if self.summary is not None else "diverged, stopped"
         return "unfinished" if self.summary is None else "finished"

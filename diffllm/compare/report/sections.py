@@ -210,7 +210,6 @@ class Figures:
         ]
 
     def over_tokens(self, pick: Callable[[Run], Series], smooth: bool = False) -> Bands:
-        """A series of every run, by row."""
         if not smooth:
             return [bands.band_of(row, pick) for row in self.rows]
         return self.over_tokens(lambda run: bands.smoothed(pick(run), self.smoothed_over))

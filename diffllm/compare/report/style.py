@@ -3,7 +3,7 @@
 import base64
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from markupsafe import Markup
@@ -67,8 +67,7 @@ class RowStyle:
     marker: str
 
     @property
-    def line(self) -> dict[str, object]:
-        """Options of matplotlib's plot."""
+    def line(self) -> dict[str, Any]:
         return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
 
     @property
@@ -96,7 +95,6 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
 
 
 def darkened(colour: str, share: float) -> str:
-    """Mix a colour, "#rrggbb", with black."""
     parts = (round(int(colour[i : i + 2], 16) * (1 - share)) for i in (1, 3, 5))
     return "#" + "".join(f"{part:02x}" for part in parts)
 
@@ -140,7 +138,7 @@ def new_figure(width: float, height: float, styles: list[RowStyle] | None = None
     height += LEGEND_LINE * lines + 4
     figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
     figure.legend(
-        [Line2D([], [], linewidth=1.8, **style.line) for style in shown],  # type: ignore[arg-type]
+        [Line2D([], [], linewidth=1.8, **style.line) for style in shown],
         [f" {name}" for name in names],  # without a space, matplotlib omits names such as "_x"
         loc="outside lower center", ncols=-(-len(names) // lines), frameon=False, borderpad=0,
         borderaxespad=0, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.4,

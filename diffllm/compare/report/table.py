@@ -109,12 +109,10 @@ MATRIX = 8
 
 
 def meaning(column: str) -> str:
-    """Return the meaning of a column, a metric of a plugin's among them."""
     return COLUMNS[column] if column in COLUMNS else metric_of(column).column_meaning
 
 
 def csv_text(comparison: Comparison) -> str:
-    """A header and a line a row; numbers in full precision."""
     rows = [[Cell(value=value) for value in row.values.values()] for row in comparison.rows]
     return Table.of(list(comparison.rows[0].values), rows).csv()
 
@@ -225,14 +223,12 @@ def number_cell(value: Any, how: Callable[[Any], str], detail: str = "") -> Cell
 
 
 def size_cell(row: Row) -> Cell:
-    """Total parameters, active ones below where they differ."""
     total, active = (row.values.get(name) for name in ("parameters", "active_parameters"))
     detail = f"{compact(active)} active" if finite(active) and active != total else ""
     return Cell(compact(total), finite(total), (detail,) if detail else ())
 
 
 def seeds_cell(row: Row) -> Cell:
-    """How many of all runs the loss is the mean of."""
     seeds, runs, share = row.values["seeds"], len(row.runs), row.diverged_share
     tag = f"{row.diverged} diverged: {share_words(share)}" if row.diverged else ""
     return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds, tag=tag)
@@ -298,7 +294,6 @@ def gap_cell(row: Row, baselines: list[Row | None], several: bool) -> Cell:
 
 
 def named(rows: list[Row], styles: list[RowStyle]) -> list[Cell]:
-    """The first cells of rows: their labels, with their colours."""
     return [Cell(row.label, icon=style.swatch) for row, style in zip(rows, styles, strict=True)]
 
 
@@ -333,18 +328,17 @@ def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
 
     guessed = any(line.chance is not None for line in lines)
     heads = [name, *["Guess"] * guessed, *(row.label for row in rows)]
-    return Table.of(
-        heads,
-        [
-            [line.of or "all", *[fixed(line.chance, 3)] * guessed, *map(cell, line.cells)]
-            for line in lines
-        ],
-    )
+    cells: list[list[str | Cell]] = [
+        [line.of or "all", *[fixed(line.chance, 3)] * guessed, *map(cell, line.cells)]
+        for line in lines
+    ]
+    return Table.of(heads, cells)
 
 
 def grid_table(grid: Grid) -> Table:
-    """A row's scores by a fact and by level, shaded by their size."""
-    lines = [[value, *(Cell(fixed(x, 2), shade=x) for x in cells)] for value, cells in grid.lines]
+    lines = [
+        [Cell(value), *(Cell(fixed(x, 2), shade=x) for x in cells)] for value, cells in grid.lines
+    ]
     return Table.of([grid.fact, *grid.levels], lines)
 
 
@@ -356,7 +350,7 @@ def reaching_table(rows: list[Row]) -> Table | None:
             return Cell(MISSING)
         return Cell(compact(times.median), small=(f"{times.count} of {len(times.tokens)}",))
 
-    lines = [[task, *map(cell, times)] for task, times in reaching(rows)]
+    lines = [[Cell(task), *map(cell, times)] for task, times in reaching(rows)]
     return Table.of(["Task", *(row.label for row in rows)], lines) if lines else None
 
 

@@ -87,7 +87,7 @@ def arms_table(found: Verdict) -> Table:
     """Tabulate the arms; HTML shows the colour of each."""
     swatches = {style.label: style.swatch for style in row_styles(arm_rows(found))}
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
-    rows = []
+    rows: list[list[str | Cell]] = []
     for arm in found.arms:
         mean, interval = arm.mean, MISSING
         if mean and mean.low is not None and mean.high is not None:
