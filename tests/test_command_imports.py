@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.checkpoint_files import write_checkpoint
-from tests.study.written_study import study_file, write_arms
+from runs.one_rank import write_checkpoint
+from runs.written import study_file, write_arms
 
 RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
 LOSSES = {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]}

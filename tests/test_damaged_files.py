@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from damage import damaged, edited, outcome, try_all
-from diffllm.config.recipes import overrides_of
-from diffllm.heldout import DocumentLosses, document_losses
 from omegaconf import OmegaConf
 from runs.written import config_yaml
-from tests.report.written_runs import config_yaml
 
 from diffllm.compare.report.runs import Metrics, read_metrics
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import parse_yaml
+from diffllm.config.yaml_file import overrides_of, parse_yaml
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.files.records import read_changes, read_record
 from diffllm.data.tasks.own_file import OwnFile

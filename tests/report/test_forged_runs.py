@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from runs.written import study_file, write_ended
-from tests.study.written_study import study_file, write_ended
 
 from diffllm import cli as tools
 from diffllm.compare.report.bands import over_seeds

@@ -5,7 +5,6 @@ import json
 
 from runs.written import metric_lines, sweep, write_run
 from test_report_page import Reader, figures_of
-from written_runs import metric_lines, sweep, write_run
 
 from diffllm.compare.report import write_report
 
