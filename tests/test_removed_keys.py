@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from diffllm.cli import main
-from diffllm.compare.sweep.names import parse
+from diffllm.compare.sweep.names import split_overrides
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import compose, load_config
 from diffllm.config.removed import REMOVED, Removed
@@ -78,7 +78,7 @@ def test_removed_key_in_recipe_names_replacement() -> None:
 def test_removed_key_in_sweep_names_replacement_before_a_run_starts() -> None:
     words = ["model=tiny", "run.sweep=mine", "prepare.old=1,2"]
     with pytest.raises(ConfigError, match=r"^prepare\.old was removed; use something else$"):
-        plan_sweep(parse(words)[0], 1)
+        plan_sweep(split_overrides(words)[0], 1)
 
 
 def test_removed_key_set_in_python_names_replacement() -> None:
