@@ -288,26 +288,14 @@ def test_a_manifest_that_names_what_is_no_file_of_the_checkpoint_is_refused(run,
 
 MANIFESTS: dict[str, Callable[[Path], str]] = {
     "a huge size": lambda run: also(run, "state.json", size=10**400),
-    "an endless size": lambda run: also(run, "state.json", size=float("inf")),
-    "a size of 5000 digits": lambda run: '{"format": 2, "step": ' + "9" * 5000 + "}",
-    "a negative size": lambda run: also(run, "state.json", size=-1),
     "a true size": lambda run: also(run, "state.json", size=True),
-    "a checksum in words": lambda run: also(run, "state.json", sha256="x"),
-    "records as numbers": lambda run: manifest_with(run, files={"a": 3}),
-    "files as a list": lambda run: manifest_with(run, files=["a"]),
     "no files": lambda run: manifest_with(run, files={}),
-    "a negative step": lambda run: manifest_with(run, step=-1),
-    "another format": lambda run: manifest_with(run, format=3),
     "depth": lambda run: '{"format": ' + DEEP + "}",
-    "a list": lambda run: "[]",
-    "no text": lambda run: "\udcff\udcfe",
     "nothing": lambda run: "",
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["a huge size", "a true size", "no files", "depth"], MANIFESTS)
-)
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_a_forged_manifest_is_refused_by_every_reader(run, name, capfd):
     file = checkpoint_of(run) / "manifest.json"
     file.write_bytes(MANIFESTS[name](run).encode(errors="surrogateescape"))
@@ -327,24 +315,10 @@ def test_a_manifest_that_is_a_pipe_or_a_link_is_refused(run, tmp_path, capfd):
     assert all("manifest.json is not a regular file" in line for line in refused(run, capfd))
 
 
-STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a huge step": lambda s: s["loop"].update(step=10**30),
-    "another step": lambda s: s["loop"].update(step=2),
-    "a step in words": lambda s: s["loop"].update(step="__import__('os')"),
-    "data in words": lambda s: s["loop"].update(data={"sample": "x"}),
-    "data with huge numbers": lambda s: s["loop"].update(data={"sample": 10**30}),
-    "a wandb id that is a path": lambda s: s["loop"].update(wandb_id="../../etc"),
-    "ranks in words": lambda s: s.update(ranks="x"),
-    "no spikes": lambda s: s["loop"].update(spikes=None),
-    "spikes in depth": lambda s: s["loop"].update(spikes=json.loads("[" * 50 + "]" * 50)),
-}
-
-
-@pytest.mark.parametrize("name", slow_but(["a huge step", "no spikes"], STATES))
-def test_a_forged_state_is_refused_on_resume(run, name):
+def test_a_forged_state_is_refused_on_resume(run):
     file = checkpoint_of(run) / "state.json"
     state = json.loads(file.read_text())
-    STATES[name](state)
+    state["loop"].update(step=10**30)
     file.write_text(json.dumps(state))
     sign(checkpoint_of(run))
     with pytest.raises(CheckpointError, match=r"state\.json") as caught:

@@ -153,7 +153,7 @@ def test_snapshot_sees_every_kind_of_change(tmp_path: Path) -> None:
     assert change(lambda: shutil.rmtree(tmp_path / "new")) == 2
 
 
-# (overrides, what the line must name)
+# (overrides, what the line must name); test_fuzz_config.py tries each bound of each key
 KEYS = [
     (["stepz=5"], ["stepz", "steps"]),
     (["optim.lrr=1"], ["optim.lrr", "optim.lr"]),
@@ -215,39 +215,14 @@ ENUMS = [
     (["data.source=web"], ["data.source", "web", "stdlib", "files", "hub"]),
 ]
 RANGES = [
-    (["steps=-5"], ["steps=-5", "1"]),
-    (["steps=0"], ["steps=0", "1"]),
-    (["seq_len=0"], ["seq_len=0", "1"]),
-    (["global_batch_size=0"], ["global_batch_size=0", "1"]),
-    (["log_interval=-1"], ["log_interval=-1"]),
-    (["micro_batch_size=0"], ["micro_batch_size=0", "1"]),
-    (["optim.lr=0"], ["optim.lr=0", "positive"]),
-    (["optim.lr=-1e-3"], ["optim.lr=-0.001", "positive"]),
     (["optim.lr=nan"], ["optim.lr=nan"]),
     (["optim.lr=inf"], ["optim.lr=inf"]),
-    (["optim.eps=0"], ["optim.eps=0", "positive"]),
-    (["optim.beta1=1"], ["optim.beta1=1", "less than 1"]),
-    (["optim.beta2=-0.1"], ["optim.beta2=-0.1", "negative"]),
-    (["optim.weight_decay=-1"], ["optim.weight_decay=-1", "negative"]),
     (["optim.weight_decay=nan"], ["optim.weight_decay=nan"]),
-    (["optim.clip_norm=-1"], ["optim.clip_norm=-1", "negative"]),
     (["optim.clip_norm=nan"], ["optim.clip_norm=nan"]),
-    (["optim.warmup_steps=-1"], ["optim.warmup_steps=-1", "negative"]),
     (["optim.warmup_steps=5"], ["optim.warmup_steps=5", "steps=4"]),
-    (["optim.min_lr_ratio=2"], ["optim.min_lr_ratio=2", "at most 1"]),
-    (["optim.decay_fraction=-0.1"], ["optim.decay_fraction=-0.1", "negative"]),
     (["checkpoint.interval=0"], ["checkpoint.interval=0", "1"]),
     (["checkpoint.interval=soon"], ["checkpoint.interval=soon", "100", "30min"]),
     (["checkpoint.interval=0min"], ["checkpoint.interval=0min", "above 0"]),
-    (["checkpoint.keep_last=-1"], ["checkpoint.keep_last=-1", "negative"]),
-    (["checkpoint.keep_every=-1"], ["checkpoint.keep_every=-1", "negative"]),
-    (["eval.interval=0"], ["eval.interval=0", "1"]),
-    (["eval.sequences=0"], ["eval.sequences=0", "1"]),
-    (["eval.tokens=0"], ["eval.tokens=0", "positive"]),
-    (["diagnostics.interval=-1"], ["diagnostics.interval=-1", "negative"]),
-    (["distributed.timeout=0"], ["distributed.timeout=0", "1"]),
-    (["model.n_layers=0"], ["model.n_layers=0", "1"]),
-    (["model.vocab_size=0"], ["model.vocab_size=0", "1"]),
     (["model.head_dim=33"], ["model.head_dim=33", "even"]),
     (["model.n_heads=3"], ["model.n_heads=3", "model.n_kv_heads=2", "multiple"]),
     (
@@ -266,17 +241,8 @@ RANGES = [
         ["model.match_params_to=standard", "attention=diff_v2", "model.ffn_dim=8"],
         ["model.match_params_to=standard", "closest", "model.ffn_dim"],
     ),
-    (["model.rope.theta=0"], ["model.rope.theta=0", "at least 1"]),
-    (["model.init_std=0"], ["model.init_std=0"]),
     (["model.init_std=nan"], ["model.init_std=nan"]),
-    (["model.norm_eps=-1"], ["model.norm_eps=-1"]),
-    (["model.z_loss=-1"], ["model.z_loss=-1"]),
-    (["data.heldout_fraction=1"], ["data.heldout_fraction=1", "less than 1"]),
-    (["data.vocab_size=0"], ["data.vocab_size=0", "1"]),
     (["data.vocab_size=1024"], ["data.vocab_size=1024", "model.vocab_size=512"]),
-    (["data.tokenizer_sample_bytes=0"], ["data.tokenizer_sample_bytes=0", "1"]),
-    (["data.num_workers=-1"], ["data.num_workers=-1", "negative"]),
-    (["data.prefetch_factor=0"], ["data.prefetch_factor=0", "1"]),
     (["micro_batch_size=3"], ["micro_batch_size=3", "4", "divide"]),
     (["parallel.replicate=2"], ["parallel.replicate=2", "1 rank"]),
     (["parallel=hsdp"], ["parallel.shard=8", "1 rank"]),
@@ -284,7 +250,6 @@ RANGES = [
     (["parallel.shard=0"], ["parallel.shard=0", "1"]),
     (["parallel.shard=-2"], ["parallel.shard=-2", "-1"]),
     (["parallel.expert=2"], ["parallel.expert=2", "dense"]),
-    (["parallel.expert=0"], ["parallel.expert=0", "1"]),
     (["data.paths=[]"], ["data.paths"]),
     (["data=stdlib"], ["data.paths", "data=files"]),
     (["data=hub", "data.paths=[]"], ["data.dataset"]),
@@ -296,24 +261,19 @@ RANGES = [
 ]
 EIGHT = "model.moe.n_experts=8"
 MIXTURES = [
-    (["model.moe.n_experts=-1"], ["model.moe.n_experts=-1", "negative"]),
     (["model.moe.n_experts=many"], ["model.moe.n_experts", "many", "nteger"]),
     (["model.moe.experts=8"], ["model.moe.experts", "model.moe.n_experts"]),
     ([EIGHT], ["model.moe.expert_dim=0", "at least 1"]),
     (["model=moe_tiny", "model.moe.top_k=9"], ["model.moe.top_k=9", "model.moe.n_experts=8"]),
-    (["model=moe_tiny", "model.moe.top_k=0"], ["model.moe.top_k=0", "at least 1"]),
-    (["model=moe_tiny", "model.moe.n_shared=-1"], ["model.moe.n_shared=-1", "negative"]),
     (
         ["model=moe_tiny", "model.moe.n_dense_layers=2"],
         ["model.moe.n_dense_layers=2", "model.n_layers=2"],
     ),
-    (["model=moe_tiny", "model.moe.n_dense_layers=-1"], ["model.moe.n_dense_layers=-1"]),
     (["model=moe_tiny", "model.moe.score=tanh"], ["model.moe.score", "tanh", "softmax", "sigmoid"]),
     (
         ["model=moe_tiny", "model.moe.balance_over=layer"],
         ["model.moe.balance_over", "layer", "sequence", "global_batch"],
     ),
-    (["model=moe_tiny", "model.moe.routed_scaling=0"], ["model.moe.routed_scaling=0", "positive"]),
     (["model=moe_tiny", "model.moe.routed_scaling=nan"], ["model.moe.routed_scaling=nan"]),
     (["model=moe_tiny", "model.moe.renormalise=2x"], ["model.moe.renormalise", "2x", "ool"]),
     *(

@@ -152,11 +152,6 @@ def start_until(prepared: Prepared, step: int, name: str) -> None:
     assert "stopped by SIGTERM" in process.finish()
 
 
-def as_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def edit_manifest(change: Callable[[dict], None]) -> Callable[[Path], None]:
     """Change the manifest beside a shard."""
 
@@ -174,26 +169,9 @@ def shorter(manifest: dict) -> None:
         counted["tokens"] -= 1
 
 
-def fewer(manifest: dict) -> None:
-    manifest["splits"]["train"]["tokens"] -= 1
-
-
 def other_checksum(manifest: dict) -> None:
     shard = manifest["splits"]["heldout"]["shards"][0]
     shard["sha256"] = shard["sha256"][::-1]
-
-
-def without_splits(manifest: dict) -> None:
-    del manifest["splits"]
-
-
-def outside(manifest: dict) -> None:
-    manifest["splits"]["train"]["shards"][1]["file"] = "../../../corpus.jsonl"
-
-
-def wider(manifest: dict) -> None:
-    """Claim 32 bits a token, though the shards have 16."""
-    manifest["vocab_size"] = 100_000
 
 
 @pytest.mark.parametrize(
@@ -203,26 +181,14 @@ def wider(manifest: dict) -> None:
             lambda path: path.write_bytes(path.read_bytes()[:-2]),
             ["train-00000-00001.bin", "bytes where"],
         ),
-        (lambda path: path.unlink(), ["train-00000-00001.bin", "No such file"]),
-        (as_directory, ["train-00000-00001.bin", "not a file"]),
         (edit_manifest(shorter), ["train-00000-00001.bin", "bytes where the manifest says"]),
-        (edit_manifest(fewer), ["manifest.json", "unusable", "tokens"]),
-        (edit_manifest(without_splits), ["manifest.json", "unusable", "splits"]),
-        (edit_manifest(outside), ["manifest.json", "unusable", "../../../corpus.jsonl"]),
-        (edit_manifest(wider), ["manifest.json", "unusable", "dtype"]),
-        (lambda path: path.with_name("manifest.json").write_text("{"), ["manifest.json"]),
-        (lambda path: path.with_name("manifest.json").write_text("[]"), ["manifest.json"]),
-        (lambda path: path.with_name("manifest.json").write_bytes(b"\xff"), ["manifest.json"]),
         (lambda path: path.with_name("manifest.json").unlink(), ["manifest.json", "No such"]),
         (
             lambda path: path.with_name("tokenizer.model").unlink(),
             ["tokenizer.model", "No such file"],
         ),
     ],
-    ids=[
-        *("truncated", "missing", "directory", "shorter", "fewer", "no splits", "outside", "wider"),
-        *("broken", "list", "binary", "no manifest", "no tokenizer"),
-    ],
+    ids=["truncated", "shorter", "no manifest", "no tokenizer"],
 )
 def test_what_is_wrong_at_the_start_is_said_before_training(
     prepared: Prepared,

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import struct
 import types
 import typing
@@ -587,3 +588,4 @@ def test_the_first_value_beyond_a_bound_is_refused(key: str, rule: str, bound: f
         line = line_of(check)
         assert line is not None
         assert key.split(".")[-1] in line
+        assert re.search(rf"positive|negative|{re.escape(str(bound))}", line), "what is allowed"
