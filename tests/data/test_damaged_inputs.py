@@ -232,7 +232,7 @@ def tokenizer_facts(file: Path) -> None:
     found = Tokenizer.from_file(file)
     assert 0 <= found.eos_id < found.vocab_size
     assert all(0 <= token < found.vocab_size for token in found.encode("def ab(x): \u00e9"))
-    assert found.decode(found.encode("ab")) is not None
+    assert found.decode(list(range(found.vocab_size))), "a piece that is no text"
     assert found.pieces_hash
 
 
@@ -286,4 +286,5 @@ def test_damaged_tokens_or_tokenizer_are_read_or_refused(
     whole, path = file.read_bytes(), file.with_name(opened or file.name)
     kinds = edited(json.loads(whole)) if file.suffix == ".json" else damaged(whole)
     check = partial(outcome, lambda: read(path, prepared), file, named=file.parent)
-    try_all(check, damaged(whole) | kinds, 200 if name == "prepared/manifest.json" else 60)
+    many = name in ("prepared/manifest.json", "prepared/tokenizer.model")
+    try_all(check, damaged(whole) | kinds, 200 if many else 60)
