@@ -13,7 +13,7 @@ from diffllm.cli import main
 from diffllm.compare.sweep.names import split_overrides
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import compose, load_config
-from diffllm.config.removed import REMOVED, Removed
+from diffllm.config.removed import REMOVED, Removed, removal
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 
@@ -36,6 +36,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("prepare.old=2", "prepare.old"),
         ("prepare.old=1", "prepare.old"),
         ("+prepare.old=2", "prepare.old"),
+        ("~prepare.old", "prepare.old"),
         ("prepare={old: 2}", "prepare.old"),
         ("+model.old=b", "model.old"),
         ("old.inner=3", "old"),
@@ -48,6 +49,13 @@ def test_removed_key_on_command_line_is_one_line_and_exit_code_2(
 ) -> None:
     assert main([command, "model=tiny", word, "steps=1"]) == 2
     assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
+
+
+def test_removed_key_is_named_before_the_launcher_of_its_former_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["prepare", "prepare.num_nodes=8", "hydra/launcher=submitit_slurm"]) == 2
+    assert capsys.readouterr().err == f"error: {removal('prepare.num_nodes')}\n"
 
 
 @pytest.mark.parametrize("key", REAL)

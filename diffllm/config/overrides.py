@@ -100,7 +100,8 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
     """Raise ConfigError for overrides that Hydra would take and that no run can use.
 
     They are: a choice that is none of its group's YAML files, a key that no one may set, a key
-    removed, and Hydra's own keys, which a single run does not read.
+    that `~` deletes or that no longer exists, and Hydra's own keys, which a single run does not
+    read.
 
     Args:
         choices: lists the names of a group's YAML files.
@@ -109,6 +110,8 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         word, key = override.input_line, override.key_or_group
         if not key:
             raise ConfigError(f"{word}: there is no key before the =")
+        if key in REMOVED:
+            raise ConfigError(removal(key))
         if key == "run" or key.startswith(FILLED_IN):
             raise ConfigError(f"{word}: a run fills this in itself")
         if re.split(r"[./]", key)[0] == "hydra":
