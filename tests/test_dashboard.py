@@ -15,8 +15,8 @@ import wandb_workspaces.workspaces.internal as internal
 from wandb_file import covers, examples
 
 from diffllm.cli import main
-from diffllm.metrics.dashboard import panels as panels_of_the_table
 from diffllm.metrics.table import METRICS
+from diffllm.metrics.wandb_run import panels as panels_of_the_table
 
 NAMES = [metric.name for metric in METRICS]
 WHERE = ["entity=a-team", "project=a-project"]

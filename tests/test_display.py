@@ -11,8 +11,7 @@ import pytest
 
 from diffllm.core.printing import to_stderr
 from diffllm.core.printing.console import Console
-from diffllm.metrics.display import Display
-from diffllm.metrics.log import Copied, RunLog
+from diffllm.metrics.display import Copied, Display, RunLog
 
 STEPS = 2000
 

@@ -12,7 +12,7 @@ from diffllm.config import load_config, plugins
 from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files.records import read_changes, read_record
+from diffllm.metrics.records import read_changes, read_record
 from diffllm.training.directory import RunDirectory
 
 FILES = {

@@ -19,7 +19,7 @@ from diffllm.config import TrainConfig, loading
 from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files.records import read_summary
+from diffllm.metrics.records import read_summary
 from diffllm.training.directory import RunDirectory, choose_path, claim_directory
 from diffllm.training.resume import resume_checkpoint
 

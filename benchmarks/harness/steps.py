@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diffllm.config import TrainConfig
-from diffllm.metrics.mfu import mfu, peak_flops
+from diffllm.metrics.profiling import mfu, peak_flops
 from diffllm.model import ModelConfig, Transformer
 from diffllm.training.build import build
 from diffllm.training.choices import chosen_precision
@@ -178,7 +178,7 @@ class Flops(NamedTuple):
     """Training FLOPs a token by the two conventions."""
 
     causal: float
-    """Attention over the (S + 1) / 2 keys that a query sees on average: `diffllm.metrics.mfu`'s."""
+    """Attention over the (S + 1) / 2 keys that a query sees on average, as for perf/mfu."""
     full: float
     """Attention over all S keys, as torchtitan and others count."""
 

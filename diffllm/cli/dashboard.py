@@ -7,8 +7,7 @@ from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import replace_file
 from diffllm.core.printing import echo
-from diffllm.metrics.dashboard import as_json, workspace
-from diffllm.metrics.wandb_run import WandbConfig, resolve_mode
+from diffllm.metrics.wandb_run import WandbConfig, as_json, resolve_mode, workspace
 
 WHAT = """\
 diffllm dashboard entity=... project=... [--offline]: a saved view of a wandb project, with loss,

@@ -18,10 +18,10 @@ from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_d
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import read_text, readable
-from diffllm.core.files.records import read_record
 from diffllm.core.printing import to_stderr
 from diffllm.core.registry import SCHEMAS, SOURCES
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
+from diffllm.metrics.records import read_record
 
 COPIED_FROM = {"model.init_seed": "seed", "model.seq_len": "seq_len"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError)

@@ -16,7 +16,7 @@ from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.metrics.diagnostics import DiagnosticsConfig
 from diffllm.metrics.profiling import ProfileConfig
-from diffllm.metrics.tensorboard import MetricsConfig
+from diffllm.metrics.sinks import MetricsConfig
 from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.optim import OptimConfig, ProtectionConfig

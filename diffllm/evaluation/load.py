@@ -20,10 +20,10 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.core.files.records import read_record
 from diffllm.data import Prepared, Tokenizer, prepare, sequences_in
 from diffllm.data.sequences import read_sequences
 from diffllm.data.tokenizer_files import tokenizer_of
+from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend
 from diffllm.model.documents import Documents

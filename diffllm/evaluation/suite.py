@@ -16,7 +16,6 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
-from diffllm.core.files.records import finite
 from diffllm.data import Tokenizer
 from diffllm.data.tasks.own_file import OwnFile
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of
@@ -28,6 +27,7 @@ from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
 from diffllm.evaluation.results import keep, kept, results_of
 from diffllm.evaluation.scoring import Question, score_batches
+from diffllm.metrics.records import finite
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
 EVALUATIONS: dict[str, Evaluation] = {

@@ -10,8 +10,8 @@ from diffllm.checkpoint.hf.own import ARCHITECTURE
 from diffllm.checkpoint.state_file import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.values import OF_WEIGHTS
-from diffllm.core.files.records import read_record, read_summary
 from diffllm.data.config import DataConfig, TextConfig
+from diffllm.metrics.records import read_record, read_summary
 
 CARD = """\
 ---

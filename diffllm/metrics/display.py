@@ -1,16 +1,79 @@
-"""The progress of a run for a person: a live line on a terminal, plain lines when piped."""
+"""Progress of a run: a live line on a terminal, plain lines when piped, and the log file."""
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diffllm.core.errors import printable
+from diffllm.core.files import open_to_append
 from diffllm.core.printing import KEPT
 from diffllm.core.printing.console import Console
-from diffllm.metrics.log import Copied, RunLog
+
+
+class RunLog:
+    """The log of a run, kept in memory until `open`; a refused run opens no file.
+
+    Errors while writing are ignored.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = ""
+        self.descriptor: int | None = None
+        self.stderr: Any = None
+
+    def copy_stderr(self, errors_only: bool = False) -> None:
+        """Also log standard error, or only lines of errors, until `close`."""
+        self.stderr = sys.stderr
+        sys.stderr = Copied(sys.stderr, self.write_error if errors_only else self.write)
+
+    def open(self, file: Path) -> None:
+        """Append earlier and later text to this file."""
+        with contextlib.suppress(OSError):
+            self.descriptor = open_to_append(file)
+        text, self.waiting = self.waiting, ""
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        if self.descriptor is None:
+            self.waiting += text
+            return
+        with contextlib.suppress(OSError):
+            os.write(self.descriptor, text.encode(errors="replace"))
+
+    def write_error(self, text: str) -> None:
+        if text.startswith("error: "):
+            self.write(f"{text}\n")
+
+    def close(self) -> None:
+        """Close the file and restore standard error."""
+        if self.stderr is not None:
+            sys.stderr, self.stderr = self.stderr, None
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Copied:
+    """A stream whose text also goes to `copy`, except text that moves a terminal's cursor."""
+
+    def __init__(self, stream: Any, copy: Callable[[str], None]):
+        self.stream, self.copy = stream, copy
+
+    def write(self, text: str) -> int:
+        written: int = self.stream.write(text)
+        if "\x1b" not in text and "\r" not in text:
+            self.copy(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
 
 SAY_S = 30
 """Seconds between lines about an evaluation, where there is no bar."""
@@ -30,7 +93,7 @@ class Display:
         """The times at which the last evaluation began and was last spoken of."""
 
     def start(self, step: int) -> None:
-        """Begin at optimizer step `step`."""
+        """Start the live line at optimizer step `step`."""
         if self.enabled and self.console.is_terminal:
             self.live = Progress(
                 TextColumn("step"),
@@ -76,7 +139,7 @@ class Display:
             self.print(f"{line}  ETA {duration(eta_s)}")
 
     def evaluate(self, done: int, total: int) -> None:
-        """Tell how many tokens of all held-out ones have been evaluated, once that takes long."""
+        """Show the progress of a held-out evaluation, without a bar every `SAY_S` seconds."""
         now = time.monotonic()
         began, said = self.evaluating = self.evaluating or (now, now)
         text = f"held-out loss: {done:,} of {total:,} tokens"
@@ -100,7 +163,7 @@ class Display:
 
 
 def measured(values: Mapping[str, Any]) -> list[str]:
-    """Say the held-out loss and the shares of right answers that a line has."""
+    """Format the held-out loss and the tasks' shares of right answers, where measured."""
     said = []
     if "eval/loss" in values:
         said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
@@ -112,7 +175,7 @@ def measured(values: Mapping[str, Any]) -> list[str]:
 
 
 def bits(values: Mapping[str, Any], of: str) -> str:
-    """Return a loss of "train" or "eval" in bits a byte, to stand behind it; nothing if unknown."""
+    """Format the bits per byte of "train" or "eval"; empty if unknown."""
     value = values.get(f"{of}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
 

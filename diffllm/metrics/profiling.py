@@ -1,10 +1,16 @@
-"""Traces of a few steps by torch.profiler, for Perfetto or chrome://tracing."""
+"""Speed of training steps: traces by torch.profiler, and model FLOPs utilisation.
+
+MFU = training FLOPs of the model (forward and backward matrix products, attention counted
+causally, no recomputation) / time / the device's dense bf16 peak (PaLM, arXiv 2204.02311,
+appendix B).
+"""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -21,7 +27,7 @@ class ProfileConfig:
     """First and last step to trace, as in [10,12], on every rank; empty: none."""
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for anything but two steps of the run, in order."""
+        """Raise ConfigError unless `steps` is empty or two steps of the run in order."""
         if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
             raise ConfigError(
                 f"profile.steps={self.steps} must be a first and a last step, as [10,12] is"
@@ -31,11 +37,11 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Profiles the steps that the config names; the one before them is the profiler's warm-up.
+    """Profiles the configured steps; the step before them is the profiler's warm-up.
 
     Args:
-        directory: where each rank's trace goes, as rank<r>-steps-<first>-<last>.json.gz.
-        say: tells a person where the trace is.
+        directory: directory of the traces, rank<r>-steps-<first>-<last>.json.gz.
+        say: prints the path of the trace.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
@@ -47,9 +53,9 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A context for the work of step `number`, counted from 1; named in the trace.
+        """A context for step `number`, counted from 1.
 
-        A run that continues inside the range traces what is left of it.
+        A run that resumes inside the range traces the rest of the range.
         """
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
@@ -75,7 +81,7 @@ class StepProfiler:
         self.running.start()
 
     def close(self) -> None:
-        """End, and write what was traced so far."""
+        """Stop profiling and write the trace."""
         if self.running:
             running, self.running = self.running, None
             running.stop()
@@ -84,9 +90,56 @@ class StepProfiler:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.is_symlink():
-                self.file.unlink()  # what it leads to is another's
+                self.file.unlink()  # never write through a link
             traced.export_chrome_trace(str(self.file))
         except (OSError, RuntimeError) as error:
             to_stderr(f"warning: {self.file} was not written: {error}")
         else:
             self.say(f"profile: {self.file}, for ui.perfetto.dev")
+
+
+class Device(NamedTuple):
+    """A GPU's figures from its data sheet."""
+
+    name: str
+    peak_flops: float
+    """Dense bf16 matrix FLOP/s."""
+    memory_gib: float
+    """GiB that the driver leaves to a process."""
+
+
+DEVICES = (
+    # A GPU is the first entry whose name is part of the GPU's name.
+    Device("GB200", 2.5e15, 184.0),
+    Device("B200", 2.25e15, 178.0),
+    Device("GH200", 989.4e12, 94.5),
+    Device("H200", 989.4e12, 139.8),
+    Device("H100 PCIe", 756e12, 79.1),
+    Device("H100 NVL", 835e12, 93.0),
+    Device("H100", 989.4e12, 79.1),
+    Device("A100", 312e12, 79.1),
+    Device("L40S", 362e12, 44.4),
+    Device("MI300X", 1307.4e12, 191.5),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return a device's dense bf16 FLOP/s; None if unknown."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((known.peak_flops for known in DEVICES if known.name in name), None)
+
+
+def device_called(name: str) -> Device | None:
+    """Find a device by name, ignoring case and separators."""
+    return next((known for known in DEVICES if plain(known.name) == plain(name)), None)
+
+
+def plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def mfu(flops_per_token: float, tokens_per_s_per_device: float, peak: float) -> float:
+    """Return the share of the peak in FLOP/s."""
+    return flops_per_token * tokens_per_s_per_device / peak

@@ -1,18 +1,76 @@
-"""The sinks of metrics: metrics.jsonl, wandb and TensorBoard."""
+"""The sinks of metrics: metrics.jsonl, wandb and TensorBoard event files with the same names."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.core.errors import CheckpointError
+from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import open_to_append, read_lines, readable, write_atomic
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.table import metric_of
-from diffllm.metrics.tensorboard import EventFiles
 from diffllm.metrics.wandb_run import WandbRun
+
+
+@dataclass
+class MetricsConfig:
+    """Sinks of metrics besides metrics.jsonl and wandb."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run directory's `tensorboard/`."""
+
+
+def check_installed(cfg: MetricsConfig) -> None:
+    """Raise ConfigError for `tensorboard=true` without the tensorboard package."""
+    if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "metrics.tensorboard=true needs the tensorboard package: "
+            'pip install "diffllm[tensorboard]"'
+        )
+
+
+class EventFiles:
+    """TensorBoard event files of a run; after an error, training continues without them.
+
+    Args:
+        directory: directory of the event files.
+        last_step: the step to resume after; TensorBoard hides later values of earlier starts.
+    """
+
+    def __init__(self, directory: Path, last_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: SummaryWriter | None = None
+        try:
+            self.writer = SummaryWriter(str(directory), purge_step=last_step + 1)
+        except OSError as error:
+            self._give_up(error)
+
+    def log(self, values: dict[str, Any]) -> None:
+        if self.writer is None:
+            return
+        try:
+            for name, value in values.items():
+                if name != "step":
+                    self.writer.add_scalar(name, value, values["step"])
+        except Exception as error:  # raised by the writer's thread for an earlier line
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self.writer is None:
+            return
+        try:
+            self.writer.close()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.writer = None
+        to_stderr(f"warning: no more TensorBoard event files, training goes on: {error!r}")
 
 
 class MetricsFile:

@@ -1,43 +1,48 @@
-"""Standard output and standard error that fail: what that means to a run, and to a command whose
-result is what it prints."""
+"""Standard output and standard error that fail: closed, full disk, no reader, lost terminal.
+
+A run ignores such failures. A command whose result is its output reports them.
+"""
 
 import contextlib
 import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from diffllm.core.errors import UserError
 
 
 class ReaderGone(Exception):
-    """The reader of standard output, such as `head`, has had enough."""
+    """The reader of standard output, such as `head`, has ended."""
 
 
 class Closed(io.TextIOBase):
-    """In place of a standard stream that was closed before the start."""
+    """Replaces a standard stream that was closed before the start; every write fails."""
 
     def write(self, text: str) -> int:
-        """Raise OSError."""
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
 class Unfailing:
-    """A text stream that never raises: what it cannot write, for want of room, of a reader or of a
-    terminal, is lost."""
+    """A text stream that drops what it cannot write and never raises.
+
+    Characters that the stream's encoding lacks become escapes.
+    """
 
     def __init__(self, stream: Any):
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write; characters that the stream's encoding lacks become escapes."""
         try:
-            self.stream.write(text)
-        except UnicodeError:
-            self._attempt(lambda: self.stream.write(escaped(text, self.stream)))
-        except (OSError, ValueError) as error:  # ValueError: it is closed
+            try:
+                self.stream.write(text)
+            except UnicodeError:
+                encoding = getattr(self.stream, "encoding", None) or "ascii"
+                escaped = text.encode(encoding, "backslashreplace")
+                self.stream.write(escaped.decode(encoding))
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._failed(error)
         return len(text)
 
@@ -46,24 +51,23 @@ class Unfailing:
             self.write(line)
 
     def flush(self) -> None:
-        self._attempt(self.stream.flush)
-
-    def _attempt(self, call: Callable[[], Any]) -> None:
         try:
-            call()
+            self.stream.flush()
         except (OSError, ValueError) as error:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Go on."""
+        """Ignore the error."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 class Result(Unfailing):
-    """Standard output of a command whose result it is: raises ReaderGone, and UserError where it
-    cannot be written for another reason."""
+    """Standard output of a command whose result is its output.
+
+    Raises ReaderGone if the reader has ended, and UserError for any other failure.
+    """
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, BrokenPipeError):
@@ -72,15 +76,11 @@ class Result(Unfailing):
         raise UserError(f"standard output cannot be written: {reason}") from error
 
 
-def escaped(text: str, stream: Any) -> str:
-    """Return a text in the characters of a stream's encoding, others as escapes."""
-    encoding = getattr(stream, "encoding", None) or "ascii"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def open_closed_descriptors() -> None:
-    """Open those of 0, 1 and 2 that are closed, or the next file would get the number, and with it
-    what libraries say."""
+    """Open those of the descriptors 0, 1 and 2 that are closed.
+
+    Otherwise the next opened file gets the number, and libraries write their messages into it.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -90,7 +90,7 @@ def open_closed_descriptors() -> None:
 
 
 def never_fail() -> None:
-    """Have nothing that this process says end it, its last flush included."""
+    """Make writes to stdout and stderr never raise, including the flush at exit."""
     sys.stdout, sys.stderr = (
         stream if type(stream) is Unfailing else Unfailing(stream or Closed())
         for stream in (sys.stdout, sys.stderr)
@@ -99,7 +99,7 @@ def never_fail() -> None:
 
 @contextlib.contextmanager
 def unfailing() -> Iterator[None]:
-    """A context in which nothing that is said ends a run; the streams before it come back."""
+    """In this context, writes to stdout and stderr never raise."""
     given = sys.stdout, sys.stderr
     never_fail()
     try:
@@ -110,10 +110,9 @@ def unfailing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result() -> Iterator[None]:
-    """A context for a command whose result is its output.
+    """Make stdout a `Result` in this context; afterwards writes never raise.
 
-    It ends quietly where the reader has had enough, and raises UserError where the output cannot be
-    written otherwise. Behind it nothing that is said fails.
+    The context ends without an error if the reader has ended.
     """
     never_fail()
     given = getattr(sys.stdout, "stream", sys.stdout)

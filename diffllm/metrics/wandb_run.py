@@ -1,7 +1,8 @@
-"""A wandb run that training never fails with, and waits for only at start and end, within bounds.
+"""A wandb run whose failures never end training, and the dashboard that compares variants.
 
-Everything wandb does happens on a thread of its own, because its calls block when its service
-hangs. What goes wrong there is one line on stderr; metrics.jsonl has the same values.
+All calls of wandb run on their own thread, because they block if its service hangs. Training waits
+for the thread only at start and end, for a limited time. A failure is one line on stderr;
+metrics.jsonl has the same values.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.table import METRICS
+from diffllm.metrics.table import METRICS, SECTIONS
 
 ONLINE_SECONDS = 20
 """How long the server may take to answer before the run is recorded offline."""
@@ -232,3 +233,54 @@ def abandon_service() -> None:
 
         wandb.setup()._connection._proc._process.kill()  # type: ignore[union-attr]
     tear_down()
+
+
+OPEN = ("Loss", "Spikes", "Gradient norm")
+"""Sections that are unfolded at first: wandb loads the data of visible panels only."""
+
+
+def panels() -> dict[str, list[tuple[str, ...]]]:
+    """Return the metrics of each plot, by title of its section."""
+    drawn: dict[str, dict[str, tuple[str, ...]]] = {each.dashboard: {} for each in SECTIONS}
+    for metric in METRICS:
+        plots = drawn[metric.section.dashboard]
+        key = metric.panel or metric.name
+        plots[key] = (*plots.get(key, ()), metric.name)
+    return {title: list(plots.values()) for title, plots in drawn.items()}
+
+
+def workspace(entity: str, project: str, name: str) -> Any:
+    """Build the view with sections of line plots over tokens, runs grouped by variant; sends
+    nothing. Raises ImportError if wandb-workspaces is not installed."""
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+
+    def plot(metrics: tuple[str, ...]) -> Any:
+        title = ", ".join(metrics)
+        if title.endswith("*"):
+            return wr.LinePlot(title=title, x="tokens", metric_regex=f"^{title[:-1]}.*")
+        return wr.LinePlot(title=title, x="tokens", y=list(metrics))
+
+    sections = [
+        ws.Section(
+            name=title,
+            panels=[plot(metrics) for metrics in drawn],
+            is_open=title in OPEN,
+            panel_settings=ws.SectionPanelSettings(x_axis="tokens"),
+        )
+        for title, drawn in panels().items()
+    ]
+    variant = ws.Config("run.choices.attention")
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=sections,
+        settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=100),
+        runset_settings=ws.RunsetSettings(groupby=[variant]),
+    )
+
+
+def as_json(view: Any) -> str:
+    """Return the JSON that saving the view would send, with the layout under "spec"."""
+    return view._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)

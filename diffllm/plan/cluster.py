@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.mfu import DEVICES, Device, device_called
+from diffllm.metrics.profiling import DEVICES, Device, device_called
 from diffllm.plan.traffic import Call, Collective
 
 POSITIVE = {"above": 0, "below": float("inf")}

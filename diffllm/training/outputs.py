@@ -17,8 +17,7 @@ from diffllm.data import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.profiling import StepProfiler
-from diffllm.metrics.sinks import MetricsFile, Sinks
-from diffllm.metrics.tensorboard import EventFiles
+from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training

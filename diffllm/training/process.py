@@ -15,8 +15,7 @@ from diffllm.core.errors import AgreedError, ConfigError, UserError
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
-from diffllm.metrics.display import Display
-from diffllm.metrics.log import RunLog
+from diffllm.metrics.display import Display, RunLog
 from diffllm.training.directory import RunDirectory
 from diffllm.training.provenance import command
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from diffllm.distributed.gradients import Norms
 from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, measured
-from diffllm.metrics.mfu import mfu, peak_flops
+from diffllm.metrics.profiling import mfu, peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.model.groups import group_of
 from diffllm.training.build import Training

@@ -11,7 +11,7 @@ from diffllm.config.schema import Changes, described, is_allowed
 from diffllm.config.values import OF_WEIGHTS
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.core.files.records import read_record, read_summary
+from diffllm.metrics.records import read_record, read_summary
 from diffllm.training.directory import RunDirectory
 from diffllm.training.state import LoopState
 

@@ -11,8 +11,8 @@ from diffllm.data import Tokenizer, ignores_targets
 from diffllm.distributed.launcher import environment, keep_memory
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import World, join
+from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
-from diffllm.metrics.tensorboard import check_installed
 from diffllm.training.build import build
 from diffllm.training.checks import check_named
 from diffllm.training.choices import agreed_compile

@@ -14,11 +14,11 @@ from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.schema import Changes
 from diffllm.core.errors import UserError
-from diffllm.core.files.records import stopped_text
 from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.tokenizer_files import tokenizer_in
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.launcher import keep_mode
+from diffllm.metrics.records import stopped_text
 from diffllm.model import without_storage
 from diffllm.training.checks import (
     check_fit,

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from diffllm.cli.run import run_and_report as run
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.tensorboard import EventFiles
+from diffllm.metrics.sinks import EventFiles
 from diffllm.training.provenance import command
 
 WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")

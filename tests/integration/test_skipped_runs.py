@@ -8,7 +8,7 @@ from runs.command import checkpoint_tensors, prepared_corpus, start, train
 from tiers import slow_but
 
 from diffllm.compare.report.runs import load_run
-from diffllm.core.files.records import gave_up
+from diffllm.metrics.records import gave_up
 
 LIMIT, LOGGED = 6, 5
 

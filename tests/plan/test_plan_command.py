@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diffllm import cli as tools
-from diffllm.metrics.mfu import DEVICES, device_called
+from diffllm.metrics.profiling import DEVICES, device_called
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import GIB, plan
 from diffllm.plan.suggest import nearest_change

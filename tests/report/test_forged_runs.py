@@ -23,7 +23,7 @@ from diffllm.compare.report.style import RowStyle
 from diffllm.compare.study.pilot import trend_of
 from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
 from diffllm.core.errors import CheckpointError
-from diffllm.core.files.records import LARGEST, read_metrics_line, read_record
+from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
 from diffllm.statistics.gap_tests import welch
 from diffllm.statistics.power_analysis import paired_power, welch_power
 

@@ -14,8 +14,8 @@ from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes,
 from diffllm.compare.report.rows import Row, make_rows, row_values
 from diffllm.compare.report.runs import Run, load_run
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files.records import LARGEST
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
+from diffllm.metrics.records import LARGEST
 from diffllm.statistics.arm_comparison import compare_arms
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld
 from diffllm.statistics.estimates import Estimate

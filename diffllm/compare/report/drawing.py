@@ -8,7 +8,7 @@ import numpy as np
 from diffllm.compare.report.bands import Band, Floor, envelope, thinned
 from diffllm.compare.report.numbers import compact, short
 from diffllm.compare.report.style import HEIGHT, MUTED, WIDTH, RowStyle, new_figure
-from diffllm.core.files.records import LARGEST
+from diffllm.metrics.records import LARGEST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

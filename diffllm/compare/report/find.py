@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.core.files.records import read_record
+from diffllm.metrics.records import read_record
 
 DEPTH = 4
 """How far below a named directory runs are looked for."""

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from diffllm.core.files.records import finite
 from diffllm.metrics.display import duration
+from diffllm.metrics.records import finite
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.estimates import Estimate, Rate
 

@@ -14,7 +14,8 @@ import numpy as np
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.files import read_lines, readable
-from diffllm.core.files.records import (
+from diffllm.core.printing import to_stderr
+from diffllm.metrics.records import (
     finite,
     gave_up,
     read_changes,
@@ -22,7 +23,6 @@ from diffllm.core.files.records import (
     read_record,
     read_summary,
 )
-from diffllm.core.printing import to_stderr
 
 
 class Series(NamedTuple):

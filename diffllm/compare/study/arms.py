@@ -11,7 +11,7 @@ from diffllm.compare.report.runs import Run, load_run
 from diffllm.compare.study.file import OF_THE_SUMMARY, Rule, Study
 from diffllm.compare.study.planned_runs import Planned, is_ended
 from diffllm.core.errors import ConfigError
-from diffllm.core.files.records import finite
+from diffllm.metrics.records import finite
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
 

@@ -16,7 +16,7 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.stages import first_runs
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
-from diffllm.core.files.records import finite, read_summary
+from diffllm.metrics.records import finite, read_summary
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from diffllm.config.loading import solved
 from diffllm.config.origin import with_origin
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.core.errors import ConfigError
-from diffllm.core.files.records import finite, gave_up, read_summary
+from diffllm.metrics.records import finite, gave_up, read_summary
 
 DECIDING, RATES = "deciding", "rates"
 """The stages of a study."""

@@ -11,9 +11,9 @@ from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.names import experiment_words, split_overrides
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
 from diffllm.core.errors import CheckpointError, InUseError, UserError
-from diffllm.core.files.records import read_ending, stopped_text
 from diffllm.core.printing import echo
 from diffllm.distributed.world import DistributedConfig, World, join
+from diffllm.metrics.records import read_ending, stopped_text
 from diffllm.training.directory import fresh
 
 Run = dict[str, Any]

@@ -14,7 +14,7 @@ from diffllm.config.saved import differences
 from diffllm.config.schema import is_allowed, what_differs
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
-from diffllm.core.files.records import read_record
+from diffllm.metrics.records import read_record
 from diffllm.training.directory import choose_path, ending
 
 
