@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from diffllm.core.version import VERSION
+from diffllm.core import VERSION
 
 if TYPE_CHECKING:
     from diffllm.cli.python import train

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from diffllm.core.console import Console
 from diffllm.core.printing import to_stderr
-from diffllm.core.printing.console import Console
 from diffllm.metrics.display import Copied, Display, RunLog
 
 STEPS = 2000

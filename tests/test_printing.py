@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm.cli import table
+from diffllm.core.console import Console
 from diffllm.core.printing import echo, echo_json, to_stderr
-from diffllm.core.printing.console import Console
 from diffllm.metrics.display import Display
 
 OWN = re.compile(r"\x1b\[[\d;]*m")

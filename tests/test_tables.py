@@ -4,7 +4,7 @@ import csv
 import io
 from html.parser import HTMLParser
 
-from diffllm.core.printing.table import Cell, Column, Table
+from diffllm.core.printing import Cell, Column, Table
 
 LABELS = Column("Row", [Cell("stan_dard"), Cell("<b>|", icon="<i></i>")], left=True)
 LOSSES = Column(

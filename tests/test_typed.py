@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffllm.core.files import made, read_typed
+from diffllm.core.typed import made, read_typed
 
 
 @dataclass(frozen=True)

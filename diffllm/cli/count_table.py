@@ -7,8 +7,8 @@ from rich.table import Table
 
 from diffllm.cli.table import print_table, table, width_of
 from diffllm.config.matching import MATCHABLE
+from diffllm.core.console import Console
 from diffllm.core.printing import echo
-from diffllm.core.printing.console import Console
 from diffllm.model.groups import OTHER_COMPONENTS
 
 Counts = dict[str, dict[str, Any]]

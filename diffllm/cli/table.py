@@ -3,7 +3,7 @@
 from rich import box
 from rich.table import Table
 
-from diffllm.core.printing.console import Console
+from diffllm.core.console import Console
 
 WHOLE = 10_000
 """Columns that no table fills."""

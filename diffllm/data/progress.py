@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from rich.markup import escape
 from rich.progress import Progress
 
+from diffllm.core.console import Console
 from diffllm.core.errors import printable
-from diffllm.core.printing.console import Console
 
 
 @contextmanager

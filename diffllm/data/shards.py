@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.core.files import made, open_to_write, read_json, replace_file, sync
+from diffllm.core.files import open_to_write, read_json, replace_file, sync
+from diffllm.core.typed import made
 from diffllm.data.file_array import FileArray
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.verified import again, is_at, matches, usable

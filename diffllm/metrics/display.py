@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diffllm.core.console import Console
 from diffllm.core.errors import printable
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import KEPT
-from diffllm.core.printing.console import Console
 
 
 class RunLog:

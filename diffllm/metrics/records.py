@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffllm.core.files.reading import parse_json, read_json, read_lines, readable
+from diffllm.core.files import parse_json, read_json, read_lines, readable
 
 NUMBER: tuple[type, ...] = (int, float)
 TEXT: tuple[type, ...] = (str,)

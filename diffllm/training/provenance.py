@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diffllm.config.overrides import SECRET
-from diffllm.core.version import VERSION
+from diffllm.core import VERSION
 from diffllm.distributed.consistency import code_version
 
 PACKAGES = (

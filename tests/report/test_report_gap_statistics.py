@@ -19,7 +19,7 @@ from diffllm.compare.report.sections import sections
 from diffllm.compare.report.style import SURFACE, row_styles
 from diffllm.compare.report.table import csv_text, table_columns
 from diffllm.compare.report.text import holm_lines, table_text
-from diffllm.core.printing.table import Cell
+from diffllm.core.printing import Cell
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS

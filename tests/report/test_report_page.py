@@ -26,7 +26,7 @@ from diffllm.compare.report.runs import Metrics, Run, Series
 from diffllm.compare.report.style import RC, legend_of, row_styles
 from diffllm.compare.report.table import COLUMNS, table_columns
 from diffllm.config.compose import variants
-from diffllm.core.printing.table import Cell
+from diffllm.core.printing import Cell
 from diffllm.statistics.estimates import Estimate
 
 CASES = {

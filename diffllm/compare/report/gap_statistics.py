@@ -4,7 +4,7 @@ from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.numbers import MISSING, fixed, in_words, with_interval
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.style import RowStyle
-from diffllm.core.printing.table import Cell, Table
+from diffllm.core.printing import Cell, Table
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.gap_tests import ALPHA, FEWEST
 from diffllm.statistics.power_analysis import pairing_pays_above

@@ -38,8 +38,7 @@ from diffllm.compare.report.text import apart_text, finding
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
-from diffllm.core.printing import KEPT
-from diffllm.core.printing.table import Column, Table
+from diffllm.core.printing import KEPT, Column, Table
 
 FEW, MOST = 8, 12
 """Sentences that always stand on the first screen, and at most."""

@@ -29,7 +29,7 @@ from diffllm.compare.report.numbers import (
 from diffllm.compare.report.rows import Row, column_metrics
 from diffllm.compare.report.style import RowStyle
 from diffllm.compare.report.text import divergence
-from diffllm.core.printing.table import Cell, Column, Table
+from diffllm.core.printing import Cell, Column, Table
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import DEFINITIONS, metric_of
 from diffllm.statistics.estimates import Estimate, Times

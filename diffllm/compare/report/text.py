@@ -18,7 +18,7 @@ from diffllm.compare.report.numbers import (
     with_interval,
 )
 from diffllm.compare.report.rows import Row
-from diffllm.core.printing.table import Table
+from diffllm.core.printing import Table
 from diffllm.evaluation.results import SHARE
 
 WIDTH = 100

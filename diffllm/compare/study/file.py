@@ -10,7 +10,7 @@ from diffllm.config.overrides import check_shared, nearest, suggest
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import made
+from diffllm.core.typed import made
 from diffllm.metrics.table import METRICS, metric_of
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")

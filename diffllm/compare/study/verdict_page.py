@@ -23,8 +23,7 @@ from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
-from diffllm.core.printing import KEPT
-from diffllm.core.printing.table import Cell, Table
+from diffllm.core.printing import KEPT, Cell, Table
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.power_analysis import paired_power, welch_power

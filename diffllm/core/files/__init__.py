@@ -1,59 +1,441 @@
-"""Files that are whole or not there, locks between processes, and paths that users give."""
+"""Files that are whole or not there, untrusted files, locks between processes, paths of users.
 
-from diffllm.core.files.locks import acquire, hold, holder, locked, missing, take_back
-from diffllm.core.files.paths import check_absent, check_length, user_path, why_no_file
-from diffllm.core.files.reading import (
-    check_plain,
-    made,
-    open_regular,
-    parse_json,
-    read_bytes,
-    read_json,
-    read_lines,
-    read_text,
-    read_typed,
-    readable,
-)
-from diffllm.core.files.writing import (
-    build_once,
-    new_directory,
-    open_to_append,
-    open_to_write,
-    publish,
-    replace_file,
-    scratch_directory,
-    sync,
-    write_atomic,
-)
+A run's own files are never symbolic links, and nothing is written through a link in place of a
+file: what it leads to is another's. A file that a user names may be a link.
+"""
 
-__all__ = [
-    "acquire",
-    "build_once",
-    "check_absent",
-    "check_length",
-    "check_plain",
-    "hold",
-    "holder",
-    "locked",
-    "made",
-    "missing",
-    "new_directory",
-    "open_regular",
-    "open_to_append",
-    "open_to_write",
-    "parse_json",
-    "publish",
-    "read_bytes",
-    "read_json",
-    "read_lines",
-    "read_text",
-    "read_typed",
-    "readable",
-    "replace_file",
-    "scratch_directory",
-    "sync",
-    "take_back",
-    "user_path",
-    "why_no_file",
-    "write_atomic",
-]
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from diffllm.core.errors import CheckpointError, ConfigError, InUseError, printable
+
+LONGEST_NAME, LONGEST_PATH = 255, 4096
+"""Bytes that names and paths have at most where the file system does not say."""
+BELOW = 128
+"""Bytes of the names that a run writes below its directory."""
+UNREACHABLE = {
+    errno.ENOTDIR: "a part of it is a file, not a directory",
+    errno.ELOOP: "symbolic links in it lead in a circle",
+    errno.EACCES: "permission denied",
+}
+
+LARGEST_JSON = 64 * 2**20
+"""Limit in bytes; the manifest of 100,000 parameters and 10,000 ranks has a tenth of it."""
+LARGEST_LINES = 4 * 2**30
+"""Limit in bytes of a file that is read line by line."""
+NOT_REGULAR = (errno.EINVAL, errno.ELOOP, errno.ENXIO)
+"""Errors of `opened` for a directory, a link, a pipe or a device."""
+LONGEST_LINE = 16 * 2**20
+DEEPEST = 64
+"""Levels of lists and objects inside each other."""
+NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Errors of flock on a file system without locks."""
+
+
+def user_path(text: str | Path, key: str) -> Path:
+    """Return a path that a user has written, with ~ expanded; it need not exist.
+
+    Raises ConfigError, which begins with `key`, for one that can lead nowhere: without such a user,
+    longer than the file system takes, through a file, a loop of links or a forbidden directory.
+    """
+    written = str(text)
+    shown = f"{key}={written if len(written) <= 300 else f'{written[:300]}...'}"
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{shown} is not valid UTF-8") from None
+    if "\0" in written:
+        raise ConfigError(f"{shown} must not hold a NUL character")
+    try:
+        path = Path(written).expanduser()
+    except RuntimeError:
+        first = Path(written).parts[0]
+        who = f"there is no user {first[1:]}" if first != "~" else "HOME is not set"
+        raise ConfigError(f"{shown}: {first} has no meaning here: {who}") from None
+    check_length(path, shown)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        why = UNREACHABLE.get(error.errno or 0, error.strerror)
+        raise ConfigError(f"{shown} cannot be reached: {why}") from error
+    return path
+
+
+def check_absent(path: Path, key: str) -> None:
+    """Raise ConfigError if something has the name that a new directory is to have."""
+    if os.path.lexists(path):
+        raise ConfigError(f"{key}={path} is there already; choose a new directory")
+
+
+def check_length(path: Path, shown: str) -> None:
+    """Raise ConfigError, which begins with `shown`, for a path that is longer than the file system
+    takes."""
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > (limit := longest_name(path)):
+        raise ConfigError(f"{shown}: a name of {longest} bytes; there may be {limit}")
+    if (size := len(os.fsencode(path))) > LONGEST_PATH - BELOW:
+        raise ConfigError(f"{shown}: a path of {size} bytes; there may be {LONGEST_PATH - BELOW}")
+
+
+def longest_name(path: Path) -> int:
+    """Return the bytes that a name may have below the closest directory that exists."""
+    for place in (path, *path.parents):
+        try:
+            return os.pathconf(place, "PC_NAME_MAX")
+        except (OSError, ValueError):
+            continue
+    return LONGEST_NAME
+
+
+def why_no_file(path: Path) -> str:
+    """Say what is there in place of a file; nothing where a file is, or nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(mode):
+        return "is a symbolic link, not a file"
+    if stat.S_ISDIR(mode):
+        return "is a directory, not a file"
+    return "" if stat.S_ISREG(mode) else "is not a regular file"
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn a reader's complaint about a run's file into a CheckpointError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{file} {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def opened(path: Path, flags: int, follow: bool = False) -> int:
+    """Open a regular file, through a symbolic link only to `follow`; never waits, as at a pipe."""
+    safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags | safe, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink() and not follow:
+            raise OSError(errno.ELOOP, "Is a symbolic link, not a file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return descriptor
+
+
+def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
+    """Open a regular file to read it, without waiting, as at a pipe.
+
+    Raises OSError, or ValueError with words that follow the file's name.
+
+    Args:
+        most: limit of its size in bytes.
+        follow: whether it may be a symbolic link.
+    """
+    try:
+        descriptor = opened(file, os.O_RDONLY, follow)
+    except OSError as error:
+        if error.errno not in NOT_REGULAR or (follow and error.errno == errno.ELOOP):
+            raise
+        link = " but a symbolic link" * (error.errno == errno.ELOOP)
+        raise ValueError(f"is not a regular file{link}") from error
+    if (size := os.fstat(descriptor).st_size) > most:
+        os.close(descriptor)
+        raise ValueError(f"has {size:,} bytes, more than {most:,}")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> bytes:
+    """Read a regular file; raises as `open_regular`."""
+    with open_regular(file, most, follow) as stream:
+        return stream.read(most)
+
+
+def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str:
+    """Read a regular file of UTF-8; raises as `open_regular`."""
+    try:
+        return read_bytes(file, most, follow).decode()
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8") from None
+
+
+def read_lines(file: Path) -> Iterator[str]:
+    """Iterate over a file's lines, with their ends, as text; of a line beyond all reason, parts.
+
+    What is no UTF-8 becomes a replacement character. Raises as `open_regular`.
+    """
+    with open_regular(file, LARGEST_LINES) as stream:
+        while line := stream.readline(LONGEST_LINE):
+            yield line.decode(errors="replace")
+
+
+def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
+    """Read a regular file with a JSON object of plain values; raises as `open_regular`."""
+    content = parse_json(read_text(file, most, follow))
+    if not isinstance(content, dict):
+        raise ValueError("is not a JSON object")
+    return content
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON of plain values: of moderate depth, numbers within 64 bits, text that UTF-8 can
+    hold. Raises ValueError with words that follow a file's name."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    check_plain(content)
+    return content
+
+
+def check_plain(value: Any, depth: int = DEEPEST) -> None:
+    """Raise ValueError for what the code behind a reader could not handle."""
+    if isinstance(value, dict):
+        for key in value:
+            check_plain(key)
+    if isinstance(value, dict | list):
+        if not depth:
+            raise ValueError("is nested too deeply")
+        for inner in value.values() if isinstance(value, dict) else value:
+            check_plain(inner, depth - 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("holds a number beyond 64 bits")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("holds half of a surrogate pair, which is no text") from None
+
+
+def acquire(path: Path, wait: bool = True) -> FileLock:
+    """Lock a file, which is created, until `release` or the end of this process.
+
+    The content of the file names the process that holds the lock. Raises Timeout if another process
+    holds the lock and `wait` is false, and OSError if the file cannot be opened or its file system
+    has no flock.
+    """
+    if wrong := why_no_file(path):
+        raise OSError(errno.EINVAL, f"its lock {wrong}", str(path))
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=sign)
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except OSError as error:
+        if error.errno in NO_FLOCK:
+            raise OSError(error.errno, "its file system has no flock", str(path)) from None
+        raise
+    return lock
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a file during the block; raises as `acquire`."""
+    lock = acquire(path, wait)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def sign(descriptor: int) -> None:
+    """Write the name of this process into the lock file that it holds."""
+    with suppress(OSError):  # a full disk; the lock does not depend on it
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+def holder(path: Path) -> str:
+    """Name the process that holds a lock, such as 'process 17 on node3', or 'another process'."""
+    with suppress(OSError, ValueError):
+        return printable(read_text(path, most=1000)) or "another process"
+    return "another process"
+
+
+def hold(path: Path, kind: str, instead: str) -> FileLock:
+    """Make a directory and keep other processes out of it until this one ends.
+
+    Raises ConfigError, which calls it a `kind` such as "run directory", if another process is
+    there, or if it cannot be written: then `instead` is the key to change.
+    """
+    made, lock = missing(path), path / ".lock"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return acquire(lock, wait=False)
+    except Timeout:
+        raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
+    except OSError as error:
+        for part in made:
+            with suppress(OSError):  # it was not made, or others use it by now
+                part.unlink() if part == lock else part.rmdir()
+        raise ConfigError(
+            f"{kind} {path} cannot be written ({error.strerror}); choose {instead}"
+        ) from error
+
+
+def missing(path: Path) -> list[Path]:
+    """List what making a directory makes, innermost first: itself, its parents, and its lock."""
+    return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
+
+
+def take_back(path: Path, made: list[Path]) -> None:
+    """Undo the making of a directory that was `missing` so, with all that lies in it; parents that
+    others use by now stay."""
+    for part in made:
+        with suppress(OSError):
+            if part == path:
+                shutil.rmtree(path)
+            elif part in path.parents:
+                part.rmdir()
+            else:
+                part.unlink()
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file in one step: a reader sees its former content or all of the new one, and so does
+    one after a power cut.
+
+    A symbolic link of that name is replaced, not followed. If the file cannot be written, OSError
+    is raised and nothing partial stays behind.
+    """
+    if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.unlink(missing_ok=True)  # left by a killed process
+        with open(partial, "xb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)  # fails for a directory
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file, made where it is missing, to write behind its end; return its descriptor.
+
+    Raises OSError, also for a symbolic link and whatever else is no file.
+    """
+    return opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def open_to_write(path: Path) -> int:
+    """Open a file, made where it is missing and emptied where it is not, as `open_to_append`."""
+    descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
+    os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file of a run; raises CheckpointError where that cannot be done."""
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+
+def build_once(final: Path, build: Callable[[Path], None]) -> None:
+    """Create the directory `final` by calling `build` on a scratch directory, then rename it.
+
+    One process builds, and the others wait for it. A killed build leaves no `final`.
+    """
+    if final.is_dir():
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_directory(final, wait=True) as scratch:
+        if not final.is_dir():
+            build(scratch)
+            publish(scratch, final)
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Yield an empty scratch directory, which becomes `final` after the block, unless it raises.
+
+    Raises OSError, also if `final` exists, and InUseError if another process is building it.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_directory(final) as scratch:
+        yield scratch
+        publish(scratch, final)
+
+
+@contextmanager
+def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
+    """Create an empty hidden directory next to `final`, which the block may rename.
+
+    At the end, remove the directory if it still exists. A lock file next to it keeps other
+    processes out. Under the lock, a directory of this name was left by a killed process and is
+    removed. Raises OSError.
+
+    Args:
+        wait: wait for the lock; otherwise raise InUseError if another process has it.
+    """
+    name = f".{final.name}"
+    if len(os.fsencode(name)) > 200:  # the longest name of a file has 255 bytes
+        name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
+    scratch, lock_file = final.with_name(f"{name}.partial"), final.with_name(f"{name}.lock")
+    try:
+        lock = acquire(lock_file, wait)
+    except Timeout:
+        raise InUseError(f"{final} is being written by {holder(lock_file)}") from None
+    try:
+        if scratch.is_dir() and not scratch.is_symlink():
+            shutil.rmtree(scratch)
+        scratch.unlink(missing_ok=True)
+        scratch.mkdir()
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):
+            lock_file.unlink()  # before the release: a waiting process then makes a new one
+        lock.release()
+
+
+def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
+    """Rename a directory to `final`, so that it outlives a power cut with all of its content.
+
+    Raises OSError, also if `final` exists.
+
+    Args:
+        files_synced: the content is on disk already, only the names in the directory are not.
+    """
+    for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
+        sync(path)
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    os.rename(scratch, final)
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync a file's content, or the names in a directory, to disk, so that they outlive a power
+    cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems keep names without being asked, and refuse to be.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from diffllm.core.files import made
+from diffllm.core.typed import made
 from diffllm.data.mixture.order import in_parts
 
 MOST = 2**53

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import made
+from diffllm.core.typed import made
 from diffllm.data.config import DataConfig
 from diffllm.data.mixture.curriculum import Segments, from_sample, limited, segments
 from diffllm.data.mixture.naming import of_source

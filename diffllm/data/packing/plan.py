@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.core.files import read_typed
 from diffllm.core.printing import to_stderr
+from diffllm.core.typed import read_typed
 from diffllm.data.file_array import FileArray
 from diffllm.data.packing.best_fit import best_fit_decreasing
 from diffllm.data.packing.pieces import pieces, windows

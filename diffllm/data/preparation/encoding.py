@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from diffllm.core.errors import DataError
-from diffllm.core.files import read_typed, replace_file
+from diffllm.core.files import replace_file
+from diffllm.core.typed import read_typed
 from diffllm.data.preparation.arrays import write_array
 from diffllm.data.preparation.workers import Meter
 from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits

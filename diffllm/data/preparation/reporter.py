@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from diffllm.core.console import Console
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import to_stderr
-from diffllm.core.printing.console import Console
 
 EVERY = 60.0
 """Seconds between two lines, and after which a worker without progress is named."""

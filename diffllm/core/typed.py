@@ -1,0 +1,101 @@
+"""Dataclasses made of plain values, as JSON and YAML have them, with checked types."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from diffllm.core.files import read_json
+
+T = TypeVar("T")
+
+TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
+
+
+def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
+    """Read a regular file of JSON as a dataclass; keys that it has no field for are ignored.
+
+    Raises OSError, or ValueError whose message continues the file's name.
+
+    Args:
+        follow: whether the file may be a symbolic link.
+    """
+    content = read_json(file, follow=follow)
+    try:
+        return made(cls, content)
+    except ValueError as error:
+        raise ValueError(f"is damaged: {error}") from None
+
+
+def made(
+    cls: type[T],
+    content: Any,
+    where: str = "",
+    unknown: Callable[[str, list[str]], str] | None = None,
+    omit: tuple[str, ...] = (),
+) -> T:
+    """Make a dataclass of a mapping; raises ValueError that names the key and what it must be.
+
+    Args:
+        where: key of `content`, for messages.
+        unknown: takes an unknown key and the known ones, and returns a hint for the message; None
+            ignores unknown keys.
+        omit: fields that `content` must not set.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")
+    known = {f.name: f for f in fields(cls) if f.name not in omit}  # type: ignore[arg-type]
+    prefix = f"{where}." if where else ""
+    for key in content:
+        if key not in known and unknown:
+            hint = unknown(f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+            raise ValueError(f"unknown key {prefix}{key}{hint}")
+    required = (n for n, f in known.items() if f.default is f.default_factory is MISSING)
+    missing = [f"{prefix}{name}" for name in required if name not in content]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    values = {
+        name: typed(content[name], f.type, f"{prefix}{name}", unknown)
+        for name, f in known.items()
+        if name in content
+    }
+    return cls(**values)
+
+
+def typed(
+    value: Any, kind: Any, where: str, unknown: Callable[[str, list[str]], str] | None = None
+) -> Any:
+    """Return a value as a field's type; raises ValueError for another type.
+
+    Supports dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers and whole
+    numbers of 64 bits.
+    """
+    if None in (allowed := get_args(kind) or (kind,)) or type(None) in allowed:
+        if value is None:
+            return None
+        (kind,) = (k for k in allowed if k is not type(None))
+    if is_dataclass(kind):
+        return made(kind, value, where, unknown)  # type: ignore[arg-type]
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}={value} must be a list")
+        (inner,) = get_args(kind)
+        return [typed(item, inner, f"{where}[{i}]", unknown) for i, item in enumerate(value)]
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}={value} must be a mapping of names to values")
+        _, inner = get_args(kind)
+        return {str(k): typed(v, inner, f"{where}.{k}", unknown) for k, v in value.items()}
+    if kind is float and isinstance(value, str):
+        with suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
+            value = float(value)
+    right = isinstance(value, (int, float) if kind is float else kind)
+    if not right or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}={value!r} must be {TYPES[kind]}")
+    if kind is float and not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{where}={value} must be a finite number")
+    if kind is int and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{where}={value} must be a whole number of 64 bits")
+    return kind(value)
