@@ -16,10 +16,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from diffllm import load_config
-from diffllm.checkpoint.config import CheckpointConfig
-from diffllm.checkpoint.directory import list_checkpoints, step_of
+from diffllm.checkpoint.directory import CheckpointConfig, list_checkpoints, step_of
+from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.state_file import check_parameters, read_state
 from diffllm.checkpoint.writer import Checkpointer, needed_bytes
 from diffllm.core.errors import AgreedByAll, CheckpointError, ConfigError
 from diffllm.distributed.gradients import local

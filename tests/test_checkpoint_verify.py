@@ -11,8 +11,13 @@ from runs.one_rank import flip_bit, gloo_group, loop_of, sign, write_checkpoint
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.checkpoint.config import CheckpointConfig
-from diffllm.checkpoint.directory import find_checkpoint, list_checkpoints, newest_good, step_of
+from diffllm.checkpoint.directory import (
+    CheckpointConfig,
+    find_checkpoint,
+    list_checkpoints,
+    newest_good,
+    step_of,
+)
 from diffllm.checkpoint.manifest import NAME, read_manifest, verify
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main

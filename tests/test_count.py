@@ -26,7 +26,7 @@ from diffllm import cli as tools
 from diffllm.cli.count import count
 from diffllm.config.compose import variant_config
 from diffllm.core.errors import ConfigError
-from diffllm.model.groups import GROUPS, component_of, group_of
+from diffllm.model.stats import GROUPS, component_of, group_of
 
 KEYS = {
     "total_params",

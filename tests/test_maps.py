@@ -13,7 +13,7 @@ from diffllm import build_model, load_config
 from diffllm.config.compose import config_directory
 from diffllm.evaluation.maps import attention_maps, layer_maps
 from diffllm.model.attention.ops import weighted
-from diffllm.model.probes import entropy, negative_share
+from diffllm.model.stats import entropy, negative_share
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 HEADS, KV_HEADS, LENGTH = 4, 2, 9
@@ -51,7 +51,7 @@ def test_the_last_map_times_the_values_is_the_context(variant):
     attention, rope = model.layers[1].attention, model.rope(0, LENGTH)
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     shown = {}
-    attention(x, rope, show=shown)
+    attention(x, rope, aux=shown)
     _, _, v = attention.project(x, rope)
     layer = attention_maps(attention, x, rope)
     if variant == "diff_v2_unshared_kv":  # the pair's values differ: head i's and head H + i's

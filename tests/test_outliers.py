@@ -12,7 +12,7 @@ from diffllm import build_model, load_config
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation import outliers
 from diffllm.evaluation.outliers import PERCENTILES, TOP, Spread, measure
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
 
 T, EOS = 24, 3
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2", "diff_v2_unshared_kv", "standard_sink"]
@@ -99,7 +99,7 @@ def explicit(model, tokens, documents):
             logits = {f"map {i + 1}": scores[:, heads] for i, heads in enumerate(pick)}
             maps = {f"map {i + 1}": weights[:, heads] for i, heads in enumerate(pick)}
             maps["difference"] = maps["map 1"] - lam * maps["map 2"]
-        attention(normed, rope, seen, show=show)
+        attention(normed, rope, seen, aux=show)
         v = attention.wv(normed)
         rms = show["context"].square().mean(-1).sqrt()
         ratio = rms / v.square().mean((1, 2)).sqrt()[:, None, None]

@@ -22,9 +22,9 @@ from diffllm.metrics.diagnostics import (
     reduce_stats,
 )
 from diffllm.metrics.table import METRICS
-from diffllm.model.documents import Documents
-from diffllm.model.probes import entropy, probe_at, probe_stats
+from diffllm.model.attention.ops import Documents
 from diffllm.model.rope import apply_rope
+from diffllm.model.stats import entropy, probe_at, probe_stats
 from diffllm.training.schedule import Due, due
 
 LENGTH, END = 12, 7
@@ -110,9 +110,9 @@ def test_probes_equal_plain_loops(variant, masked):
     x = torch.randn(2, LENGTH, model.cfg.dim)
     rope, _ = model.whole_sequences(tokens, documents, x.dtype)
     mask = documents.mask() if masked else None
-    show = {}
-    attention(x, rope, mask, show=show)
-    found = probe_stats(attention, x, show, probe_at(POSITIONS, LENGTH, documents))
+    aux = {}
+    attention(x, rope, mask, aux=aux)
+    found = probe_stats(attention, x, aux, probe_at(POSITIONS, LENGTH, documents))
 
     def allowed(b, at, key):
         return not masked or END not in tokens[b, key:at]
@@ -131,9 +131,9 @@ def test_probes_equal_plain_loops(variant, masked):
 
 @torch.no_grad()
 def probed(model, x):
-    attention, rope, show = model.layers[0].attention, model.rope(0, LENGTH), {}
-    attention(x, rope, show=show)
-    stats = probe_stats(attention, x, show, probe_at(POSITIONS, LENGTH, None))
+    attention, rope, aux = model.layers[0].attention, model.rope(0, LENGTH), {}
+    attention(x, rope, aux=aux)
+    stats = probe_stats(attention, x, aux, probe_at(POSITIONS, LENGTH, None))
     return {name: value.item() for name, value in stats.items() if value.ndim == 0}
 
 

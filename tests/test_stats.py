@@ -166,11 +166,11 @@ def values(heads, width):
 
 def looking(attention, q, k, v):
     """(what enters wo, context RMS that is shown) of queries (1, T, heads, d) that see all keys."""
-    show, x = {}, torch.zeros(1, q.shape[1], 128)
+    aux, x = {}, torch.zeros(1, q.shape[1], 128)
     everything = torch.ones(q.shape[1], N, dtype=torch.bool)
     with torch.no_grad():
-        out = attention.context(x, q, k, v, everything, show)
-    return out, block_stats(x, show)["context_rms"].item()
+        out = attention.context(x, q, k, v, everything, aux)
+    return out, block_stats(x, aux)["context_rms"].item()
 
 
 def one_hot(positions, keys):
@@ -356,10 +356,10 @@ def test_context_over_values_is_that_of_explicit_tensors_in_float64(variant):
     model.double()
     x, rope = model.tok_embeddings(inputs), model.rope(0, 16)
     for i, layer in enumerate(model.layers):
-        attention, normed, show = layer.attention, layer.attention_norm(x), {}
-        attention(normed, rope, show=show)
+        attention, normed, aux = layer.attention, layer.attention_norm(x), {}
+        attention(normed, rope, aux=aux)
         v = attention.wv(normed).unflatten(1, (16,))
-        ratio = show["context"].square().mean(-1).sqrt()
+        ratio = aux["context"].square().mean(-1).sqrt()
         ratio = ratio / v.flatten(1).square().mean(1).sqrt()[:, None, None]
         for name, value in (("", ratio.mean()), ("_min", ratio.min()), ("_max", ratio.max())):
             found = stats[f"context_over_value_rms{name}"][i].item()

@@ -12,7 +12,7 @@ import torch
 from diffllm.config import TrainConfig, load_config
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel
-from diffllm.model.choice import ASKED, Choice
+from diffllm.model.auto_setting import ASKED, AutoSetting
 from harness.kernels import breakdown
 from harness.measuring import Step, join_alone, seconds, synchronize
 from harness.steps import described, flops_per_token, mfus, ours, plain, theirs
@@ -47,7 +47,7 @@ def build_step(
         document_kernel: a `Kernel` for documents on Hopper in place of the one that is chosen.
     """
     if document_kernel:
-        kernels.DOCUMENTS_ON_HOPPER = Choice(Kernel[document_kernel], ASKED)
+        kernels.DOCUMENTS_ON_HOPPER = AutoSetting(Kernel[document_kernel], ASKED)
     device = device_of(state)
     cfg = load_config(words)
     step: Step

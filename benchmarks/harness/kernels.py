@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from diffllm.config import load_config
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
 from diffllm.training.choices import for_json
 from harness.decoding import random_model
 from harness.measuring import synchronize

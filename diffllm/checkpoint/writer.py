@@ -1,10 +1,11 @@
-"""Saving checkpoints in the background, and reporting those that cannot be written."""
+"""Saving checkpoints in the background, and reporting checkpoints that cannot be written."""
 
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
@@ -18,8 +19,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from diffllm.checkpoint.config import SAVED, CheckpointConfig
 from diffllm.checkpoint.directory import (
+    SAVED,
+    CheckpointConfig,
     delete,
     hidden_path,
     list_checkpoints,
@@ -269,3 +271,28 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Compute the bytes that a checkpoint takes on disk, all ranks together."""
     pieces = len(tensors) * dist.get_world_size()
     return sum(t.numel() * t.element_size() for t in tensors.values()) + WRAPPING * pieces
+
+
+def write_parameters(
+    directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
+) -> Path:
+    """Write the checkpoint of step 0 below `directory`, and return it. Not atomic: a caller writes
+    into a directory that is not yet to be seen. Raises OSError, or what DCP does.
+
+    Args:
+        tensors: parameters and what routers have learnt, by their names in the decoder; float32.
+        parameters: the names of the parameters.
+    """
+    path = path_of(directory, 0)
+    path.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(
+            {f"model.{name}": tensor for name, tensor in tensors.items()},
+            storage_writer=TensorWriter(path),
+            no_dist=True,
+        )
+    shapes = {name: list(tensors[name].shape) for name in parameters}
+    state = {"format": FORMAT, "step": 0, "parameters": shapes, "ranks": 1, "loop": None}
+    complete(path, 0, json.dumps(state), describe(path.glob("*.distcp")))
+    return path

@@ -17,7 +17,7 @@ from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
-from diffllm.model.probes import entropy, negative_share
+from diffllm.model.stats import entropy, negative_share
 
 MOST_TOKENS = 256
 """Beyond this neither labels nor cells could be told apart."""

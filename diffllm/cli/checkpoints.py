@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
-from diffllm.checkpoint.state_file import faults, read_state
+from diffllm.checkpoint.manifest import faults, read_state
 from diffllm.cli.arguments import a_path, parse, plugins_field
 from diffllm.cli.table import print_table, table
 from diffllm.core.errors import CheckpointError

@@ -19,7 +19,7 @@ from diffllm.config.compose import check_variant
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, echo_json
 from diffllm.model import without_storage
-from diffllm.model.groups import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
+from diffllm.model.stats import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from diffllm.cli.table import print_table, table, width_of
 from diffllm.config.matching import MATCHABLE
 from diffllm.core.console import Console
 from diffllm.core.printing import echo
-from diffllm.model.groups import OTHER_COMPONENTS
+from diffllm.model.stats import OTHER_COMPONENTS
 
 Counts = dict[str, dict[str, Any]]
 """Variant to what `count` gives; the first is what the others are compared with."""

@@ -18,11 +18,9 @@ from diffllm.cli.arguments import parse
 from diffllm.cli.table import print_table, table
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, echo_json
-from diffllm.plan.cluster import OWN_KEYS, Cluster
-from diffllm.plan.estimate import DAY, GIB, Plan, idealised, plan
+from diffllm.plan.estimate import DAY, GIB, OWN_KEYS, Cluster, Plan, idealised, nearest_change, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
-from diffllm.plan.suggest import nearest_change
 
 
 def main(argv: list[str]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf import ModelDirectory
-from diffllm.checkpoint.hf.directory import is_model_directory
-from diffllm.checkpoint.hf.own import VARIANTS
+from diffllm.checkpoint.hf.layout import VARIANTS
+from diffllm.checkpoint.hf.model_directory import is_model_directory
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import flatten, load_run_config

@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from diffllm.checkpoint.config import CheckpointConfig
+from diffllm.checkpoint.directory import CheckpointConfig
 from diffllm.config.matching import Matched
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, listed

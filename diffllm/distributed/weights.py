@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.fsdp import fp32_parameters, local_block
 from diffllm.distributed.mesh import Reduce
-from diffllm.model.choice import ASKED, Choice
+from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.init import LocalBlock, whole
 
 LAST_UP_TO = 8 * 2**30
@@ -24,7 +24,7 @@ LAST_UP_TO = 8 * 2**30
 class Weights:
     """The parameters that one rank updates and computes with."""
 
-    choices: dict[str, Choice]
+    choices: dict[str, AutoSetting]
     """The settings that the size of the model decided, by name."""
 
     params: dict[str, Tensor]
@@ -53,7 +53,7 @@ class OneRank(Weights):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         """Give `model` copies in `dtype` as its parameters, all but its `fp32_parameters`."""
-        self.choices: dict[str, Choice] = {}
+        self.choices: dict[str, AutoSetting] = {}
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.origins: dict[Tensor, Tensor] = {}
         """The float32 parameter behind each copy."""
@@ -126,12 +126,12 @@ class Sharded(Weights):
         self.model.reshard()
 
 
-def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> Choice:
+def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
     """Decide when gradients of micro-batches are reduced: once a step, where a whole gradient is
     small enough to wait, unless the config says otherwise."""
     if asked is not None:
-        return Choice(asked, ASKED)
+        return AutoSetting(asked, ASKED)
     # Of experts, a rank computes with its own only.
     size = 4 * sum(param.numel() // expert_ranks(param) for param in params)
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
-    return Choice(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)
+    return AutoSetting(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
 
 DIRECTORY = "heldout"
 LARGEST = 2**34

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from diffllm.checkpoint.directory import step_of, with_checkpoint
+from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.state_file import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -25,8 +25,7 @@ from diffllm.data.sequences import read_sequences
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
-from diffllm.model.attention.ops import Backend
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Backend, Documents
 
 TOKENS = 16384
 """Tokens of a pass over the first held-out sequences, unless another number is asked for."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diffllm.model import Transformer
-from diffllm.model.attention.base import Attention, Maps, Shown
+from diffllm.model.attention.base import Attention, Aux, Maps
 from diffllm.model.rope import Rope
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def attention_maps(
 ) -> LayerMaps:
     """The causal maps of an attention module that reads x (B, T, D), normalised."""
     q, k, _ = attention.project(x, rope)
-    shown: Shown = {}
-    attention(x, rope, mask, show=shown)
+    shown: Aux = {}
+    attention(x, rope, mask, aux=shown)
     layer = LayerMaps(attention.maps(x, q, k, mask), {})
     batch, heads, length = layer.effective.shape[:3]
     if "lambda" in shown:

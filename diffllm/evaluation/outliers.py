@@ -17,10 +17,9 @@ from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import TOKENS, FirstSequences, own_corpus, own_data, sequences_for
 from diffllm.model import Transformer
-from diffllm.model.attention.base import Attention, Maps, Shown
-from diffllm.model.documents import Documents
-from diffllm.model.probes import Probe, probe_at
-from diffllm.model.stats import kurtosis, over_channels, values_rms
+from diffllm.model.attention.base import Attention, Aux, Maps
+from diffllm.model.attention.ops import Documents
+from diffllm.model.stats import Probe, kurtosis, over_channels, probe_at, values_rms
 
 PIECE = 2**22
 """Weights of a map that are explicit at a time."""
@@ -193,13 +192,13 @@ def measure(
         x = model.tok_embeddings(tokens)
         rope, mask = model.whole_sequences(tokens, documents, x.dtype)
         for i, (layer, block) in enumerate(zip(found, model.layers, strict=True)):
-            show: Shown = {}
+            aux: Aux = {}
             normed = block.attention_norm(x)
-            block.attention(normed, rope, mask, show=show)
-            layer.add_context(show["context"], show["v"])
+            block.attention(normed, rope, mask, aux=aux)
+            layer.add_context(aux["context"], aux["v"])
             for piece in pieces(block.attention, tokens):
                 probe = probe_at(piece, tokens.shape[1], documents)
-                q, k = show["q"][:, piece], show["k"]
+                q, k = aux["q"][:, piece], aux["k"]
                 maps = block.attention.maps(normed[:, piece], q, k, probe.visible)
                 layer.add_maps(block.attention.logits(q, k), maps, probe)
             x, *_ = block(x, rope, mask)

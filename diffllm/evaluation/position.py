@@ -18,7 +18,7 @@ from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import own_corpus, own_data
 from diffllm.evaluation.scoring import TOKENS, by_length, padded
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
 from diffllm.statistics.bootstrap import of_documents
 
 VERSION = 1

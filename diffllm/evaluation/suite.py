@@ -11,7 +11,7 @@ import torch
 
 from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
-from diffllm.checkpoint.state_file import read_state
+from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.core.errors import ConfigError

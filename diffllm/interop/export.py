@@ -1,25 +1,37 @@
-"""A run's checkpoint as a directory that transformers opens."""
+"""A run's checkpoint as a directory that transformers opens: weights, tokenizer, model card."""
+
+from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from sentencepiece import SentencePieceProcessor
 
 from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf import Layout, layout_of
-from diffllm.checkpoint.hf.own import ARCHITECTURE
+from diffllm.checkpoint.hf.layout import ARCHITECTURE
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import check_absent, new_directory
 from diffllm.data import Tokenizer
+from diffllm.data.tokenizer import BEHAVIOUR_PROBE, SPACE_MARK
 from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
-from diffllm.interop.card import write_card
-from diffllm.interop.fast import fast_tokenizer
 from diffllm.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import tokenizers
+import math
+
+from diffllm.checkpoint.manifest import read_state
+from diffllm.config import TrainConfig
+from diffllm.config.values import OF_WEIGHTS
+from diffllm.data.config import DataConfig, TextConfig
+from diffllm.metrics.records import read_record, read_summary
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
 OLDEST = "5.4.0"
@@ -136,3 +148,228 @@ def tokenizer_settings(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+UNIGRAM, BPE = 1, 2
+"""Kinds of sentencepiece models, as their files number them."""
+
+
+def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
+    """Return a tokenizer that encodes every text as `diffllm.data.Tokenizer` does.
+
+    In its vocabulary a space is a space: U+2581, which sentencepiece writes for one, is then a
+    character like any other, which comes in bytes as it does here. It decodes to the same texts,
+    but for bytes that are no text, each of which is U+FFFD there. Raises DataError for a model that
+    changes texts before it encodes them, that is no BPE, or that cannot spell all bytes.
+    """
+    import tokenizers
+    from tokenizers import decoders, models
+
+    processor = SentencePieceProcessor(model_file=str(model))
+    check_convertible(processor, model)
+    pieces = [spelt(processor, i) for i in range(processor.vocab_size())]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    fast = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges_of(processor, vocabulary),
+            unk_token=pieces[processor.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    special = [i for i in range(len(pieces)) if processor.is_control(i) or processor.is_unknown(i)]
+    fast.add_special_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in special])
+    fast.encode_special_tokens = True
+    return fast
+
+
+def check_convertible(processor: SentencePieceProcessor, model: Path) -> None:
+    """Raise DataError for a model whose ids no fast tokenizer of this kind would give."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    content = proto.ModelProto.FromString(processor.serialized_model_proto())
+    if content.trainer_spec.model_type != BPE:
+        raise DataError(f"{model}: only BPE models become fast tokenizers, which this is not")
+    if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
+        raise DataError(f"{model}: it changes texts before it encodes them")
+    if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
+        raise DataError(f"{model}: it has no pieces for single bytes")
+
+
+def spelt(processor: SentencePieceProcessor, token: int) -> str:
+    """Return a piece as the fast vocabulary has it: with spaces where it has their mark."""
+    return str(processor.id_to_piece(token)).replace(SPACE_MARK, " ")
+
+
+def merges_of(
+    processor: SentencePieceProcessor, vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """List all pairs of pieces that make a piece, those of the best piece first.
+
+    Of one piece's pairs that with the longer left side comes first: in a run of one character,
+    where several would do, sentencepiece merges from the left.
+    """
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    for piece, token in vocabulary.items():
+        if not normal(processor, token):
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            known = left in vocabulary and right in vocabulary
+            if known and all(normal(processor, vocabulary[part]) for part in (left, right)):
+                found.append((-processor.get_score(token), token, -cut, (left, right)))
+    return [pair for *_, pair in sorted(found)]
+
+
+def normal(processor: SentencePieceProcessor, token: int) -> bool:
+    """Whether a piece stands for text, and not for a byte or for nothing."""
+    return not (
+        processor.is_byte(token) or processor.is_control(token)
+        or processor.is_unknown(token) or processor.is_unused(token)
+    )  # fmt: skip
+
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [diffllm, {variant}]
+---
+# {name}
+
+A decoder of {millions:,.1f}M parameters with {variant} attention, trained with diffllm. {line}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{remote})
+tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})
+```
+
+| | |
+|---|---|
+{rows}
+
+These are the numbers of one run; it has not been evaluated on any task, nor for safety.{carried}
+
+## Citation
+
+```bibtex
+@software{{diffllm,
+  title = {{diffllm: what an attention variant does to a language model}},
+  version = {{{version}}},
+}}
+```
+"""
+CARRIED = """ `modeling_diffllm.py`
+computes the model in transformers 5.4 or later; `trust_remote_code=True` runs it, and so does
+`import diffllm.interop`."""
+
+
+def write_card(
+    run: Path, checkpoint: Path, directory: Path, name: str, cfg: TrainConfig, layout: Layout
+) -> None:
+    """Write README.md, of what the run has measured."""
+    facts, summary = read_record(run / "run.json") or {}, read_summary(run)
+    state = read_state(checkpoint)
+    step = state["step"]
+    model = {
+        "variant": cfg.run.choices["attention"],
+        "parameters": sum(math.prod(shape) for shape in state["parameters"].values()),
+        "architecture": layout.architecture,
+        **origin_or_training(facts.get("imported"), step, cfg),
+    }
+    ended = summary if summary is not None and summary.get("steps") == step else None
+    card = card_of(name, model, facts, ended, layout.architecture == ARCHITECTURE)
+    (directory / "README.md").write_text(card)
+
+
+def origin_or_training(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
+    """Say what a model was trained on; of an imported one, where it comes from."""
+    if imported:
+        revision = f" at revision {imported['revision']}" if imported.get("revision") else ""
+        return {"from": f"{imported.get('from')}{revision}", "changed": imported.get("converted")}
+    weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
+    tokens = step * cfg.global_batch_size * cfg.seq_len
+    return {"from": weights, "step": step, "tokens": tokens, "data": data_text(cfg.data)}
+
+
+def data_text(data: DataConfig) -> str:
+    """Name a corpus: hub datasets with their revision, files without their directories."""
+    if data.sources:
+        return "; ".join(f"{name}: {source_text(of)}" for name, of in data.sources.items())
+    return source_text(data)
+
+
+def source_text(source: TextConfig) -> str:
+    """Name one source of text."""
+    if source.dataset:
+        revision = f" at revision {source.revision}" if source.revision else ""
+        return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"
+    if source.paths:
+        return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
+    return str(source.source)
+
+
+def card_of(
+    name: str,
+    model: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    summary: Mapping[str, Any] | None,
+    carried: bool,
+) -> str:
+    """Write the card.
+
+    Args:
+        model: "variant", "parameters", "architecture"; and "from", "changed", "step", "tokens",
+            "data" as far as they are known.
+        facts: the content of the run's run.json.
+        summary: that of its summary.json, if the export is of the run's last step.
+        carried: whether the modelling file is ours.
+    """
+    rows = {
+        "architecture": model["architecture"],
+        "attention": model["variant"],
+        "weights from": model.get("from"),
+        "converted to": model.get("changed"),
+        "step": with_commas(model.get("step")),
+        "tokens trained on": with_commas(model.get("tokens")),
+        "data": model.get("data"),
+        "hash of the data": facts.get("corpus"),
+    }
+    if summary is not None:
+        rows |= {
+            "training loss, mean of the last steps": nats(summary.get("train_loss")),
+            "held-out loss": nats(summary.get("heldout_loss")),
+            "held-out bits a byte": number(summary.get("heldout_bits_per_byte")),
+            "held-out tokens": summary.get("heldout_tokens"),
+        }
+    known = [f"| {key} | {value} |" for key, value in rows.items() if value is not None]
+    version = (facts.get("diffllm") or {}).get("version", "")
+    return CARD.format(
+        name=name,
+        variant=model["variant"],
+        millions=model["parameters"] / 1e6,
+        line=facts.get("variant_line", ""),
+        remote=", trust_remote_code=True" if carried else "",
+        rows="\n".join(known),
+        carried=CARRIED if carried else "",
+        version=version,
+    )
+
+
+def with_commas(value: int | None) -> str | None:
+    return None if value is None else f"{value:,}"
+
+
+def nats(value: Any) -> str | None:
+    found = number(value)
+    return None if found is None else f"{found} nats a token"
+
+
+def number(value: Any) -> str | None:
+    is_number = isinstance(value, int | float) and value == value and abs(value) != float("inf")
+    return f"{value:.4f}" if is_number else None

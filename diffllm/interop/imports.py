@@ -14,8 +14,8 @@ from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.hf import converted
 from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.checkpoint.hf.safetensors import writing
-from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.writer import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
 from diffllm.core.errors import ConfigError

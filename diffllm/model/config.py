@@ -8,7 +8,7 @@ from omegaconf import MISSING
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.base import AttentionConfig
-from diffllm.model.ffn.config import MoEConfig
+from diffllm.model.ffn.router import MoEConfig
 from diffllm.model.rope import RopeConfig
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffllm.model.attention.ops import at_least_float32
-from diffllm.model.choice import ASKED, Choice
+from diffllm.model.auto_setting import ASKED, AutoSetting
 
 GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
 LARGE_WEIGHT = 2**22
@@ -19,16 +19,16 @@ LARGE_LOGITS = 2**25
 """Maximum number of logits in a chunk of more than `CPU_CHUNK` tokens (128 MiB in float32)."""
 
 
-def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> Choice:
+def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:
     """Return the number of tokens that have logits at once: `asked`, or what suits the device."""
     if asked is not None:
-        return Choice(asked, ASKED)
+        return AutoSetting(asked, ASKED)
     if device.type == "cuda":
-        return Choice(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
+        return AutoSetting(GPU_CHUNK, "each chunk reads and writes the weight's gradient once")
     if vocab_size * dim >= LARGE_WEIGHT:
         chunk = min(LARGE_CPU_CHUNK, max(CPU_CHUNK, LARGE_LOGITS // vocab_size))
-        return Choice(chunk, "each chunk reads and writes a large weight's gradient once")
-    return Choice(CPU_CHUNK, "logits of more tokens leave the cache")
+        return AutoSetting(chunk, "each chunk reads and writes a large weight's gradient once")
+    return AutoSetting(CPU_CHUNK, "logits of more tokens leave the cache")
 
 
 class Loss(NamedTuple):

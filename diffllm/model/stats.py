@@ -1,46 +1,57 @@
-"""In-block statistics: computed where the tensors are, handed out detached.
+"""Statistics of blocks and of probed attention maps, and the groups of parameters in metrics.
 
-How values combine over micro-batches and ranks stands in the row of each: diffllm/metrics/table.py.
+Statistics are computed where the tensors are and are returned detached. The row of each statistic
+in diffllm/metrics/table.py says how values combine over micro-batches and ranks.
+
+Shapes: B batch, T tokens, N probed positions, h heads of the variant (V1 has n_heads / 2).
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diffllm.model.attention.base import Shown
+from diffllm.model.attention.base import Attention, Aux
+from diffllm.model.attention.ops import Documents, attention_scores
 
-Stats = dict[str, Tensor]
+BlockStats = dict[str, Tensor]
+"""Statistics of one layer by name, or of all layers stacked."""
+ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
+OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
+GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
-def block_stats(x: Tensor, show: Shown | None) -> Stats:
+def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
     """Compute one block's statistics, each a float32 scalar; none unless something is shown.
 
     Args:
         x: the block's output (B, T, D).
-        show: "context" (B, T, heads, width) before wo; "v" (B, T, K, width), the values; "lambda",
+        aux: "context" (B, T, heads, width) before wo; "v" (B, T, K, width), the values; "lambda",
             "gate", and "router" (N, E), the shares of each token's experts, where there is one;
             "residual", "attn_write" and "ffn_write" (B, T, D), the block's input and what is added
             to it.
     """
-    if show is None:
+    if aux is None:
         return {}
     with torch.no_grad():
         stats = {"hidden_top1": x.abs().amax().float(), "hidden_kurtosis": kurtosis(x)}
-        rms = over_channels(show["context"])
+        rms = over_channels(aux["context"])
         stats |= {"context_rms": rms.mean(), **extremes("context_rms", rms)}
-        if "v" in show:
-            ratio = rms / values_rms(show["v"])
+        if "v" in aux:
+            ratio = rms / values_rms(aux["v"])
             stats |= {"context_over_value_rms": ratio.mean()}
             stats |= extremes("context_over_value_rms", ratio)
-        if "lambda" in show:
-            lam = show["lambda"].float()
+        if "lambda" in aux:
+            lam = aux["lambda"].float()
             stats |= {"lambda_mean": lam.mean(), **extremes("lambda", lam)}
-        if "gate" in show:
-            stats["gate_mean"] = show["gate"].float().mean()
-        if "router" in show:
-            stats["router_entropy"] = torch.special.entr(show["router"]).sum(-1).mean()
+        if "gate" in aux:
+            stats["gate_mean"] = aux["gate"].float().mean()
+        if "router" in aux:
+            stats["router_entropy"] = torch.special.entr(aux["router"]).sum(-1).mean()
         for name in ("residual", "attn_write", "ffn_write"):
-            if name in show:
-                stats[f"{name}_rms"] = show[name].float().square().mean().sqrt()
+            if name in aux:
+                stats[f"{name}_rms"] = aux[name].float().square().mean().sqrt()
     return stats
 
 
@@ -54,7 +65,7 @@ def values_rms(v: Tensor) -> Tensor:
     return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
 
 
-def extremes(name: str, values: Tensor) -> Stats:
+def extremes(name: str, values: Tensor) -> BlockStats:
     return {f"{name}_min": values.amin(), f"{name}_max": values.amax()}
 
 
@@ -66,8 +77,104 @@ def kurtosis(x: Tensor) -> Tensor:
     return (squares.square().mean(-1) / variance.square().clamp_min(1e-30)).mean()
 
 
-def stack_stats(layers: list[Stats]) -> Stats:
+def stack_stats(layers: list[BlockStats]) -> BlockStats:
     """Stack the statistics of L layers to (L,) each; shorter where the first layers lack one."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
+
+
+class Probe(NamedTuple):
+    """The query positions to look at, and what they see."""
+
+    positions: Tensor
+    """Query positions, the same in every row: (N,) int64."""
+    visible: Tensor
+    """Keys that each query may see: (B or 1, 1, N, T) boolean."""
+
+
+def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
+    """Build a probe of the queries at `positions` (N,) in rows of `length` tokens."""
+    keys = torch.arange(length, device=positions.device)
+    visible = (keys <= positions[:, None])[None, None]
+    if documents is not None:
+        same = documents.ids[:, positions, None] == documents.ids[:, None, :]
+        visible = visible & same[:, None]
+    return Probe(positions, visible)
+
+
+@torch.no_grad()
+def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> BlockStats:
+    """Measure one layer's maps at probed positions, float32: scalars, and `lambda_head` (h,).
+
+    attn_logit_top1: largest q k / sqrt(d) over visible keys. attn_entropy: of the softmax maps,
+    in nats; a sink's share is left out. sink_mass: weight of the effective, signed map on the
+    first token that the query sees, its document's; a document's first token sees itself alone.
+    attn_negative_share: magnitude of the effective map's negative weights over that of all.
+    lambda_head: mean over all tokens; absent where lambda does not depend on the head.
+    The others are means over sequences, heads and probed positions. Where the maps of a pair
+    weight different values (`attention.maps_note`), their difference is still what is measured.
+    The layer read x (B, T, D).
+    """
+    x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
+    scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
+    *parts, effective = attention.maps(x, q, k, probe.visible).values()
+    first = probe.visible.int().argmax(-1, keepdim=True).expand(*effective.shape[:3], 1)
+    stats = {
+        "attn_logit_top1": scores.amax(),
+        "attn_entropy": torch.stack([entropy(p).mean() for p in parts or [effective]]).mean(),
+        "attn_negative_share": negative_share(effective).mean(),
+        "sink_mass": effective.gather(-1, first).mean(),
+    }
+    lam = aux.get("lambda")
+    if lam is not None and lam.ndim == 3 and lam.shape[-1] == effective.shape[1]:
+        stats["lambda_head"] = lam.mean((0, 1))
+    return {name: value.float() for name, value in stats.items()}
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """Compute the entropy of each query's distribution over the keys, in nats: (..., S) -> (...).
+
+    What a sink keeps is left out; 0 where it keeps everything.
+    """
+    total = weights.sum(-1, keepdim=True)
+    return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
+
+
+def negative_share(weights: Tensor) -> Tensor:
+    """Compute each query's share of negative weights in the sum of |weights|: (..., S) -> (...)."""
+    total = weights.abs().sum(-1)
+    return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
+
+
+@cache
+def group_of(name: str) -> str:
+    """Return the group of a parameter name such as `layers.3.attention.wq.weight`."""
+    parts = name.split(".")
+    if "tok_embeddings" in parts:
+        return "embedding"
+    if parts[0] == "output":
+        return "output"
+    if any(part.endswith("norm") for part in parts):
+        return "norm"
+    if any("lambda" in part for part in parts):
+        return "lambda"
+    if "router" in parts:
+        return "router"
+    return "attention" if "attention" in parts else "ffn"
+
+
+def component_of(name: str) -> str:
+    """Return the part of a model that a parameter counts to: finer than its group inside attention.
+
+    It is one of ATTENTION_COMPONENTS or OTHER_COMPONENTS. Any other parameter of an attention goes
+    by its own name, e.g. `sink`.
+    """
+    group, parts = group_of(name), name.split(".")
+    if "attention" not in parts:
+        renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}
+        return renamed.get(group, group)
+    own = parts[parts.index("attention") + 1]
+    if group == "norm":
+        return "head norms"
+    return "lambda/gate" if group == "lambda" or "gate" in own else own

@@ -1,22 +1,24 @@
-"""The decoder: its blocks, their stack, and its initialisation.
+"""The decoder: its blocks, their stack, its initialisation, and factors for initial `wo`.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention.base import Attention, KVCache, Shown
-from diffllm.model.attention.ops import Mask, sdpa_for_any_length
-from diffllm.model.choice import Choice
+from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache
+from diffllm.model.attention.ops import Backend, Documents, Mask, sdpa_for_any_length
+from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig
-from diffllm.model.documents import Documents
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, whole
@@ -27,9 +29,10 @@ from diffllm.model.loss import (
     loss_chunk,
     token_losses,
 )
-from diffllm.model.probes import Probe, probe_at, probe_stats
 from diffllm.model.rope import Rope, RotaryEmbedding
-from diffllm.model.stats import Stats, block_stats, stack_stats
+from diffllm.model.stats import BlockStats, Probe, block_stats, probe_at, probe_stats, stack_stats
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
@@ -51,26 +54,26 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         diagnose: bool = False,
         probe: Probe | None = None,
-    ) -> tuple[Tensor, Stats, Routed | None]:
+    ) -> tuple[Tensor, BlockStats, Routed | None]:
         """Compute the output (B, T, D) of x (B, T, D), this layer's statistics when diagnosing, and
         the counts and losses of routing in a MoE layer."""
-        show: Shown | None = {} if diagnose else None
+        aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
-        attended = self.attention(normed, rope, mask, cache, show)
+        attended = self.attention(normed, rope, mask, cache, aux)
         between = x + attended
         if self.routes:
-            fed, routed = self.ffn(self.ffn_norm(between), show)
+            fed, routed = self.ffn(self.ffn_norm(between), aux)
         else:
             fed, routed = self.ffn(self.ffn_norm(between)), None
-        if show is not None:
-            show |= {"residual": x, "attn_write": attended, "ffn_write": fed}
+        if aux is not None:
+            aux |= {"residual": x, "attn_write": attended, "ffn_write": fed}
         x = between + fed
-        stats = block_stats(x, show)
-        if show is not None:
+        stats = block_stats(x, aux)
+        if aux is not None:
             with torch.no_grad():
-                stats |= self.attention.statistics(show)
-        if show is not None and probe is not None:
-            stats |= probe_stats(self.attention, normed, show, probe)
+                stats |= self.attention.statistics(aux)
+        if aux is not None and probe is not None:
+            stats |= probe_stats(self.attention, normed, aux, probe)
         return x, stats, routed
 
 
@@ -80,7 +83,7 @@ class TrainOutput(NamedTuple):
     objective: Tensor
     """Sum over tokens of loss, weighted z-loss and the router's losses; differentiable, float32."""
     loss: Loss
-    stats: Stats
+    stats: BlockStats
     """Statistics by name, (L,) each, or (L, heads) for lambda_head; empty unless diagnosing."""
     routed: Routed | None
     """Token counts (MoE layers, E), and the router's losses summed over layers."""
@@ -131,7 +134,7 @@ class Transformer(nn.Module):
         else:
             rope, mask = self.whole_sequences(tokens, documents, x.dtype)
         looked = None if probe is None else probe_at(probe, tokens.shape[1], documents)
-        stats: list[Stats] = []
+        stats: list[BlockStats] = []
         routed: list[Routed] = []
         with sdpa_for_any_length(x.device) if caches else nullcontext():
             for i, layer in enumerate(self.layers):
@@ -234,7 +237,7 @@ class Transformer(nn.Module):
 
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
-    ) -> dict[str, Choice]:
+    ) -> dict[str, AutoSetting]:
         """Decide what is left to `device` when training in `dtype`, by name; with `documents`,
         queries see their own document only."""
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
@@ -310,3 +313,72 @@ def build_model(cfg: ModelConfig | HasModel) -> Transformer:
         model.to_empty(device=device)
         model.reset_parameters()
     return model
+
+
+@torch.no_grad()
+def write_factors(
+    cfg: ModelConfig,
+    baseline: AttentionConfig,
+    tokens: Tensor,
+    documents: Documents | None = None,
+) -> list[float]:
+    """Return a factor for the initial `wo` of each layer, the first one first.
+
+    With them, the RMS over tokens and channels of what attention adds to the residual stream is, in
+    every layer, that of a decoder that differs in `baseline` alone. Both decoders are made a layer
+    at a time, in float32, with the initial values that they have by seed and name; a layer reads
+    what the layers before it wrote with their factors.
+
+    Args:
+        tokens: (B, T) int64, on the device to compute on.
+        documents: the tokens' documents, where attention stays inside them.
+
+    Raises:
+        ConfigError: an attention that writes nothing, or not a number.
+    """
+    device = tokens.device
+    own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
+    other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
+
+    rope = made(partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope), "rope.", cfg, device)
+    embed = made(partial(nn.Embedding, cfg.vocab_size, cfg.dim), "tok_embeddings.", cfg, device)
+    x = reference = embed(tokens)
+    positions = rope(0, tokens.shape[1]) if documents is None else rope.at(documents.positions)
+    factors = []
+    for i in range(cfg.n_layers):
+        goal = made(partial(Block, other, i), f"layers.{i}.", other, device)
+        reference, wanted = with_write(goal, reference, positions, documents, tokens)
+        block = made(partial(Block, own, i), f"layers.{i}.", own, device)
+        _, written = with_write(block, x, positions, documents, tokens)
+        factor = (wanted / written).item()
+        if not 0 < factor < float("inf"):
+            raise ConfigError(
+                f"model.init_match=write: attention of layer {i} writes {written.item():.3g} "
+                f"(RMS) where the baseline writes {wanted.item():.3g}: no factor matches them"
+            )
+        block.attention.wo.weight.mul_(factor)
+        x, _ = with_write(block, x, positions, documents, tokens)
+        factors.append(factor)
+    return factors
+
+
+def made(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
+    """Build a part of a decoder, float32 on `device`, with its initial values in the decoder."""
+    with torch.device("meta"):
+        part = build()
+    part.to_empty(device=device)
+    initialise(part, cfg, prefix)
+    return part
+
+
+def with_write(
+    block: Block,
+    x: Tensor,
+    positions: tuple[Tensor, Tensor],
+    documents: Documents | None,
+    tokens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return a block's output (B, T, D) and the RMS of what its attention writes, a scalar."""
+    mask = block.attention.training_mask(documents, tokens, x.dtype)
+    out, stats, _ = block(x, positions, mask, diagnose=True)
+    return out, stats["attn_write_rms"]

@@ -1,16 +1,93 @@
-"""The plan of a run: from a simulated step to gibibytes, seconds and days."""
+"""The plan of a run on a cluster: gibibytes, seconds and days, and the nearest change that fits."""
 
 import difflib
 import re
-from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
 from diffllm.config import Precision, TrainConfig, load_config
+from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.plan.cluster import OWN_KEYS, Cluster
+from diffllm.distributed.mesh import Reduce
+from diffllm.metrics.profiling import DEVICES, Device, device_called
+from diffllm.plan.memory import Call, Collective
 from diffllm.plan.simulate import Step, simulate
-from diffllm.plan.traffic import Call, Collective
+
+POSITIVE = {"above": 0, "below": float("inf")}
+
+
+@dataclass
+class Cluster:
+    """The cluster's description, by the keys of `diffllm plan` that no training run has."""
+
+    gpus: int = bounded(8, help="ranks, one a GPU", least=1, most=2**17)
+    gpu: str = bounded("h200", help="its name, for peak and memory")
+    tokens: float | None = bounded(None, help="to train on, for days and GPU-hours", **POSITIVE)
+    mfu: float = bounded(0.4, help="model FLOPs utilisation that a step reaches", above=0, most=1)
+    nvlink_gbs: float = bounded(
+        450.0, help="GB/s that a GPU sends inside its node; NVLink of H100, H200", **POSITIVE
+    )
+    network_gbs: float = bounded(50.0, help="GB/s of each GPU's network card", **POSITIVE)
+    gpus_per_node: int = bounded(8, help="GPUs that share a node", least=1, most=2**17)
+    reserve_gib: float = bounded(
+        6.0, help="GiB for CUDA's context, NCCL, fragments", least=0, most=1e6
+    )
+    peak_flops: float | None = bounded(
+        None, help="dense bf16 FLOP/s of the GPU, if not the table's", **POSITIVE
+    )
+    memory_gib: float | None = bounded(
+        None, help="GiB of the GPU, if not the table's", above=0, most=1e6
+    )
+    rank: int = bounded(0, help="the rank whose memory is planned; rank 0 holds most", least=0)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that no cluster has."""
+        check_bounds("", self)
+        if self.rank >= self.gpus:
+            raise ConfigError(f"rank={self.rank} must be less than gpus={self.gpus}")
+
+    @property
+    def device(self) -> Device:
+        """The GPU's numbers, the user's where stated; raises ConfigError if one is unknown."""
+        known = device_called(self.gpu)
+        peak = self.peak_flops or (known and known.peak_flops)
+        memory = self.memory_gib or (known and known.memory_gib)
+        if not peak or not memory:
+            names = ", ".join(device.name for device in DEVICES)
+            raise ConfigError(
+                f"gpu={self.gpu} is not known; choose from {names}, "
+                "or give peak_flops= and memory_gib="
+            )
+        return Device(known.name if known else self.gpu, peak, memory)
+
+    def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
+        """Count the given ranks in the node that has fewest of them; ranks fill nodes in order."""
+        return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
+
+    def seconds(self, call: Call) -> float:
+        """Return the seconds of a collective at the stated bandwidths.
+
+        A ring enters and leaves a node once, and a group has as many rings as it has ranks in a
+        node, each with a network card of its own. All to all, every rank sends for itself. Of a
+        group that is spread unevenly, the node with the fewest ranks is what the others wait for.
+        """
+        n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
+        nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
+        sent = call.kind.on_the_wire(call.size, n)
+        if near == n:
+            return sent / nvlink
+        if call.kind is Collective.all_to_all:
+            outside = call.size * (n - near) / n
+            return max((sent - outside) / nvlink, outside / network)
+        return sent / min(nvlink, network * near)
+
+
+OWN_KEYS = {f.name: f for f in fields(Cluster)}
+
 
 GIB = 2**30
 DAY = 86400
@@ -218,3 +295,81 @@ def idealised(cfg: TrainConfig) -> dict[str, str]:
     if cfg.model.moe.n_experts:
         found["routing"] = "assumed balanced: every expert gets equally many tokens"
     return found
+
+
+MORE_GPUS = (2, 4, 8, 16)
+"""Multiples of the number of GPUs that are tried."""
+
+Words = tuple[str, ...]
+"""The words that a change puts on the command line, in place of words with the same keys."""
+
+
+def nearest_change(plan: Plan) -> Plan | None:
+    """Return `plan` with the fewest changes with which it fits; None if none that is tried does.
+
+    Of as many changes, smaller micro-batches come before gradients that are reduced after each of
+    them, before checkpointing, before more shards out of replicas, before more GPUs; of one, what
+    changes least. All are simulated, none is guessed.
+    """
+    outcome_of = cache(partial(outcome, plan))
+    kinds = options(plan)
+    for count in range(1, len(kinds) + 1):
+        for chosen in combinations(kinds, count):
+            tried = [merged(values) for values in product(*chosen)]
+            # Valid values with the smallest micro-batch are the farthest of all that are valid.
+            farthest = next(filter(None, map(outcome_of, reversed(tried))), None)
+            if farthest and farthest.fits:
+                return next(made for made in map(outcome_of, tried) if made and made.fits)
+    return None
+
+
+def options(plan: Plan) -> list[list[Words]]:
+    """List the kinds of changes there are, each with its values from near to far."""
+    cfg, gpus = plan.cfg, plan.cluster.gpus
+    micro, count = cfg.micro_batches(gpus)
+    waits = count > 1 and cfg.parallel.reduce is not Reduce.every
+    batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
+    same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
+    kinds: list[list[Words]] = [
+        [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
+        [("parallel.reduce=every",)] if waits else [],
+        [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
+        [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
+        [more_gpus(plan, times) for times in MORE_GPUS],
+    ]
+    return [kind for kind in kinds if kind]
+
+
+def more_gpus(plan: Plan, times: int) -> Words:
+    """Return words for more GPUs, all of which go to shards: more replicas would save nothing."""
+    parallel, words = plan.cfg.parallel, (f"gpus={times * plan.cluster.gpus}",)
+    if parallel.shard == -1:
+        return words
+    shard = times * parallel.shard if parallel.replicate == -1 else -1
+    return *words, f"parallel.shard={shard}"
+
+
+def merged(values: Iterable[Words]) -> Words:
+    """Join the words of several changes; of words with one key, the first counts."""
+    by_key: dict[str, str] = {}
+    for word in chain.from_iterable(values):
+        by_key.setdefault(key_of(word), word)
+    return tuple(by_key.values())
+
+
+def outcome(plan: Plan, words: Words) -> Plan | None:
+    """Plan with other words; None if no such number of ranks can have this batch or mesh.
+
+    Where the state of a rank is too big and stays as it is, nothing is simulated: `plan` fits as
+    little.
+    """
+    step = plan.step
+    state = step.parameters + step.gradients + step.optimizer
+    spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
+    if not spreads and state > plan.memory - plan.reserve:
+        return plan
+    known = plan.steps[True] if words == ("activation_checkpointing=true",) else None
+    try:
+        return changed(plan, words, known)
+    except ConfigError:
+        return None

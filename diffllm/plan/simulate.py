@@ -22,8 +22,7 @@ from diffllm.distributed.gradients import local
 from diffllm.model.attention.ops import Backend
 from diffllm.model.loss import loss_chunk
 from diffllm.plan.compiled import compiling, gpu_kernels
-from diffllm.plan.memory import Kind, Observer, Peak
-from diffllm.plan.traffic import Call
+from diffllm.plan.memory import Call, Kind, Observer, Peak
 from diffllm.training.build import Training, allocated, sharded_model
 from diffllm.training.schedule import Due
 from diffllm.training.step import train_step

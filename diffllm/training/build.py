@@ -16,8 +16,8 @@ from diffllm.distributed.mesh import Meshes, build_meshes
 from diffllm.distributed.weights import OneRank, Sharded, Weights
 from diffllm.metrics.spikes import WINDOW128_SIGMAS, window128
 from diffllm.model import Transformer, without_storage
-from diffllm.model.choice import Choice
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
+from diffllm.model.auto_setting import AutoSetting
 from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 from diffllm.training.choices import chosen_compile, chosen_precision
 
@@ -35,7 +35,7 @@ class Training:
     """The float32 parameters by name: sharded, replicated or whole."""
     optimizer: torch.optim.AdamW
     guard: Guard
-    choices: dict[str, Choice]
+    choices: dict[str, AutoSetting]
     """Settings that may depend on device or model size, by name, each with its reason."""
     micro_batch_size: int
     """Sequences per micro-batch of this rank."""
@@ -71,7 +71,7 @@ class ShardedModel(NamedTuple):
 
     model: Transformer
     meshes: Meshes
-    choices: dict[str, Choice]
+    choices: dict[str, AutoSetting]
     """The choices of precision and compilation."""
 
 
@@ -80,7 +80,7 @@ def build(
     device: torch.device,
     document_end: int | None = None,
     ignores_targets: bool = False,
-    compile: Choice | None = None,
+    compile: AutoSetting | None = None,
 ) -> Training:
     """Build the sharded, initialised model and its optimizer; needs a process group.
 
@@ -100,7 +100,7 @@ def sharded_model(
     cfg: TrainConfig,
     device: torch.device,
     splits: Splits = exchanged_splits,
-    compile: Choice | None = None,
+    compile: AutoSetting | None = None,
 ) -> ShardedModel:
     """Make the model on the meta device, wrapped for training on `device`; needs a process group.
 

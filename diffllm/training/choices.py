@@ -13,26 +13,25 @@ import torch.distributed as dist
 
 from diffllm.config import Precision, TrainConfig
 from diffllm.core.torch_versions import CPU
-from diffllm.model.choice import ASKED, Choice
-from diffllm.model.dtypes import dtype_name
+from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 WORTH_COMPILING = 5e13
 """Training FLOPs of one rank above which compiling clearly saves time on a CPU."""
 KEPT = "as in the checkpoint"
 
 
-def chosen_precision(precision: Precision, device: torch.device) -> Choice:
+def chosen_precision(precision: Precision, device: torch.device) -> AutoSetting:
     """Choose the compute dtype; "auto" takes bfloat16 if the device has bf16 units."""
     if precision is not Precision.auto:
-        return Choice(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
+        return AutoSetting(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
         name, has_units = "this GPU", torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         name = "this CPU"
         has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if has_units:
-        return Choice(torch.bfloat16, f"{name} has bf16 units")
-    return Choice(torch.float32, f"{name} has no bf16 units")
+        return AutoSetting(torch.bfloat16, f"{name} has bf16 units")
+    return AutoSetting(torch.float32, f"{name} has no bf16 units")
 
 
 def chosen_compile(
@@ -40,7 +39,7 @@ def chosen_compile(
     device: torch.device,
     flops: float = 0.0,
     kept: bool | None = None,
-) -> Choice:
+) -> AutoSetting:
     """Choose whether to compile; by default on GPUs, and on CPUs for long runs.
 
     Args:
@@ -49,20 +48,20 @@ def chosen_compile(
         kept: the choice in the checkpoint that the run resumes, which a CPU keeps.
     """
     if compile is not None:
-        return Choice(compile, ASKED)
+        return AutoSetting(compile, ASKED)
     if device.type == "cuda":
-        return Choice(True, "a GPU runs long enough")
+        return AutoSetting(True, "a GPU runs long enough")
     if kept is None and flops < WORTH_COMPILING:
         needed = f"{WORTH_COMPILING:.0e} training FLOPs per rank"
-        return Choice(False, f"short run: {flops:.0e}, compiling needs {needed}")
+        return AutoSetting(False, f"short run: {flops:.0e}, compiling needs {needed}")
     if kept is False:
-        return Choice(False, KEPT)
+        return AutoSetting(False, KEPT)
     if fault := compiler_fault():
-        return Choice(False, fault)
-    return Choice(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs per rank")
+        return AutoSetting(False, fault)
+    return AutoSetting(True, KEPT if kept else f"long run: {flops:.0e} training FLOPs per rank")
 
 
-def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> Choice:
+def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
     """Decide on all ranks alike whether the run compiles. Every rank must call this.
 
     All variants of one shape get the same choice, even if their FLOPs differ.
@@ -79,7 +78,7 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
     everywhere = torch.tensor(int(choice.value), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if choice.value and not everywhere:
-        return Choice(False, "torch.compile fails on another rank")
+        return AutoSetting(False, "torch.compile fails on another rank")
     return choice
 
 
@@ -108,7 +107,7 @@ def compiler_fault() -> str:
     return ""
 
 
-def for_json(choices: dict[str, Choice]) -> dict[str, dict[str, Any]]:
+def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
     """Return choices as JSON: {"value": ..., "reason": ...} by name."""
     return {
         name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()

@@ -11,8 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from diffllm.checkpoint.config import SAVED
-from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, remove
+from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
 from diffllm.config.saved import differences, load_run_config
 from diffllm.config.schema import NO_WAY_ON, Changes, described, is_allowed, what_differs

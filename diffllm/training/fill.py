@@ -11,7 +11,7 @@ from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
 from diffllm.model.config import InitMatch
-from diffllm.model.init_match import write_factors
+from diffllm.model.transformer import write_factors
 from diffllm.training.build import Training
 from diffllm.training.process import Process
 from diffllm.training.start import Claimed

@@ -22,7 +22,7 @@ from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, measured
 from diffllm.metrics.profiling import mfu, peak_flops
 from diffllm.metrics.sinks import Sinks
-from diffllm.model.groups import group_of
+from diffllm.model.stats import group_of
 from diffllm.training.build import Training
 from diffllm.training.state import LoopState
 from diffllm.training.step import StepResult

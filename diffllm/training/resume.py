@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.checkpoint.config import SAVED
-from diffllm.checkpoint.directory import check_whole, list_checkpoints, newest_good, step_of
-from diffllm.checkpoint.state_file import read_state
+from diffllm.checkpoint.directory import SAVED, check_whole, list_checkpoints, newest_good, step_of
+from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.schema import Changes, described, is_allowed
 from diffllm.config.values import OF_WEIGHTS

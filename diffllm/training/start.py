@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffllm.checkpoint.state_file import check_parameters
+from diffllm.checkpoint.manifest import check_parameters
 from diffllm.config import TrainConfig
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.schema import Changes

@@ -19,7 +19,7 @@ from diffllm.metrics.diagnostics import (
     probe_positions,
     reduce_stats,
 )
-from diffllm.model.documents import moved
+from diffllm.model.attention.ops import moved
 from diffllm.model.transformer import TrainOutput
 from diffllm.optim import learning_rate, update
 from diffllm.training.build import Training

@@ -23,7 +23,7 @@ from diffllm.data.shards import Split
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
-from diffllm.model.dtypes import dtype_name
+from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training
 from diffllm.training.choices import for_json
 from diffllm.training.loop import Trained

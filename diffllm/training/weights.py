@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from diffllm.checkpoint.hf.conversion import TARGETS
+from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.state_file import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.origin import Origin, differences, named_in, origin_of
 from diffllm.config.schema import described, is_allowed

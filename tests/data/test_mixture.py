@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from diffllm.checkpoint.state_file import is_place
+from diffllm.checkpoint.manifest import is_place
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig

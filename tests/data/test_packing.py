@@ -32,7 +32,7 @@ from diffllm.data.permutation import permute
 from diffllm.data.samples import ShuffledSequences
 from diffllm.data.shards import Manifest
 from diffllm.data.training_sequences import packed_sequences, plan_key
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
 from diffllm.training.state import LoopState
 
 EOS = 0

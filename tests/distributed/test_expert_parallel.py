@@ -22,7 +22,7 @@ from diffllm.distributed.experts import balanced_splits, exchanged_splits, share
 from diffllm.distributed.fsdp import placement
 from diffllm.distributed.gradients import local
 from diffllm.model.ffn.experts import Experts
-from diffllm.model.ffn.swiglu import SwiGLU
+from diffllm.model.ffn.moe import SwiGLU
 from diffllm.training.build import build
 from diffllm.training.outputs import sample
 from diffllm.training.schedule import Due

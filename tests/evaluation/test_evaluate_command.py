@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from wandb_file import OfflineRun
 
 from diffllm import build_model, load_config
-from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.checkpoint.writer import write_parameters
 from diffllm.cli import main
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.train_tokenizer import train_tokenizer

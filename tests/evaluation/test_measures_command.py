@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs.written import data_words, made
 
-from diffllm.checkpoint.parameters_only import write_parameters
+from diffllm.checkpoint.writer import write_parameters
 from diffllm.cli import main
 from diffllm.evaluation.evaluation import Line, Settings, Subject
 from diffllm.evaluation.load import load_model

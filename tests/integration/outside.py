@@ -44,16 +44,16 @@ class ScaledAttention(Attention):
         self.head_scale = torch.nn.Parameter(torch.empty(self.n_heads))
         self.initial = cfg.initial
 
-    def context(self, x, q, k, v, mask, show):
-        if show is not None:
-            show["scale"] = self.head_scale
+    def context(self, x, q, k, v, mask, aux):
+        if aux is not None:
+            aux["scale"] = self.head_scale
         return self.head_scale[:, None] * self.attend(q, k, v, mask)
 
     def reset_parameters(self, init):
         init.constant_(self.head_scale, self.initial)
 
-    def statistics(self, show):
-        return {"scale_mean": show["scale"].float().mean()}
+    def statistics(self, aux):
+        return {"scale_mean": aux["scale"].float().mean()}
 
 
 @schema(group="data", name="counting")

@@ -11,7 +11,7 @@ from test_same_data import samples
 
 from diffllm import load_config
 from diffllm.checkpoint.directory import list_checkpoints
-from diffllm.checkpoint.state_file import read_state
+from diffllm.checkpoint.manifest import read_state
 from diffllm.compare.report import write_report
 from diffllm.data import prepare
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiers import slow_but
 
-from diffllm.checkpoint import directory, reader, state_file
+from diffllm.checkpoint import directory, manifest, reader
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.load import load_model
@@ -47,7 +47,7 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, run: Path, module: object, name: 
     return called
 
 
-PLACES = [(state_file, "verify"), (state_file, "read_state"), (reader, "read_index")]
+PLACES = [(manifest, "verify"), (manifest, "read_state"), (reader, "read_index")]
 
 
 @pytest.mark.parametrize(("module", "name"), PLACES)

@@ -9,7 +9,7 @@ from tiers import slow_but
 
 from diffllm.core.errors import DataError
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.interop.fast import fast_tokenizer
+from diffllm.interop.export import fast_tokenizer
 
 PIECES = (
     "\u2581", " ", "  ", "\n", "\r\n", "\t", "\0", "\x7f", "\U0001f600", "é", "e\u0301", "中", "ﬁ",

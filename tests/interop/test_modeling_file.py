@@ -15,12 +15,11 @@ from tiers import slow_but
 from torch import nn
 
 import diffllm
-from diffllm.checkpoint.hf.configs import CLASSES, rope_of
-from diffllm.checkpoint.hf.configs import Config as ForeignConfig
-from diffllm.checkpoint.hf.layout import rope_parameters
-from diffllm.checkpoint.hf.own import plain
+from diffllm.checkpoint.hf.layout import json_settings, rope_parameters
+from diffllm.checkpoint.hf.model_directory import CLASSES, rope_of
+from diffllm.checkpoint.hf.model_directory import Config as ForeignConfig
 from diffllm.cli import main
-from diffllm.model.ffn.config import MoEConfig
+from diffllm.model.ffn.router import MoEConfig
 from diffllm.model.rope import RopeConfig, RopeScaling
 from diffllm.model.rope import RotaryEmbedding as RunRotaryEmbedding
 
@@ -246,12 +245,12 @@ def test_log_probabilities_at_8192_positions_are_those_of_run(
 @pytest.mark.parametrize("variant", CLASSES)
 def test_missing_settings_have_defaults_of_training(variant: str) -> None:
     found = DiffLLMConfig(attention={"variant": variant}).attention
-    assert found == {"variant": variant, **plain(asdict(CLASSES[variant]()))}
+    assert found == {"variant": variant, **json_settings(asdict(CLASSES[variant]()))}
     config = DiffLLMConfig(
         vocab_size=416, hidden_size=48, intermediate_size=64, head_dim=16,
         attention={"variant": variant}, moe={"n_experts": 4, "expert_dim": 32},
     )  # fmt: skip
-    assert config.moe == plain(asdict(MoEConfig(n_experts=4, expert_dim=32)))
+    assert config.moe == json_settings(asdict(MoEConfig(n_experts=4, expert_dim=32)))
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 

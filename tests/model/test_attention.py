@@ -66,11 +66,11 @@ def test_a_factor_on_the_context_is_one_on_wo(variant):
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
     shown, scaled = {}, {}
-    expected = 0.5 * plain(x, positions, show=shown)
+    expected = 0.5 * plain(x, positions, aux=shown)
     halved, _, _ = layer_of(
         variant, 4, 2, 8, extra=(f"model.attention.context_scale={0.5 * plain.context_scale}",)
     )
-    torch.testing.assert_close(halved(x, positions, show=scaled), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(halved(x, positions, aux=scaled), expected, rtol=0, atol=1e-15)
     torch.testing.assert_close(scaled["context"], 0.5 * shown["context"], rtol=0, atol=1e-15)
 
 
@@ -186,11 +186,11 @@ def test_diff_v2_at_zero_w_lambda_subtracts_half():
     x = torch.randn(1, 6, 24, dtype=torch.float64)
     q, k, v = attention.project(x, tables(0, 6))
     maps = attend(q, k, v)
-    show = {}
-    attention(x, tables(0, 6), show=show)
+    aux = {}
+    attention(x, tables(0, 6), aux=aux)
     expected = maps[:, :, 0::2] - 0.5 * maps[:, :, 1::2]
-    torch.testing.assert_close(show["context"], expected, rtol=0, atol=1e-10)
-    assert (show["lambda"] == 0.5).all()
+    torch.testing.assert_close(aux["context"], expected, rtol=0, atol=1e-10)
+    assert (aux["lambda"] == 0.5).all()
 
 
 def test_diff_v2_with_equal_pairs_scales_attention_by_one_minus_lambda():
@@ -198,11 +198,11 @@ def test_diff_v2_with_equal_pairs_scales_attention_by_one_minus_lambda():
     rows = attention.wq.weight.data.view(8, 8, 24)
     rows[1::2] = rows[0::2]
     x = torch.randn(1, 6, 24, dtype=torch.float64)
-    show = {}
-    attention(x, tables(0, 6), show=show)
+    aux = {}
+    attention(x, tables(0, 6), aux=aux)
     maps = attend(*attention.project(x, tables(0, 6)))[:, :, 0::2]
-    expected = (1 - show["lambda"].unsqueeze(-1)) * maps
-    torch.testing.assert_close(show["context"], expected, rtol=0, atol=1e-10)
+    expected = (1 - aux["lambda"].unsqueeze(-1)) * maps
+    torch.testing.assert_close(aux["context"], expected, rtol=0, atol=1e-10)
 
 
 def test_lambda_init_runs_from_one_fifth_towards_four_fifths():

@@ -30,10 +30,9 @@ from torch.nn.attention.varlen import varlen_attn
 from variants import SHAPES, VARIANTS, small_config
 
 from diffllm import build_model
-from diffllm.model.attention import flash, ops
+from diffllm.model.attention import kernels, ops
 from diffllm.model.attention.kernels import causal_blocks, document_blocks
-from diffllm.model.attention.ops import Backend, Packed, attend
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Backend, Documents, Packed, attend
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -164,8 +163,8 @@ def test_flash_is_tried_forward_and_backward(ran, monkeypatch, documents, called
 
     real = {name: getattr(ops, name) for name in ("flash", "varlen")}
     for name, run in real.items():
-        monkeypatch.setattr(flash, name, lambda *args, run=run: Backwards.apply(run(*args)))
-    flash.try_flash(torch.device("cpu"), 64, documents)
+        monkeypatch.setattr(kernels, name, lambda *args, run=run: Backwards.apply(run(*args)))
+    kernels.try_flash(torch.device("cpu"), 64, documents)
     names = ["flash_attn_func", "flash_attn_varlen_func"][:called]
     assert ran == [*names, *["backward"] * called]
 
@@ -300,7 +299,7 @@ def flash_4_stand_in(monkeypatch):
 
 def test_flash_4_takes_the_place_of_torchs_kernels_with_the_results_torch_expects(flash_4_stand_in):
     assert not ops.sdpa_is_flash_4()
-    flash.activate_flash_4()
+    kernels.activate_flash_4()
     assert ops.sdpa_is_flash_4()
     adapted = importlib.import_module(ops.FLASH_4)
     assert adapted._flash_attn_fwd() == ("out", "lse")

@@ -7,7 +7,7 @@ from variants import small_config
 
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention import flash, kernels
+from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import prepare_backend
 from diffllm.model.attention.ops import Backend
 
@@ -63,8 +63,8 @@ def gpu(monkeypatch):
     """A machine with one GPU and these packages, as far as `prepare_backend` looks."""
 
     def make(*packages, capability=(9, 0)):
-        monkeypatch.setattr(flash, "capability", lambda device: capability)
-        monkeypatch.setattr(flash, "installed", lambda name: name in packages)
+        monkeypatch.setattr(kernels, "capability", lambda device: capability)
+        monkeypatch.setattr(kernels, "installed", lambda name: name in packages)
         activated = []
         monkeypatch.setattr(kernels, "activate_flash_4", lambda: activated.append("FA4"))
         monkeypatch.setattr(
@@ -146,7 +146,7 @@ def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monk
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
     for capability in ((8, 0), (9, 0)):
-        monkeypatch.setattr(flash, "capability", lambda device, c=capability: c)
+        monkeypatch.setattr(kernels, "capability", lambda device, c=capability: c)
         with pytest.raises(ConfigError, match=r"flash-attn fails with torch .* undefined symbol"):
             prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
 

@@ -11,8 +11,7 @@ from variants import VARIANTS, small_config
 
 from diffllm import build_model
 from diffllm.model.attention.kernels import Kernel, document_blocks, training_mask
-from diffllm.model.attention.ops import Backend
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Backend, Documents
 
 CASES = [(variant, ()) for variant in VARIANTS]
 SPLIT = ("diff_v1", ("model.attention.values=split",))

@@ -139,8 +139,8 @@ def projected(attention, x):
 
 def run(attention, x, shape):
     """(output, what it shows)."""
-    show = {}
-    return attention(x, tables(shape), show=show), show
+    aux = {}
+    return attention(x, tables(shape), aux=aux), aux
 
 
 def copy_weights(to, source, *names):
@@ -170,10 +170,10 @@ def close(mine, other, atol=1e-10):
 def test_diff_v2_without_w_lambda_subtracts_half_of_the_odd_heads(shape):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
     attention.w_lambda.weight.zero_()
-    output, show = run(attention, x, shape)
+    output, aux = run(attention, x, shape)
     maps = standard(*projected(attention, x))
     context = maps[:, :, 0::2] - 0.5 * maps[:, :, 1::2]
-    close(show["context"], context)
+    close(aux["context"], context)
     close(output, context.flatten(2) @ attention.wo.weight.T)
 
 
@@ -184,8 +184,8 @@ def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
     lam = torch.sigmoid(x @ attention.w_lambda.weight[0])[..., None]
-    output, show = run(attention, x, shape)
-    close(show["context"], (1 - lam[..., None]) * standard(*projected(attention, x))[:, :, 0::2])
+    output, aux = run(attention, x, shape)
+    close(aux["context"], (1 - lam[..., None]) * standard(*projected(attention, x))[:, :, 0::2])
 
     baseline = layer_of("standard", shape)
     copy_weights(baseline, attention, "wk", "wv", "wo")
@@ -230,9 +230,9 @@ def test_diff_v2_without_sigmoid_is_linear_in_w_lambda_and_unbounded(shape, scal
     first, second = maps[:, :, 0::2], maps[:, :, 1::2]
     weight = attention.w_lambda.weight.clone()
     attention.w_lambda.weight.mul_(scale)
-    show = run(attention, x, shape)[1]
-    close(show["lambda"], scale * (x @ weight.T))
-    close(show["context"], first - scale * (x @ weight.T)[..., None] * second)
+    aux = run(attention, x, shape)[1]
+    close(aux["lambda"], scale * (x @ weight.T))
+    close(aux["context"], first - scale * (x @ weight.T)[..., None] * second)
     attention.w_lambda.weight.copy_(1e6 * weight)
     assert run(attention, x, shape)[1]["lambda"].abs().max() > 1e3
 
@@ -251,9 +251,9 @@ def test_lambda_through_a_sigmoid_lies_between_0_and_1_for_each_token_and_head(s
 @many
 def test_a_scalar_lambda_is_one_number_between_0_and_1_a_head(shape):
     attention = layer_of("diff_v2_lambda_scalar", shape)
-    show = run(attention, x_of(shape), shape)[1]
-    close(show["lambda"].expand(1, 1, -1)[0, 0], 1 / (1 + torch.exp(-attention.lambda_logit)))
-    assert ((show["lambda"] > 0) & (show["lambda"] < 1)).all()
+    aux = run(attention, x_of(shape), shape)[1]
+    close(aux["lambda"].expand(1, 1, -1)[0, 0], 1 / (1 + torch.exp(-attention.lambda_logit)))
+    assert ((aux["lambda"] > 0) & (aux["lambda"] < 1)).all()
 
 
 @given(shape=shapes())
@@ -275,11 +275,11 @@ def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
 def test_the_norm_of_a_diff_v2_head_leaves_it_with_an_rms_of_one(shape):
     attention, x = layer_of("diff_v2_head_norm", shape), x_of(shape)
     attention.head_norm.weight.fill_(1)
-    show = {}
-    normed = attention.context(x, *attention.project(x, tables(shape)), None, show)
-    square = show["context"].square().mean(-1, keepdim=True)
+    aux = {}
+    normed = attention.context(x, *attention.project(x, tables(shape)), None, aux)
+    square = aux["context"].square().mean(-1, keepdim=True)
     close(normed.square().mean(-1, keepdim=True), square / (square + 1e-5))
-    close(normed, show["context"] / torch.sqrt(square + 1e-5))
+    close(normed, aux["context"] / torch.sqrt(square + 1e-5))
 
 
 # diff_v1
@@ -327,26 +327,26 @@ def equal_pairs(variant, shape):
     attention, x = layer_of(variant, shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     make_pairs_equal(attention.wk, shape.head_dim)
-    show = run(attention, x, shape)[1]
+    aux = run(attention, x, shape)[1]
     q, k, v = projected(attention, x)
     halves = [standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2]) for i in (0, 1)]
-    return show, halves
+    return aux, halves
 
 
 @given(shape=shapes("diff_v1"))
 @many
 def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
-    show, halves = equal_pairs("diff_v1", shape)
-    close(show["context"], (1 - show["lambda"]) * torch.cat(halves, -1))
+    aux, halves = equal_pairs("diff_v1", shape)
+    close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
 def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
     """(1 - lambda) times a map has one sign: renormalised it is the map, or a row of zeros."""
-    show, halves = equal_pairs("diff_v1_clamped", shape)
-    assume(abs(show["lambda"].item() - 1) > 1e-3)
-    close(show["context"], (show["lambda"] < 1) * torch.cat(halves, -1))
+    aux, halves = equal_pairs("diff_v1_clamped", shape)
+    assume(abs(aux["lambda"].item() - 1) > 1e-3)
+    close(aux["context"], (aux["lambda"] < 1) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
@@ -374,21 +374,21 @@ def test_wide_values_and_values_split_in_two_are_the_same_diff_v1(shape):
 def test_the_norm_of_a_diff_v1_head_leaves_it_with_an_rms_of_one_minus_lambda_init(shape):
     attention, x = layer_of("diff_v1", shape), x_of(shape)
     attention.head_norm.weight.fill_(1)
-    show, factor = {}, 1 - lambda_init_schedule(shape.layer)
-    context = attention.context(x, *attention.project(x, tables(shape)), None, show)
+    aux, factor = {}, 1 - lambda_init_schedule(shape.layer)
+    context = attention.context(x, *attention.project(x, tables(shape)), None, aux)
     assert context.shape[2:] == (shape.heads // 2, 2 * shape.head_dim)
-    square = show["context"].square().mean(-1)
+    square = aux["context"].square().mean(-1)
     close(context.square().mean(-1), factor**2 * square / (square + 1e-5))
-    close(context.norm(dim=-1) * show["context"].norm(dim=-1), (context * show["context"]).sum(-1))
+    close(context.norm(dim=-1) * aux["context"].norm(dim=-1), (context * aux["context"]).sum(-1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
 def test_diff_v1_without_head_norm_keeps_the_factor(shape):
     attention, x = layer_of("diff_v1_no_head_norm", shape), x_of(shape)
-    show = {}
-    context = attention.context(x, *attention.project(x, tables(shape)), None, show)
-    close(context, (1 - lambda_init_schedule(shape.layer)) * show["context"])
+    aux = {}
+    context = attention.context(x, *attention.project(x, tables(shape)), None, aux)
+    close(context, (1 - lambda_init_schedule(shape.layer)) * aux["context"])
 
 
 @given(layer=st.integers(0, 120))
@@ -446,11 +446,11 @@ def test_a_gate_is_the_sigmoid_of_its_own_head_and_channel(variant, data):
     shape = data.draw(shapes())
     attention, x = layer_of(variant, shape), x_of(shape)
     q, k, v = attention.project(x, tables(shape))
-    show = {}
-    context = attention.context(x, q, k, v, None, show)
+    aux = {}
+    context = attention.context(x, q, k, v, None, aux)
     gate = torch.sigmoid(x @ attention.w_gate.weight.T).unflatten(-1, (shape.heads, -1))
     assert gate.shape[-1] == (1 if variant == "gated_headwise" else shape.head_dim)
-    close(show["gate"], gate)
+    close(aux["gate"], gate)
     close(context, gate * standard(q, k, v))
 
 
@@ -586,9 +586,9 @@ def test_the_map_of_diff_v1_clamped_has_rows_that_sum_to_one_or_are_zeros(shape,
     q, k = drawn_qk(shape, shape.heads)
     v = torch.eye(shape.tokens, 16, dtype=torch.float64).view(1, -1, 1, 16)
     v = v.expand(shape.batch, -1, shape.kv_heads // 2, -1)
-    show = {}
-    attention.context(x_of(shape), by_map(q), by_map(k), v, None, show)
-    weights = show["context"][..., : shape.tokens]
+    aux = {}
+    attention.context(x_of(shape), by_map(q), by_map(k), v, None, aux)
+    weights = aux["context"][..., : shape.tokens]
     first = torch.softmax(scores_of(q[:, :, 0::2], k[:, :, 0::2]), dim=-1)
     second = torch.softmax(scores_of(q[:, :, 1::2], k[:, :, 1::2]), dim=-1)
     difference = first - lam * second
@@ -727,9 +727,9 @@ def context_rms(variant, shape, sharpness, **fields):
     attention = layer_of(variant, shape, **fields)
     q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
     v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
-    show = {}
-    returned = attention.context(x_of(shape), q, k, v, None, show)
-    return rms(show.get("context", returned)), show
+    aux = {}
+    returned = attention.context(x_of(shape), q, k, v, None, aux)
+    return rms(aux.get("context", returned)), aux
 
 
 def positions(shape):
@@ -778,8 +778,8 @@ def test_context_rms_with_a_sink_falls_below_that_of_uniform_attention(shape):
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
 def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
-    values, show = context_rms("diff_v2", shape, sharpness)
-    lam = show["lambda"]
+    values, aux = context_rms("diff_v2", shape, sharpness)
+    lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
     assert (values <= (1 + lam**2).sqrt() + ROUNDING).all()
     assert ((values > 0) & (values < math.sqrt(2))).all()
@@ -820,9 +820,9 @@ def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n(shape, lam)
         getattr(attention, name).zero_()
     q, k = drawn_qk(shape, shape.heads, 0.0)
     v = orthogonal_values(shape, shape.kv_heads // 2, 16)
-    show = {}
-    context = attention.context(x_of(shape), by_map(q), by_map(k), v, None, show)
+    aux = {}
+    context = attention.context(x_of(shape), by_map(q), by_map(k), v, None, aux)
     normed = rms(context) / (1 - lam)
-    before = rms(show["context"]) / (1 - lam)
+    before = rms(aux["context"]) / (1 - lam)
     close(before, (positions(shape) ** -0.5).expand_as(before))
     close(normed / before, positions(shape).sqrt().expand_as(before), atol=1e-6)

@@ -14,12 +14,11 @@ from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention import diff_v1, flash, kernels, ops
+from diffllm.model.attention import diff_v1, kernels, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
 from diffllm.model.attention.kernels import Kernel, training_kernel
-from diffllm.model.attention.ops import Backend, Packed
-from diffllm.model.choice import Choice
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Backend, Documents, Packed
+from diffllm.model.auto_setting import AutoSetting
 from diffllm.plan.simulate import as_on_gpu
 
 CPU = torch.device("cpu")
@@ -37,20 +36,19 @@ def machine(monkeypatch):
                 raise RuntimeError(fails)
 
         done = []
-        for module in (flash, kernels):
-            monkeypatch.setattr(module, "capability", lambda device: capability)
-            monkeypatch.setattr(module, "installed", lambda name: name in packages)
-        monkeypatch.setattr(flash, "VARLEN_TAKES_FLASH_4", torch_takes_it)
-        monkeypatch.setattr(flash, "activate_flash_4", lambda: done.append("activated"))
+        monkeypatch.setattr(kernels, "capability", lambda device: capability)
+        monkeypatch.setattr(kernels, "installed", lambda name: name in packages)
+        monkeypatch.setattr(kernels, "VARLEN_TAKES_FLASH_4", torch_takes_it)
+        monkeypatch.setattr(kernels, "activate_flash_4", lambda: done.append("activated"))
         monkeypatch.setattr(
-            flash, "restore_flash_attention_impl", lambda **_: done.append("restored")
+            kernels, "restore_flash_attention_impl", lambda **_: done.append("restored")
         )
-        monkeypatch.setattr(flash, "try_flash", try_flash)
-        flash.flash_4_fault.cache_clear()
+        monkeypatch.setattr(kernels, "try_flash", try_flash)
+        kernels.flash_4_fault.cache_clear()
         return done
 
     yield make
-    flash.flash_4_fault.cache_clear()
+    kernels.flash_4_fault.cache_clear()
 
 
 # The kernel
@@ -144,7 +142,7 @@ def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine
 
 def test_a_measurement_can_put_another_kernel_in_flex_place(machine, monkeypatch):
     machine()
-    other = Choice(Kernel.varlen, "measured")
+    other = AutoSetting(Kernel.varlen, "measured")
     monkeypatch.setattr(kernels, "DOCUMENTS_ON_HOPPER", other)
     batch = SimpleNamespace(shape=(2, 40), device=CUDA)
     documents = Documents.of(tokens_with_documents(), END)

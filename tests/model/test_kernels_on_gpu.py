@@ -12,9 +12,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model.attention import kernels
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
-from diffllm.model.attention.ops import Backend, attend
-from diffllm.model.choice import Choice
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Backend, Documents, attend
+from diffllm.model.auto_setting import AutoSetting
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +94,7 @@ def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_either_kernel_for_documents_agrees_with_explicit_maps(monkeypatch, variant, kernel):
     """Those that the default backend could choose where flash-attn-4 is missing."""
-    monkeypatch.setattr(kernels, "document_kernel", lambda *_: Choice(kernel, "tested"))
+    monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
 
 
@@ -176,7 +175,7 @@ def test_the_kernels_agree_with_each_other_at_4096_tokens(masked):
 def test_documents_of_any_number_share_one_graph(monkeypatch, kernel):
     """Forward and backward, compiled for the GPU; None: the kernel that is chosen here."""
     if kernel:
-        monkeypatch.setattr(kernels, "document_kernel", lambda *_: Choice(kernel, "tested"))
+        monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     torch._dynamo.reset()
     model = bf16_model("diff_v2", 128)
     counter = CompileCounterWithBackend("inductor")

@@ -17,8 +17,7 @@ from moe_reference import (
 from tiers import slow_but
 
 from diffllm.model.ffn import MoE, MoEConfig, experts
-from diffllm.model.ffn.config import Balance, Score
-from diffllm.model.ffn.router import Router
+from diffllm.model.ffn.router import Balance, Router, Score
 
 DIM, WIDTH, EXPERTS, TOP_K = 8, 12, 5, 2
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

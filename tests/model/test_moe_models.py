@@ -8,7 +8,7 @@ from tiers import families, slow_but
 from variants import VARIANTS, small_config, small_model
 
 from diffllm import build_model
-from diffllm.model.documents import Documents
+from diffllm.model.attention.ops import Documents
 from diffllm.model.ffn import MoE, SwiGLU
 
 END = 0

@@ -6,10 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffllm.model.choice import Choice
-from diffllm.model.ffn import MoEConfig, router, split_product
-from diffllm.model.ffn.router import FLOAT32, SPLIT, Router, router_logits, router_product
-from diffllm.model.ffn.split_product import SplitProduct, split
+from diffllm.model.auto_setting import AutoSetting
+from diffllm.model.ffn import MoEConfig, router
+from diffllm.model.ffn.router import (
+    FLOAT32,
+    SPLIT,
+    Router,
+    SplitProduct,
+    router_logits,
+    router_product,
+    split,
+)
 
 TOKENS, DIM, EXPERTS, TOP_K = 4096, 512, 64, 8
 
@@ -22,7 +29,7 @@ def stand_in(a, b):
 
 @pytest.fixture
 def no_cuda(monkeypatch):
-    monkeypatch.setattr(split_product, "float32_mm", stand_in)
+    monkeypatch.setattr(router, "float32_mm", stand_in)
 
 
 def tokens_and_weight():
@@ -117,7 +124,7 @@ def test_rocm_has_no_such_product(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch):
-    monkeypatch.setattr(split_product, "float32_mm", None)
+    monkeypatch.setattr(router, "float32_mm", None)
     x, weight = torch.randn(9, DIM).to(dtype), torch.randn(EXPERTS, DIM)
     wide = torch.promote_types(dtype, torch.float32)
     expected = torch.nn.functional.linear(x.to(wide), weight.to(wide))
@@ -140,7 +147,7 @@ class Products(TorchDispatchMode):
 
 def test_what_a_gpu_runs(monkeypatch):
     """Without a stand-in, on tensors without data: no product of float32 numbers."""
-    monkeypatch.setattr(router, "router_product", lambda *_: Choice(SPLIT, ""))
+    monkeypatch.setattr(router, "router_product", lambda *_: AutoSetting(SPLIT, ""))
     x = torch.empty(32, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(EXPERTS, DIM, device="meta", requires_grad=True)
     with Products() as products:
@@ -159,7 +166,7 @@ def test_a_router_trains_through_it(no_cuda, monkeypatch):
     mine.weight.data.copy_(weight)
     found = []
     for value in (FLOAT32, SPLIT):
-        monkeypatch.setattr(router, "router_product", lambda *_, v=value: Choice(v, ""))
+        monkeypatch.setattr(router, "router_product", lambda *_, v=value: AutoSetting(v, ""))
         routing = mine(x)
         loss = routing.weights.square().sum() + routing.logits.logsumexp(-1).sum()
         found.append((routing, torch.autograd.grad(loss, mine.weight)[0]))

@@ -2,9 +2,8 @@
 
 import pytest
 
-from diffllm.plan.cluster import Cluster
-from diffllm.plan.estimate import plan
-from diffllm.plan.traffic import Call, Collective
+from diffllm.plan.estimate import Cluster, plan
+from diffllm.plan.memory import Call, Collective
 
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 

@@ -6,10 +6,8 @@ import pytest
 
 from diffllm import cli as tools
 from diffllm.metrics.profiling import DEVICES, device_called
-from diffllm.plan.cluster import Cluster
-from diffllm.plan.estimate import GIB, plan
-from diffllm.plan.suggest import nearest_change
-from diffllm.plan.traffic import Call, Collective
+from diffllm.plan.estimate import GIB, Cluster, nearest_change, plan
+from diffllm.plan.memory import Call, Collective
 
 SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]
 

@@ -12,9 +12,8 @@ from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.plan import simulate as simulation
 from diffllm.plan.compiled import gpu_kernels
-from diffllm.plan.memory import Kind, Observer
+from diffllm.plan.memory import Collective, Kind, Observer
 from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
-from diffllm.plan.traffic import Collective
 from diffllm.training.build import allocated, build, sharded_model
 from diffllm.training.step import train_step
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from diffllm.plan.cluster import Cluster
-from diffllm.plan.estimate import GIB, plan
-from diffllm.plan.suggest import nearest_change, outcome
+from diffllm.plan.estimate import GIB, Cluster, nearest_change, outcome, plan
 
 SMALL = [
     "model=tiny",

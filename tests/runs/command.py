@@ -36,8 +36,8 @@ import torch
 from processes import PATIENCE_S, wait_until
 
 from diffllm import load_config
+from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.state_file import read_state
 from diffllm.data import prepare
 from runs import planted_train
 from runs.planted_train import ROOT, Fault

@@ -17,8 +17,14 @@ from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from diffllm import load_config
-from diffllm.checkpoint.manifest import FORMAT, describe, write_manifest
-from diffllm.checkpoint.state_file import check_loop, check_parameters, read_state
+from diffllm.checkpoint.manifest import (
+    FORMAT,
+    check_loop,
+    check_parameters,
+    describe,
+    read_state,
+    write_manifest,
+)
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.core.files import write_atomic

@@ -1,16 +1,26 @@
-"""A way to lay out a decoder's parameters for other libraries, and back.
+"""Layouts of a decoder's parameters for other libraries: Llama and its relatives, and our own.
 
-A layout names the tensors of either side, and says for each which tensors of the other side it is
-made of. Most are the same tensor under another name.
+A layout names the tensors of both sides, and maps each tensor to those of the other side. Most
+are the same tensor under another name.
+
+Shapes: H query heads, K kv heads, d head_dim, D model width, E experts, F their width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from diffllm.core.errors import ConfigError
+from diffllm.model import without_storage
+from diffllm.model.attention.diff_v1 import DiffV1Config
+from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig
+from diffllm.model.ffn.router import Score
 from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
 
 
@@ -137,3 +147,234 @@ def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
             "attention_factor": attention_factor(rope),
         }  # fmt: skip
     return found
+
+
+ARCHITECTURE = "DiffLLMForCausalLM"
+"""The class of our modelling file."""
+OWN_PARTS = {
+    ".attention.w_lambda.": ".self_attn.lambda_proj.",
+    ".attention.w_gate.": ".self_attn.gate_proj.",
+    ".ffn.router.": ".mlp.router.",
+    ".ffn.experts.w1": ".mlp.experts.gate_proj",
+    ".ffn.experts.w2": ".mlp.experts.down_proj",
+    ".ffn.experts.w3": ".mlp.experts.up_proj",
+    ".ffn.shared.w1.": ".mlp.shared.gate_proj.",
+    ".ffn.shared.w2.": ".mlp.shared.down_proj.",
+    ".ffn.shared.w3.": ".mlp.shared.up_proj.",
+    ".attention.": ".self_attn.",
+}
+"""Parts of names here, and in the modelling file, beside those of Llama."""
+VARIANTS = {
+    "StandardConfig": "standard",
+    "GatedConfig": "gated",
+    "DiffV1Config": "diff_v1",
+    "DiffV2Config": "diff_v2",
+}
+"""The variants of the modelling file, by the classes of their configs here."""
+OF_MACHINE = ("backend", "values")
+"""Settings of attention that choose a kernel and do not change the function."""
+
+
+def own_layout(model: ModelConfig) -> Layout | None:
+    """Lay out a decoder for our modelling file; None for a variant that it does not have."""
+    variant = VARIANTS.get(type(model.attention).__name__)
+    if variant is None:
+        return None
+    decoder = without_storage(model)
+    names = [*dict(decoder.named_parameters()), *decoder.router_state()]
+    exported, imported = renamed([(name, name_there(name, OWN_PARTS)) for name in names])
+    members = 2 if variant == "diff_v1" else 1  # of a key of the kernel's
+    attention = model.attention
+    if isinstance(attention, StandardConfig) and attention.sink is Sink.one:
+        zeros = partial(torch.zeros, decoder.layers[0].attention.n_query_heads)
+        for layer in range(model.n_layers):
+            exported.append(Mapped(f"model.layers.{layer}.self_attn.sink", (), zeros))
+    config = {
+        "model_type": "diffllm",
+        **shape_config(model),
+        "num_key_value_heads": model.n_kv_heads // members,
+        "head_dim": model.head_dim * members,
+        "num_attention_heads": decoder.layers[0].attention.n_query_heads,
+        "qk_norm": model.qk_norm,
+        "attention": {"variant": variant, **json_settings(asdict(model.attention))},
+        "moe": json_settings(asdict(model.moe)) if model.moe.n_experts else None,
+    }
+    return Layout(ARCHITECTURE, config, exported, imported)
+
+
+def json_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON values, enums by name, without those that depend on the machine."""
+    return {
+        key: value.name if isinstance(value, Enum) else value
+        for key, value in values.items()
+        if key not in OF_MACHINE
+    }
+
+
+def llama_layout(model: ModelConfig) -> Layout | None:
+    """Lay out a dense decoder of softmax attention as Llama, or as Qwen3 where queries and keys are
+    normalised; None for any other."""
+    if model.moe.n_experts or not is_plain_softmax(model):
+        return None
+    exported, imported = renamed([(name, name_there(name, {})) for name in names_of(model)])
+    config = {**shape_config(model), **older_rope(model.rope), **softmax_config(model)}
+    if model.qk_norm:
+        return Layout("Qwen3ForCausalLM", {"model_type": "qwen3", **config}, exported, imported)
+    llama = {"model_type": "llama", **config, "mlp_bias": False}
+    return Layout("LlamaForCausalLM", llama, exported, imported)
+
+
+def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
+    """Lay out a mixture of experts as Qwen3Moe; None where it does not fit its rules: softmax
+    scores without a bias, no shared experts, queries and keys normalised."""
+    moe = model.moe
+    fits = (
+        moe.n_experts and moe.score is Score.softmax and not moe.n_shared
+        and moe.routed_scaling == 1 and moe.bias_update_rate == 0
+        and model.qk_norm and is_plain_softmax(model)
+    )  # fmt: skip
+    if not fits:
+        return None
+    plain = [name for name in names_of(model) if ".ffn.experts." not in name]
+    router = {".ffn.router.": ".mlp.gate."}
+    exported, imported = renamed([(name, name_there(name, router)) for name in plain])
+    for layer in range(moe.n_dense_layers, model.n_layers):
+        there = f"model.layers.{layer}.mlp.experts"
+        for own, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            name = f"layers.{layer}.ffn.experts.{own}"
+            each = [f"{there}.{e}.{other}.weight" for e in range(moe.n_experts)]
+            exported += [
+                Mapped(theirs, (name,), partial(nth, number=e)) for e, theirs in enumerate(each)
+            ]
+            imported.append(Mapped(name, tuple(each), stacked))
+    config = {
+        "model_type": "qwen3_moe",
+        **shape_config(model),
+        **older_rope(model.rope),
+        **softmax_config(model),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(moe.n_dense_layers)),
+        "moe_intermediate_size": moe.expert_dim,
+        "num_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.renormalise,
+    }
+    return Layout("Qwen3MoeForCausalLM", config, exported, imported)
+
+
+def diffllama_layout(model: ModelConfig) -> Layout | None:
+    """Lay out DIFF V1 as DiffLlama, whose head norm has no weight: it becomes part of `wo`.
+
+    None for ablations, mixtures, another eps in that norm, and normalised queries and keys. What
+    comes back has a weight of ones, and the function is the same.
+    """
+    attention = model.attention
+    fits = (
+        type(attention) is DiffV1Config and attention.head_norm and not attention.clamp
+        and attention.lambda_init is None and attention.head_norm_eps == model.norm_eps
+        and attention.context_scale == 1 and not model.moe.n_experts and not model.qk_norm
+    )  # fmt: skip
+    if not fits:
+        return None
+    plain: list[tuple[str, str]] = []
+    exported: list[Mapped] = []
+    imported: list[Mapped] = []
+    parts = {".attention.lambda_": ".self_attn.lambda_"}
+    for name in names_of(model):
+        there = name_there(name, parts)
+        if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
+            reorder = partial(even_heads_first, head_dim=model.head_dim)
+            back = partial(pairs_of_heads, head_dim=model.head_dim)
+            exported.append(Mapped(there, (name,), reorder))
+            imported.append(Mapped(name, (there,), back))
+        elif ".attention.wo." in name:
+            norm = name.replace(".wo.", ".head_norm.")
+            exported.append(Mapped(there, (name, norm), folded))
+            imported.append(Mapped(name, (there,), same))
+            imported.append(Mapped(norm, (), partial(torch.ones, 2 * model.head_dim)))
+        elif ".head_norm." not in name:
+            plain.append((name, there))
+    others = renamed(plain)
+    config = {
+        "model_type": "diffllama",
+        **shape_config(model),
+        **older_rope(model.rope),
+        "num_attention_heads": model.n_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "lambda_std_dev": 0.1,
+    }
+    return Layout("DiffLlamaForCausalLM", config, [*exported, *others[0]], [*imported, *others[1]])
+
+
+def is_plain_softmax(model: ModelConfig) -> bool:
+    """Whether attention is softmax attention without a sink or a factor, in heads that Llama's
+    config takes."""
+    attention = model.attention
+    return (
+        type(attention) is StandardConfig
+        and attention.sink is Sink.none
+        and attention.context_scale == 1
+        and model.dim % query_heads(model) == 0
+    )
+
+
+def query_heads(model: ModelConfig) -> int:
+    assert isinstance(model.attention, StandardConfig)
+    return round(model.attention.query_heads * model.n_heads)
+
+
+def softmax_config(model: ModelConfig) -> dict[str, Any]:
+    """Return what Llama and Qwen3 say of their layers besides the shape."""
+    return {
+        "num_attention_heads": query_heads(model),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    }
+
+
+def names_of(model: ModelConfig) -> list[str]:
+    return [name for name, _ in without_storage(model).named_parameters()]
+
+
+def nth(stack: Tensor, number: int) -> Tensor:
+    return stack[number].contiguous()
+
+
+def stacked(*matrices: Tensor) -> Tensor:
+    return torch.stack(matrices)
+
+
+def even_heads_first(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows (heads * d, D) of adjacent pairs of heads: all first members come first."""
+    return weight.unflatten(0, (-1, 2, head_dim)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def pairs_of_heads(weight: Tensor, head_dim: int) -> Tensor:
+    """Undo `even_heads_first`."""
+    return weight.unflatten(0, (2, -1, head_dim)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def folded(wo: Tensor, norm: Tensor) -> Tensor:
+    """Multiply the columns of wo (D, H d) by the head norm's weight (2d,)."""
+    return wo * norm.repeat(wo.shape[1] // len(norm))
+
+
+KNOWN: Sequence[Callable[[ModelConfig], Layout | None]] = (
+    llama_layout, qwen3_moe_layout, diffllama_layout,
+)  # fmt: skip
+"""Layouts that transformers has classes for."""
+
+
+def layout_of(model: ModelConfig, own: bool = False) -> Layout:
+    """Choose the layout that most tools know, or that of our own modelling file; raises ConfigError
+    for a variant of a plugin's, which no modelling file has."""
+    choices = [own_layout] if own else [*KNOWN, own_layout]
+    for layout in choices:
+        if found := layout(model):
+            return found
+    raise ConfigError(
+        f"{type(model.attention).__name__} is a plugin's: no modelling file computes it, so it "
+        "cannot be exported"
+    )

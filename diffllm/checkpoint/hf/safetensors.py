@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint.hf.layout import Mapped, same
+from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors, reason
-from diffllm.checkpoint.state_file import check_parameters, read_state
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, without_storage

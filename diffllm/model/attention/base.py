@@ -21,20 +21,20 @@ from diffllm.core.bounds import bounded
 from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
 from diffllm.model.attention.ops import (
     Backend,
+    Documents,
     Mask,
     attend,
     attention_scores,
     attention_weights,
 )
-from diffllm.model.choice import Choice
-from diffllm.model.documents import Documents
+from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope, apply_rope
 
 if TYPE_CHECKING:
     from diffllm.model.config import ModelConfig
 
-Shown = dict[str, Tensor]
+Aux = dict[str, Tensor]
 """The tensors that a layer hands to diagnostics, by name: "q", "k" and "v" as projected, "context"
 (B, T, heads, width), "lambda", "gate"."""
 
@@ -69,7 +69,7 @@ class AttentionConfig:
 
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
-    ) -> dict[str, Choice]:
+    ) -> dict[str, AutoSetting]:
         """Decide what is left to the device in training, by name: "attention" is the kernel.
 
         `dtype` is that of queries and keys; with `documents`, they see their own document only.
@@ -202,10 +202,10 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
         self.qk_norm = model.qk_norm
 
-    def statistics(self, show: Shown) -> dict[str, Tensor]:
+    def statistics(self, aux: Aux) -> dict[str, Tensor]:
         """Return a variant's own statistics of this layer, float32 scalars by name; here none.
 
-        Each needs a row in the table of metrics: `diffllm.metrics.table.add_metric`. `show` has
+        Each needs a row in the table of metrics: `diffllm.metrics.table.add_metric`. `aux` has
         what `context` has put there, under names of its own too.
         """
         return {}
@@ -216,7 +216,7 @@ class Attention(nn.Module):
         rope: Rope,
         mask: Mask = None,
         cache: KVCache | None = None,
-        show: Shown | None = None,
+        aux: Aux | None = None,
     ) -> Tensor:
         """Attend: x (B, T, D), normalised -> (B, T, D).
 
@@ -224,19 +224,19 @@ class Attention(nn.Module):
             rope: tables of the T positions.
             mask: from `training_mask`, or a boolean tensor; None is causal.
             cache: earlier positions; extended in place.
-            show: filled with what diagnostics read, when given.
+            aux: filled with what diagnostics read, when given.
         """
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        context = self.context(x, q, k, v, mask, show)
-        if show is not None:
-            show["q"], show["k"], show["v"] = q, k, v
-            show.setdefault("context", context)
+        context = self.context(x, q, k, v, mask, aux)
+        if aux is not None:
+            aux["q"], aux["k"], aux["v"] = q, k, v
+            aux.setdefault("context", context)
         if self.context_scale != 1:
             context = context * self.context_scale
-            if show is not None:
-                show["context"] = show["context"] * self.context_scale
+            if aux is not None:
+                aux["context"] = aux["context"] * self.context_scale
         return self.wo(context.flatten(2))
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +249,7 @@ class Attention(nn.Module):
         return apply_rope(q, rope), apply_rope(k, rope), v
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         """Return the vectors (B, T, heads, width) that enter `wo`; each variant defines its own."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema
-from diffllm.model.attention.base import Attention, AttentionConfig, KVCache, Maps, Shown
+from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache, Maps
 from diffllm.model.attention.kernels import Kernel
 from diffllm.model.attention.ops import (
     Backend,
@@ -25,7 +25,7 @@ from diffllm.model.attention.ops import (
     repeated,
     weighted,
 )
-from diffllm.model.choice import ASKED, Choice
+from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope
@@ -47,13 +47,15 @@ class Values(Enum):
     split = "split"
 
 
-def values_layout(values: Values, head_dim: int, device: torch.device) -> Choice:
+def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSetting:
     """Choose `Values.wide` or `Values.split` for tensors on `device`."""
     if values is not Values.auto:
-        return Choice(values, ASKED)
+        return AutoSetting(values, ASKED)
     if device.type == "cuda" and 2 * head_dim > FAST_WIDTH:
-        return Choice(Values.split, f"not measured: few kernels are fast at width {2 * head_dim}")
-    return Choice(Values.wide, f"2 x {head_dim} on the {device.type}")
+        return AutoSetting(
+            Values.split, f"not measured: few kernels are fast at width {2 * head_dim}"
+        )
+    return AutoSetting(Values.wide, f"2 x {head_dim} on the {device.type}")
 
 
 @schema(group="attention", name="diff_v1", package="model.attention")
@@ -104,11 +106,11 @@ class DiffV1Config(AttentionConfig):
 
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
-    ) -> dict[str, Choice]:
+    ) -> dict[str, AutoSetting]:
         if self.clamp:
-            return {"attention": Choice(Kernel.explicit, "no kernel clamps a map")}
+            return {"attention": AutoSetting(Kernel.explicit, "no kernel clamps a map")}
         layout = values_layout(self.values, model.head_dim, device)
-        values = Choice(layout.value.name, layout.reason)
+        values = AutoSetting(layout.value.name, layout.reason)
         return super().choices(model, device, dtype, documents) | {"values": values}
 
     def settled(self, model: ModelConfig, device: torch.device) -> "DiffV1Config":
@@ -153,7 +155,7 @@ class DiffV1Attention(Attention):
         return by_map(q), by_map(k), v.unflatten(2, (-1, 2)).flatten(3)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         lam = self.lambda_value()
         if self.cfg.clamp:
@@ -162,8 +164,8 @@ class DiffV1Attention(Attention):
         else:
             attn1, attn2 = self.attend(q, k, v, mask).chunk(2, dim=2)
             context = (attn1 - lam * attn2).to(x.dtype)
-        if show is not None:
-            show["context"], show["lambda"] = context, lam
+        if aux is not None:
+            aux["context"], aux["lambda"] = context, lam
         normed = self.head_norm(context) if self.cfg.head_norm else context
         return (normed * (1 - self.lambda_init)).to(x.dtype)
 

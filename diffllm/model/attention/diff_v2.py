@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema
-from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
+from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
 from diffllm.model.attention.ops import Mask, at_least_float32, attention_scores, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
@@ -89,13 +89,13 @@ class DiffV2Attention(Attention):
             self.head_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         attn1, attn2 = self.pair(self.attend(q, k, v, mask), dim=2)
         lam = self.lambda_values(x)
         context = (attn1 - lam.unsqueeze(-1) * attn2).to(x.dtype)
-        if show is not None:
-            show["context"], show["lambda"] = context, lam
+        if aux is not None:
+            aux["context"], aux["lambda"] = context, lam
         return self.head_norm(context) if self.cfg.head_norm else context
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:

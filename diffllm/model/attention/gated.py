@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from diffllm.core.registry import schema
-from diffllm.model.attention.base import Attention, AttentionConfig, Shown
+from diffllm.model.attention.base import Attention, AttentionConfig, Aux
 from diffllm.model.attention.ops import Mask
 from diffllm.model.config import ModelConfig
 
@@ -40,9 +40,9 @@ class GatedAttention(Attention):
         self.w_gate = nn.Linear(model.dim, self.n_heads * self.gate_width, bias=False)
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         gate = torch.sigmoid(self.w_gate(x)).unflatten(-1, (self.n_heads, self.gate_width))
-        if show is not None:
-            show["gate"] = gate
+        if aux is not None:
+            aux["gate"] = gate
         return gate * self.attend(q, k, v, mask)

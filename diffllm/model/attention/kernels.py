@@ -1,4 +1,4 @@
-"""The attention kernel that trains on a device, and the form of its mask.
+"""The attention kernel that trains on a device, the form of its mask, and its package.
 
 `ops.attend` calls the kernel.
 
@@ -7,38 +7,33 @@ whether queries see their own document only.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from enum import StrEnum
 
 import torch
 from torch import Tensor
+from torch.nn.attention import restore_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.torch_versions import NEEDS_TORCH, VARLEN_TAKES_FLASH_4
-from diffllm.model.attention.flash import (
-    HOPPER_OR_BLACKWELL,
-    activate_flash_4,
-    capability,
-    flash_4_fault,
-    flash_version,
-    installed,
-    try_flash,
-)
 from diffllm.model.attention.ops import (
+    FLASH_4,
     HALF,
     NARROW,
     WIDEST,
     Backend,
+    Documents,
     Mask,
     Packed,
+    flash,
     flash_takes,
     in_float32,
     sdpa_is_flash_4,
+    varlen,
 )
-from diffllm.model.choice import ASKED, Choice
-from diffllm.model.documents import Documents
-from diffllm.model.dtypes import dtype_name
+from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
@@ -58,11 +53,13 @@ class Kernel(StrEnum):
     explicit = "explicit maps"
 
 
+HOPPER_OR_BLACKWELL = (9, 10)
+"""Major compute capabilities of the data-centre GPUs on which flash-attn-4 runs under torch."""
 PACKED = (Kernel.varlen, Kernel.varlen_2, Kernel.varlen_4)
 FLEX_WIDTHS = range(64, 129)
 """Widths of heads for which torch has tiles for FlexAttention that were tuned on Hopper, forward
 and backward (torch/_inductor/template_heuristics/triton.py)."""
-DOCUMENTS_ON_HOPPER = Choice(
+DOCUMENTS_ON_HOPPER = AutoSetting(
     Kernel.flex, "not measured: torch's FlashAttention-2 was written for older GPUs"
 )
 """The kernel that masks documents on Hopper and Blackwell without flash-attn-4; `Kernel.varlen`
@@ -76,47 +73,47 @@ def training_kernel(
     width: int,
     documents: bool,
     explicit_mask: bool = False,
-) -> Choice:
+) -> AutoSetting:
     """Choose the `Kernel` that attends in a training forward pass.
 
     With `explicit_mask`, a boolean tensor masks documents, because no kernel knows the map.
     """
     if backend is Backend.reference:
-        return Choice(Kernel.explicit, ASKED)
+        return AutoSetting(Kernel.explicit, ASKED)
     if backend is Backend.flex:
-        return Choice(Kernel.flex, ASKED)
+        return AutoSetting(Kernel.flex, ASKED)
     if documents and explicit_mask:
-        return Choice(Kernel.masked, "documents of a map that no other kernel knows")
+        return AutoSetting(Kernel.masked, "documents of a map that no other kernel knows")
     if device.type == "cuda" and not flash_takes(dtype, width):
         why = f"heads {width} wide" if dtype in HALF else f"in {dtype_name(dtype)}"
-        return Choice(Kernel.masked if documents else Kernel.efficient, why)
+        return AutoSetting(Kernel.masked if documents else Kernel.efficient, why)
     if device.type != "cuda" and documents:
-        return Choice(Kernel.masked, f"documents on the {device.type}")
+        return AutoSetting(Kernel.masked, f"documents on the {device.type}")
     if backend is Backend.flash:  # which `prepare_backend` has made ready
         version = "4" if sdpa_is_flash_4() else "2"
-        return Choice(Kernel[("varlen_" if documents else "flash_") + version], ASKED)
+        return AutoSetting(Kernel[("varlen_" if documents else "flash_") + version], ASKED)
     if documents:
         return document_kernel(device, width)
     if device.type == "cuda":
-        return Choice(Kernel.sdpa, "the first in torch's order that takes these heads")
+        return AutoSetting(Kernel.sdpa, "the first in torch's order that takes these heads")
     if in_float32(dtype, width):
         where = "on this CPU" if width > NARROW else f"with heads {width} wide"
-        return Choice(Kernel.cpu_float32, f"faster than bf16 {where}")
-    return Choice(Kernel.cpu, f"on the {device.type}")
+        return AutoSetting(Kernel.cpu_float32, f"faster than bf16 {where}")
+    return AutoSetting(Kernel.cpu, f"on the {device.type}")
 
 
-def document_kernel(device: torch.device, width: int) -> Choice:
+def document_kernel(device: torch.device, width: int) -> AutoSetting:
     """Choose the kernel for masked documents in half precision on a GPU, where none was asked
     for."""
     if capability(device)[0] not in HOPPER_OR_BLACKWELL:
-        return Choice(Kernel.varlen, "documents")
+        return AutoSetting(Kernel.varlen, "documents")
     if not (fault := flash_4_fault(device, width)):
-        return Choice(Kernel.varlen_4, "not measured: flash-attn-4 is written for these GPUs")
+        return AutoSetting(Kernel.varlen_4, "not measured: flash-attn-4 is written for these GPUs")
     if width not in FLEX_WIDTHS:
-        return Choice(Kernel.varlen, f"heads {width} wide; {fault}")
+        return AutoSetting(Kernel.varlen, f"heads {width} wide; {fault}")
     if not installed("triton"):
-        return Choice(Kernel.varlen, f"triton is not installed; {fault}")
-    return Choice(DOCUMENTS_ON_HOPPER.value, f"{DOCUMENTS_ON_HOPPER.reason}; {fault}")
+        return AutoSetting(Kernel.varlen, f"triton is not installed; {fault}")
+    return AutoSetting(DOCUMENTS_ON_HOPPER.value, f"{DOCUMENTS_ON_HOPPER.reason}; {fault}")
 
 
 def prepare_backend(
@@ -201,3 +198,67 @@ def document_blocks(ids: Tensor) -> BlockMask:
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
     """Return `create_block_mask`, compiled on GPUs, where it would make several T * T masks."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+
+
+def installed(module: str) -> bool:
+    """Whether `module` could be imported; imports the packages that it is in."""
+    return importlib.util.find_spec(module) is not None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return CUDA's compute capability of `device`; zeros where there is no CUDA."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def flash_version(device: torch.device) -> int:
+    """Return the newest version of flash-attn here that runs on `device`, 4 or 2; 0 without any."""
+    if not installed("flash_attn"):
+        return 0
+    if capability(device)[0] in HOPPER_OR_BLACKWELL and installed("flash_attn.cute"):
+        return 4
+    return 2 if installed("flash_attn.flash_attn_interface") else 0
+
+
+def activate_flash_4() -> None:
+    """Let flash-attn-4 take the place of torch's own flash kernels.
+
+    Through torch's dispatcher it compiles without a graph break.
+    """
+    from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+    from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+    register = functools.partial(register_flash_attention_fa4, FLASH_4)
+    register_flash_attention_impl(FLASH_4, register_fn=register)
+    activate_flash_attention_impl(FLASH_4)
+
+
+def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
+    """Make one small call of the flash-attn package, forward and backward, and with `documents`
+    another with these masked; raises anything if it is built for another torch or GPU."""
+    q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = flash(q, q, q, 1.0).sum()
+    if documents:
+        boundaries = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+        out = out + varlen(q, q, q, Packed(boundaries, 8), 1.0, Backend.flash).sum()
+    out.backward()
+
+
+@functools.cache
+def flash_4_fault(device: torch.device, width: int) -> str:
+    """Return the reason why flash-attn-4 cannot mask documents on `device`, or "" if it can.
+
+    If it can, it takes the place of torch's own flash kernels from here on.
+    """
+    try:
+        if flash_version(device) != 4:
+            return "flash-attn-4 is not installed"
+        if not VARLEN_TAKES_FLASH_4:
+            return NEEDS_TORCH
+        activate_flash_4()
+        try_flash(device, width, documents=True)
+    except Exception as error:
+        restore_flash_attention_impl(_raise_warn=False)
+        return f"flash-attn-4 fails: {type(error).__name__}: {error}".splitlines()[0]
+    return ""

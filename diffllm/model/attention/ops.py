@@ -1,7 +1,7 @@
-"""The calls of attention kernels; no other module calls one.
+"""Documents, masks, and the calls of attention kernels; no other module calls a kernel.
 
-Shapes: B batch, T query tokens, S key tokens, H query heads, K kv heads, d width of q and k,
-dv width of v.
+Shapes: B batch, n documents, T query tokens, S key tokens, H query heads, K kv heads, d width of q
+and k, dv width of v.
 """
 
 import functools
@@ -31,6 +31,49 @@ WIDEST = 256
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
 """The module by which torch's dispatcher finds flash-attn-4, and the name it goes by there."""
+
+
+class Documents(NamedTuple):
+    """The documents of a batch whose rows are cut from one stream of documents."""
+
+    positions: Tensor
+    """Position of each token in its document, (B, T) int64."""
+    ids: Tensor
+    """Index of each token's document in its row, (B, T) int64."""
+    boundaries: Tensor
+    """Start of each document among the B * T tokens of all rows, then B * T: (n + 1,) int32."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, end: int) -> "Documents":
+        """Find documents, which end with the token `end`; rows begin and end with parts of one.
+
+        tokens (B, T) int64; on the CPU, because the number of documents is needed.
+        """
+        batch, length = tokens.shape
+        starts = torch.ones_like(tokens, dtype=torch.bool)
+        starts[:, 1:] = tokens[:, :-1] == end
+        ids = starts.cumsum(1) - 1
+        index = torch.arange(length, device=tokens.device).expand(batch, length)
+        positions = index - torch.where(starts, index, 0).cummax(1).values
+        first = starts.flatten().nonzero().squeeze(1)
+        boundaries = torch.cat((first, first.new_tensor([batch * length]))).int()
+        return cls(positions, ids, boundaries)
+
+    def to(self, device: torch.device) -> "Documents":
+        """Copy to another device, without a wait on the host."""
+        return Documents(*(moved(part, device) for part in self))
+
+    def mask(self) -> Tensor:
+        """Return (B, 1, T, T) bool: True where a query sees a key of its document, not later."""
+        length = self.ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
+        return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device; a GPU reads pinned memory, so the host does not wait."""
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
 
 
 class Backend(Enum):

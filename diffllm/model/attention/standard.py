@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema
-from diffllm.model.attention.base import Attention, AttentionConfig, Maps, Shown
+from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
 from diffllm.model.attention.ops import Backend, Mask, attend, attention_weights
 from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
@@ -78,7 +78,7 @@ class StandardAttention(Attention):
         """The sink's logit of each head, (H,); None for a logit of 0."""
 
     def context(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, show: Shown | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
         if self.sink_kind is Sink.none:
             return self.attend(q, k, v, mask)

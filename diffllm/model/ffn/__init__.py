@@ -1,7 +1,6 @@
 """Feed-forward layers."""
 
-from diffllm.model.ffn.config import MoEConfig
-from diffllm.model.ffn.moe import MoE, Routed
-from diffllm.model.ffn.swiglu import SwiGLU
+from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
+from diffllm.model.ffn.router import MoEConfig
 
 __all__ = ["MoE", "MoEConfig", "Routed", "SwiGLU"]

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.core.torch_versions import IS_ROCM
-from diffllm.model.choice import Choice
-from diffllm.model.dtypes import dtype_name
+from diffllm.model.auto_setting import AutoSetting, dtype_name
 
 ALIGNMENT = 16
 """Rows of the operands of a grouped product must be a multiple of this many bytes."""
@@ -71,23 +70,23 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 
 def grouped_product(
     device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
-) -> Choice:
+) -> AutoSetting:
     """Whether one product takes all experts: `GROUPED` or `LOOPED`.
 
     Args:
         widths: those of the rows that go in and come out; both have to be aligned.
     """
     if device.type not in ("cpu", "cuda"):
-        return Choice(LOOPED, f"torch groups none on {device.type}")
+        return AutoSetting(LOOPED, f"torch groups none on {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return Choice(LOOPED, f"torch groups none in {dtype_name(dtype)}")
+        return AutoSetting(LOOPED, f"torch groups none in {dtype_name(dtype)}")
     if n_experts >= MOST_GROUPS:
-        return Choice(LOOPED, f"torch groups fewer than {MOST_GROUPS}")
+        return AutoSetting(LOOPED, f"torch groups fewer than {MOST_GROUPS}")
     if any(width * dtype.itemsize % ALIGNMENT for width in widths):
-        return Choice(LOOPED, f"rows have to be multiples of {ALIGNMENT} bytes")
+        return AutoSetting(LOOPED, f"rows have to be multiples of {ALIGNMENT} bytes")
     if device.type == "cuda" and dtype == torch.bfloat16:
-        return Choice(GROUPED, "a kernel on Hopper and Blackwell, torch's own loop elsewhere")
-    return Choice(GROUPED, "torch's own loop")
+        return AutoSetting(GROUPED, "a kernel on Hopper and Blackwell, torch's own loop elsewhere")
+    return AutoSetting(GROUPED, "torch's own loop")
 
 
 def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
@@ -106,7 +105,7 @@ def leaves_garbage(device: torch.device) -> bool:
     return IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9
 
 
-def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> Choice:
+def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
     """Return the mean rows of an expert from which gate and up are one product; None if never.
 
     One product spares the backward pass the sum of two gradients (M, D). Unless w1 and w3 lie side
@@ -114,12 +113,12 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
-        return Choice(None, "joined in bf16 on CUDA only")
+        return AutoSetting(None, "joined in bf16 on CUDA only")
     if grouped_product(device, dtype, n_experts, (width, dim)).value != GROUPED:
-        return Choice(None, "not grouped")
+        return AutoSetting(None, "not grouped")
     if strides_are_adjacent(w1, w3):
-        return Choice(0, "their weights lie side by side")
-    return Choice(JOIN_FROM * width, "their weights lie apart")
+        return AutoSetting(0, "their weights lie side by side")
+    return AutoSetting(JOIN_FROM * width, "their weights lie apart")
 
 
 # Weights that lie side by side

@@ -1,4 +1,6 @@
-"""A mixture of experts: route, sort tokens by expert once, run the experts, bring the results back.
+"""Feed-forward layers: SwiGLU, and the mixture of experts.
+
+The mixture routes tokens, sorts them by expert once, runs the experts, and restores the order.
 
 Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts a token, M = N k rows.
 """
@@ -9,17 +11,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffllm.model.choice import Choice
-from diffllm.model.ffn.config import Balance, MoEConfig
+from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.ffn.experts import Experts, grouped_product, rows_to_join
 from diffllm.model.ffn.router import (
+    Balance,
+    MoEConfig,
     Router,
     Routing,
     global_balance,
     router_product,
     sequence_balance,
 )
-from diffllm.model.ffn.swiglu import SwiGLU
+
+
+class SwiGLU(nn.Module):
+    """The dense layer w2(silu(w1 x) * w3 x) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer's output (B, T, dim) of x (B, T, dim)."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def flops_per_token(self) -> int:
+        """Count training FLOPs a token: 2 forward and 4 backward for every weight."""
+        return 6 * sum(p.numel() for p in self.parameters())
 
 
 class Routed(NamedTuple):
@@ -44,16 +64,16 @@ class MoE(nn.Module):
         self.experts = Experts(cfg.n_experts, dim, cfg.expert_dim)
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
-    def forward(self, x: Tensor, show: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
+    def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
         """Compute the output (B, T, D) of x (B, T, D), and the counts and losses of its routing.
 
         Args:
-            show: takes "router", the shares (N, E) of each token's experts.
+            aux: takes "router", the shares (N, E) of each token's experts.
         """
         rows = x.flatten(0, 1)
         routing = self.router(rows)
-        if show is not None:
-            show["router"] = routing.shares.detach()
+        if aux is not None:
+            aux["router"] = routing.shares.detach()
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(
@@ -81,7 +101,7 @@ class MoE(nn.Module):
             z = routing.logits.logsumexp(-1).square().sum()
         return Routed(counts, balance, z)
 
-    def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, Choice]:
+    def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
         """Decide what is left to `device` for tokens of `dtype`, by name."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
@@ -90,7 +110,7 @@ class MoE(nn.Module):
         return {
             "router_product": router_product(device, dtype),
             "expert_products": grouped_product(device, dtype, self.cfg.n_experts, (width, dim)),
-            "gate_and_up": Choice(gate_up, joining.reason),
+            "gate_and_up": AutoSetting(gate_up, joining.reason),
         }
 
     def idle_parameters(self) -> int:

@@ -1,0 +1,21 @@
+"""Settings that the device decides, with the reason of each decision."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+ASKED = "asked for"
+"""The reason of a setting that the config decides."""
+
+
+class AutoSetting(NamedTuple):
+    """The value of a setting that the config leaves to the device, and the reason for the value."""
+
+    value: Any
+    reason: str
+    """A short phrase that is printed in brackets after the value, e.g. "asked for"."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module, e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
