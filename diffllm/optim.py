@@ -135,17 +135,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Make a step with learning rate `lr`, unless `skip` is 1.0."""
-    set_learning_rate(optimizer, lr)
-    step_unless(optimizer, skip)
-
-
-def step_unless(optimizer: torch.optim.AdamW, skip: Tensor) -> None:
-    """Make a step unless `skip` is 1.0: then parameters and state stay as they are, bit for bit.
+    """Make a step with learning rate `lr`; if `skip` is 1.0, parameters and state stay bit for bit.
 
     The decision, a float32 scalar that is equal on all ranks, stays on the device: `found_inf` is
     how the fused kernels take it.
     """
+    set_learning_rate(optimizer, lr)
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
 

@@ -58,18 +58,17 @@ def sha256_of(file: Path) -> str:
 
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     """Write a checkpoint's state.json, and its manifest of that, .metadata and `files`."""
-    write_durably(path / "state.json", state)
+    write_synced(path / "state.json", state)
     write_manifest(path, step, files | describe(path / name for name in REQUIRED))
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
     files = {name: vars(record) for name, record in sorted(manifest.items())}
     text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
-    write_durably(path / NAME, text)
+    write_synced(path / NAME, text)
 
 
-def write_durably(file: Path, text: str) -> None:
-    """Write a file so that it outlives a power cut, once its directory is synced too."""
+def write_synced(file: Path, text: str) -> None:
     file.write_text(text)
     sync(file)
 
@@ -79,24 +78,26 @@ def read_manifest(path: Path) -> Manifest:
     if not os.path.lexists(path / NAME):
         raise CheckpointError(f"{path} is not a checkpoint: {why_missing(path)}")
     with reading(path, NAME) as content:
-        manifest = checked(content)
-        if content["step"] != (step := named_step(path, content["step"])):
-            raise ValueError(f"is of step {content['step']}, not of the {step} in its name")
-        return manifest
-
-
-def named_step(path: Path, otherwise: int) -> int:
-    """Return the step in the name of a checkpoint directory, or another number if it has none."""
-    found = NAMED.fullmatch(path.name)
-    return int(found[1]) if found else otherwise
+        return checked(content)
 
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read a JSON file of the checkpoint directory `path`, for this context; raises CheckpointError
-    if it cannot be read, and for a ValueError that says what is wrong with its content."""
+    """Read a JSON file of the checkpoint directory `path` and check its format and step.
+
+    Raises CheckpointError if that fails, and for a ValueError of the context, which says what is
+    wrong with the content.
+    """
     try:
-        yield read_json(path / name)
+        content = read_json(path / name)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"is not of format {FORMAT}, the one this version reads")
+        step, named = content.get("step"), NAMED.fullmatch(path.name)
+        if type(step) is not int or not 0 <= step < 2**63:
+            raise ValueError("has no step")
+        if named and step != int(named[1]):
+            raise ValueError(f"is of step {step}, not of the {int(named[1])} in its name")
+        yield content
     except ValueError as error:
         raise CheckpointError(f"{path} is not a checkpoint: {name} {error}") from error
     except OSError as error:
@@ -106,11 +107,7 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 def checked(content: dict[str, Any]) -> Manifest:
     """Build a manifest from JSON; raises ValueError unless every part is what it must be."""
-    if content.get("format") != FORMAT:
-        raise ValueError(f"is not of format {FORMAT}, the one this version reads")
-    step, entries = content.get("step"), content.get("files")
-    if type(step) is not int or not 0 <= step < 2**63:
-        raise ValueError("has no step")
+    entries = content.get("files")
     if not isinstance(entries, dict):
         raise ValueError("has no files")
     files = {}
@@ -180,10 +177,8 @@ def shown(text: object) -> str:
     return plain if len(plain) <= 100 else f"{plain[:100]}..."
 
 
-STATE_ENTRIES = {
-    "step": (int,), "ranks": (int,), "parameters": (dict,), "loop": (dict, type(None)),
-}  # fmt: skip
-"""The entries of state.json, and their types; without a loop there are parameters alone."""
+STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(None))}
+"""Types of the entries of state.json; without a loop the checkpoint holds parameters only."""
 
 
 def faults(path: Path, checksums: bool = True) -> list[str]:
@@ -205,13 +200,9 @@ def faults(path: Path, checksums: bool = True) -> list[str]:
 def read_state(path: Path) -> dict[str, Any]:
     """Read the JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
     with reading(path, "state.json") as state:
-        if state.get("format") != FORMAT:
-            raise ValueError(f"is not of format {FORMAT}, the one this version reads")
         for name, kinds in STATE_ENTRIES.items():
             if name not in state or type(state[name]) not in kinds:
                 raise ValueError(f"has no {name}")
-        if state["step"] != (step := named_step(path, state["step"])):
-            raise ValueError(f"is of step {state['step']}, not of the {step} in its name")
         if state["ranks"] < 1:
             raise ValueError("has no ranks")
         return state

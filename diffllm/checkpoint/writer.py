@@ -123,9 +123,7 @@ class Checkpointer:
         self.since = monotonic()
         text = json.dumps({"format": FORMAT, "step": step, **state})
         hidden = hidden_path(self.directory, step)
-        refused = self._decided_by_rank_0(
-            lambda: self._gone() or make_room(hidden, tensors, len(text))
-        )
+        refused = self._decided_by_rank_0(lambda: self._make_room(hidden, tensors, len(text)))
         if refused:
             self._failed(step, refused, final or refused == GONE)
             return
@@ -224,9 +222,25 @@ class Checkpointer:
         dist.broadcast_object_list(decision, src=0, group=self.group)
         return decision[0]
 
-    def _gone(self) -> str | None:
-        """Say so if the run's directory is no longer the one in which this began."""
-        return GONE if identity(self.directory.parent) != self.run else None
+    def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
+        """Make an empty hidden directory on a disk with room for tensors and `extra` bytes.
+
+        Returns the reason if that fails, or if the run's directory is no longer the same.
+        """
+        if identity(self.directory.parent) != self.run:
+            return GONE
+        try:
+            if os.path.lexists(hidden):
+                remove(hidden)
+            hidden.mkdir(parents=True)
+            disk = shutil.disk_usage(hidden)
+            needed = needed_bytes(tensors) + extra
+            if disk.total and disk.free < needed:  # some network file systems know no sizes
+                hidden.rmdir()
+                return f"it needs {needed:,} bytes and {disk.free:,} are free"
+        except OSError as error:
+            return reason(error)
+        return None
 
     def _failed(self, step: int, why: str, final: bool) -> None:
         """Warn once for all ranks; raise AgreedByAll if the save was final."""
@@ -249,22 +263,6 @@ def identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def make_room(hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-    """Make an empty hidden directory, with room for tensors and `extra` bytes, or say why not."""
-    try:
-        if os.path.lexists(hidden):
-            remove(hidden)
-        hidden.mkdir(parents=True)
-        disk = shutil.disk_usage(hidden)
-        needed = needed_bytes(tensors) + extra
-        if disk.total and disk.free < needed:  # some network file systems know no sizes
-            hidden.rmdir()
-            return f"it needs {needed:,} bytes and {disk.free:,} are free"
-    except OSError as error:
-        return reason(error)
-    return None
 
 
 def needed_bytes(tensors: Mapping[str, Tensor]) -> int:

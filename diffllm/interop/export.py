@@ -21,6 +21,7 @@ from diffllm.core.files import check_absent, new_directory
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer import BEHAVIOUR_PROBE, SPACE_MARK
 from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
+from diffllm.model.auto_setting import dtype_name
 from diffllm.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def export(
             write_safetensors(hidden, "model", checkpoint, ours, shard_size, layout.exported)
             tokenizer = write_tokenizer(run, hidden, cfg.model)
             write_configs(hidden, layout, tokenizer, dtype)
-            write_card(run, checkpoint, hidden, out.name, cfg, layout)
+            write_card(run, checkpoint, hidden, cfg, layout, out.name)
         return step_of(checkpoint)
 
     return layout, with_checkpoint(run, step, write)
@@ -91,7 +92,13 @@ def write_configs(
 ) -> None:
     """Write config.json, generation_config.json, tokenizer_config.json, and our modelling file."""
     carried = layout.architecture == ARCHITECTURE
-    config = model_settings(layout, tokenizer) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = {
+        "architectures": [layout.architecture],
+        **layout.config,
+        **special_ids(tokenizer),
+        "use_cache": True,
+        "dtype": dtype_name(dtype),
+    }
     if carried:
         shutil.copyfile(MODELLING, directory / MODELLING.name)
         config["transformers_version"] = OLDEST
@@ -116,16 +123,6 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.eos_id,
-    }
-
-
-def model_settings(layout: Layout, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of config.json but for the dtype and what finds our modelling file."""
-    return {
-        "architectures": [layout.architecture],
-        **layout.config,
-        **special_ids(tokenizer),
-        "use_cache": True,
     }
 
 
@@ -167,7 +164,8 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
 
     processor = SentencePieceProcessor(model_file=str(model))
     check_convertible(processor, model)
-    pieces = [spelt(processor, i) for i in range(processor.vocab_size())]
+    stored = map(processor.id_to_piece, range(processor.vocab_size()))
+    pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     fast = tokenizers.Tokenizer(
         models.BPE(
@@ -197,11 +195,6 @@ def check_convertible(processor: SentencePieceProcessor, model: Path) -> None:
         raise DataError(f"{model}: it changes texts before it encodes them")
     if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
         raise DataError(f"{model}: it has no pieces for single bytes")
-
-
-def spelt(processor: SentencePieceProcessor, token: int) -> str:
-    """Return a piece as the fast vocabulary has it: with spaces where it has their mark."""
-    return str(processor.id_to_piece(token)).replace(SPACE_MARK, " ")
 
 
 def merges_of(
@@ -270,31 +263,54 @@ computes the model in transformers 5.4 or later; `trust_remote_code=True` runs i
 
 
 def write_card(
-    run: Path, checkpoint: Path, directory: Path, name: str, cfg: TrainConfig, layout: Layout
+    run: Path, checkpoint: Path, directory: Path, cfg: TrainConfig, layout: Layout, name: str
 ) -> None:
-    """Write README.md, of what the run has measured."""
+    """Write README.md from the measurements of the run.
+
+    The results of the run are part of the card if the export is of the last step.
+    """
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
-    state = read_state(checkpoint)
-    step = state["step"]
-    model = {
-        "variant": cfg.run.choices["attention"],
-        "parameters": sum(math.prod(shape) for shape in state["parameters"].values()),
+    state, variant = read_state(checkpoint), cfg.run.choices["attention"]
+    rows = {
         "architecture": layout.architecture,
-        **origin_or_training(facts.get("imported"), step, cfg),
+        "attention": variant,
+        **origin_rows(facts.get("imported"), state["step"], cfg),
+        "hash of the data": facts.get("corpus"),
     }
-    ended = summary if summary is not None and summary.get("steps") == step else None
-    card = card_of(name, model, facts, ended, layout.architecture == ARCHITECTURE)
+    if summary is not None and summary.get("steps") == state["step"]:
+        rows |= {
+            "training loss, mean of the last steps": nats(summary.get("train_loss")),
+            "held-out loss": nats(summary.get("heldout_loss")),
+            "held-out bits a byte": number(summary.get("heldout_bits_per_byte")),
+            "held-out tokens": summary.get("heldout_tokens"),
+        }
+    carried = layout.architecture == ARCHITECTURE
+    card = CARD.format(
+        name=name,
+        variant=variant,
+        millions=sum(math.prod(shape) for shape in state["parameters"].values()) / 1e6,
+        line=facts.get("variant_line", ""),
+        remote=", trust_remote_code=True" if carried else "",
+        rows="\n".join(f"| {k} | {v} |" for k, v in rows.items() if v is not None),
+        carried=CARRIED if carried else "",
+        version=(facts.get("diffllm") or {}).get("version", ""),
+    )
     (directory / "README.md").write_text(card)
 
 
-def origin_or_training(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Say what a model was trained on; of an imported one, where it comes from."""
+def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
+    """Return what a model was trained on or, for an imported model, where it comes from."""
     if imported:
         revision = f" at revision {imported['revision']}" if imported.get("revision") else ""
-        return {"from": f"{imported.get('from')}{revision}", "changed": imported.get("converted")}
+        source = f"{imported.get('from')}{revision}"
+        return {"weights from": source, "converted to": imported.get("converted")}
     weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
-    tokens = step * cfg.global_batch_size * cfg.seq_len
-    return {"from": weights, "step": step, "tokens": tokens, "data": data_text(cfg.data)}
+    return {
+        "weights from": weights,
+        "step": f"{step:,}",
+        "tokens trained on": f"{step * cfg.global_batch_size * cfg.seq_len:,}",
+        "data": data_text(cfg.data),
+    }
 
 
 def data_text(data: DataConfig) -> str:
@@ -312,57 +328,6 @@ def source_text(source: TextConfig) -> str:
     if source.paths:
         return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
     return str(source.source)
-
-
-def card_of(
-    name: str,
-    model: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    summary: Mapping[str, Any] | None,
-    carried: bool,
-) -> str:
-    """Write the card.
-
-    Args:
-        model: "variant", "parameters", "architecture"; and "from", "changed", "step", "tokens",
-            "data" as far as they are known.
-        facts: the content of the run's run.json.
-        summary: that of its summary.json, if the export is of the run's last step.
-        carried: whether the modelling file is ours.
-    """
-    rows = {
-        "architecture": model["architecture"],
-        "attention": model["variant"],
-        "weights from": model.get("from"),
-        "converted to": model.get("changed"),
-        "step": with_commas(model.get("step")),
-        "tokens trained on": with_commas(model.get("tokens")),
-        "data": model.get("data"),
-        "hash of the data": facts.get("corpus"),
-    }
-    if summary is not None:
-        rows |= {
-            "training loss, mean of the last steps": nats(summary.get("train_loss")),
-            "held-out loss": nats(summary.get("heldout_loss")),
-            "held-out bits a byte": number(summary.get("heldout_bits_per_byte")),
-            "held-out tokens": summary.get("heldout_tokens"),
-        }
-    known = [f"| {key} | {value} |" for key, value in rows.items() if value is not None]
-    version = (facts.get("diffllm") or {}).get("version", "")
-    return CARD.format(
-        name=name,
-        variant=model["variant"],
-        millions=model["parameters"] / 1e6,
-        line=facts.get("variant_line", ""),
-        remote=", trust_remote_code=True" if carried else "",
-        rows="\n".join(known),
-        carried=CARRIED if carried else "",
-        version=version,
-    )
-
-
-def with_commas(value: int | None) -> str | None:
-    return None if value is None else f"{value:,}"
 
 
 def nats(value: Any) -> str | None:

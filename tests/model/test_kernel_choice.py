@@ -5,21 +5,24 @@ The device's type, its capability and what is installed are made up; no kernel o
 
 import json
 from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from stand_ins import CUDA, END, V2, V4, mask_for, tokens_with_documents
 from variants import VARIANTS, small_config, small_model
-
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention import diff_v1, kernels, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
 from diffllm.model.attention.kernels import Kernel, training_kernel
 from diffllm.model.attention.ops import Backend, Documents, Packed
-from diffllm.model.auto_setting import AutoSetting
 from diffllm.plan.simulate import as_on_gpu
+from stand_ins import CUDA, V2, V4
+from variants import small_config
+from diffllm.model.attention import kernels
+from diffllm.model.attention.kernels import prepare_backend
+from diffllm.model.attention.ops import Backend
+
 
 CPU = torch.device("cpu")
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
@@ -140,16 +143,6 @@ def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine
     assert done == []
 
 
-def test_a_measurement_can_put_another_kernel_in_flex_place(machine, monkeypatch):
-    machine()
-    other = AutoSetting(Kernel.varlen, "measured")
-    monkeypatch.setattr(kernels, "DOCUMENTS_ON_HOPPER", other)
-    batch = SimpleNamespace(shape=(2, 40), device=CUDA)
-    documents = Documents.of(tokens_with_documents(), END)
-    mask = mask_for(documents, batch, Backend.sdpa, BF16, 128)
-    assert isinstance(mask, Packed)
-
-
 def test_choices_are_words_for_a_headline_and_for_json(machine, monkeypatch):
     machine()
     monkeypatch.setattr(ops, "SLOW_BF16", False)
@@ -219,26 +212,6 @@ def test_documents_come_in_the_form_the_kernel_reads(
         assert torch.equal(mask, documents.mask())
     unmasked = mask_for(None, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
-
-
-def test_documents_come_as_blocks_where_flex_is_chosen(machine, monkeypatch):
-    machine(HOPPER)
-    monkeypatch.setattr(kernels, "document_blocks", lambda ids: Blocks())
-    batch = SimpleNamespace(shape=(2, 40), device=CUDA)
-    documents = Documents.of(tokens_with_documents(), END)
-    assert isinstance(mask_for(documents, batch, Backend.sdpa, BF16, 128), Blocks)
-    assert mask_for(None, batch, Backend.sdpa, BF16, 128) is None
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_documents_come_explicit_to_maps_that_no_kernel_knows(machine, variant):
-    machine(AMPERE)
-    documents = Documents.of(tokens_with_documents(), END)
-    batch = SimpleNamespace(shape=(2, 40), device=CUDA)
-    attention = build_model(small_config(variant).model).layers[0].attention
-    mask = attention.training_mask(documents, batch, torch.bfloat16)
-    explicit = variant in ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
-    assert isinstance(mask, torch.Tensor if explicit else Packed)
 
 
 # Values 2d wide or in halves
@@ -385,10 +358,118 @@ def test_nothing_with_a_cache_goes_through_cudnn(enabled, variant, device):
     assert torch.backends.cuda.cudnn_sdp_enabled(), "put back"
 
 
-def test_a_failing_step_leaves_sdpa_as_it_was(enabled):
-    enabled(CUDA)
-    model = build_model(small_config("standard").model)
-    caches = model.new_caches(1, 4)
-    with pytest.raises(ValueError, match="cache of 4 positions is full"), torch.no_grad():
-        model(torch.zeros(1, 5, dtype=torch.int64), caches=caches)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+def on(backend):
+    return (f"model.attention.backend={backend}",)
+
+
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+def test_backends_of_gpus_are_refused_on_the_cpu_when_building(backend):
+    cfg = load_config(["model=tiny", "attention=diff_v2", *on(backend)])
+    expected = (
+        rf"^model\.attention\.backend={backend} needs a GPU; on the cpu choose sdpa or reference$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        build_model(cfg.model)
+    with torch.device("meta"):  # to be counted, not run
+        build_model(cfg.model)
+
+
+def test_an_unknown_backend_is_answered_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"model\.attention\.backend=fast") as caught:
+        load_config(["model=tiny", *on("fast")])
+    assert all(backend.name in str(caught.value) for backend in Backend)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+def test_a_clamped_map_is_refused_where_maps_are_not_explicit(backend):
+    with pytest.raises(ConfigError, match=rf"backend={backend} has no clamped map; choose sdpa"):
+        small_config("diff_v1_clamped", extra=on(backend))
+    small_config("diff_v1", extra=on(backend))
+
+
+@pytest.mark.parametrize(
+    ("variant", "sink"), [("standard_sink", "learned"), ("standard_off_by_one", "one")]
+)
+def test_a_sink_is_refused_by_flex_alone(variant, sink):
+    with pytest.raises(ConfigError, match=rf"backend=flex has no sink={sink}; choose sdpa, flash"):
+        small_config(variant, extra=on("flex"))
+    for backend in ("sdpa", "flash", "reference"):
+        small_config(variant, extra=on(backend))
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "activated"),
+    [
+        (V2, (8, 0), []),
+        (V2, (9, 0), []),
+        (V4, (9, 0), ["activated"]),
+        (V4, (10, 0), ["activated"]),
+        ((*V2, *V4), (9, 0), ["activated"]),
+        ((*V2, *V4), (8, 0), []),
+    ],
+)
+def test_flash_takes_the_newest_version_that_the_gpu_runs(
+    machine, packages, capability, activated
+):
+    calls = machine(capability, packages)
+    prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+    assert calls == [*activated, ("tried", 64, False)]
+
+
+def test_flash_4_is_refused_for_documents_where_torch_has_no_backward_pass_for_it(machine):
+    """torch 2.11 raises there for any window, and being causal is one."""
+    calls = machine(packages=V4, torch_takes_it=False)
+    expected = r"backend=flash with data.mask_documents=true: flash-attn-4 masks documents from"
+    with pytest.raises(ConfigError, match=expected) as caught:
+        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
+    assert "\n" not in str(caught.value)
+    assert calls == []
+    prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+    calls = machine(packages=V2)  # version 2 has its own functions
+    prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
+    assert calls == [("tried", 64, True)]
+
+
+@pytest.mark.parametrize(("variant", "documents"), [("standard", True), ("standard_sink", False)])
+def test_a_variant_that_masks_documents_by_a_tensor_needs_no_kernel_for_them(
+    machine, variant, documents
+):
+    """backend=flash attends where nothing is masked, and nothing else is tried."""
+    calls = machine(packages=V2)
+    cfg = small_config(variant, extra=on("flash")).model
+    cfg.attention.prepare(cfg, CUDA, torch.bfloat16, documents=True)
+    assert calls == [("tried", cfg.head_dim, documents)]
+
+
+def test_a_flash_package_that_fails_is_refused_with_its_reason(machine):
+    machine(packages=V2, fails="too many values to unpack")
+    with pytest.raises(ConfigError, match=r"flash-attn fails with torch .*too many values"):
+        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+
+
+def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monkeypatch, tmp_path):
+    """As one built for another torch."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(kernels, "capability", lambda device, c=capability: c)
+        with pytest.raises(ConfigError, match=r"flash-attn fails with torch .* undefined symbol"):
+            prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("packages", "capability"), [((), (9, 0)), (V4, (8, 0))])
+def test_flash_without_its_package_is_refused(machine, packages, capability):
+    machine(capability, packages)
+    with pytest.raises(ConfigError, match="needs the flash-attn package, which is not installed"):
+        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
+
+
+def test_flash_in_float32_is_refused(machine):
+    machine(packages=V2)
+    with pytest.raises(ConfigError, match="backend=flash needs precision=bf16"):
+        prepare_backend(Backend.flash, CUDA, 64, torch.float32)
+    prepare_backend(Backend.flash, CUDA, 64, torch.float16)
+    for backend in (Backend.sdpa, Backend.flex, Backend.reference):
+        prepare_backend(backend, CUDA, 512, torch.float32)

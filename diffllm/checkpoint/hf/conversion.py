@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diffllm.checkpoint.hf.layout import Mapped, same
+from diffllm.checkpoint.hf.layout import Mapped, query_heads, same
 from diffllm.core.errors import ConfigError
 from diffllm.model import without_storage
 from diffllm.model.attention.diff_v2 import DiffV2Config, Lambda, Pairing
@@ -59,7 +59,7 @@ def to_diff_v2(
             f"{described(model)}"
         )
     scale = attention.context_scale
-    heads = round(attention.query_heads * model.n_heads)
+    heads = query_heads(model)
     new = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
     made = []
     for name, parameter in without_storage(new).named_parameters():
@@ -67,7 +67,7 @@ def to_diff_v2(
             twice = partial(twice_each, heads=heads, noise=perturb, seed=seed_of(seed, name))
             made.append(Mapped(name, (name,), twice))
         elif name.endswith(".attention.wo.weight"):
-            made.append(Mapped(name, (name,), doubled))
+            made.append(Mapped(name, (name,), lambda wo: 2 * wo))
         elif name.endswith(".attention.w_lambda.weight"):
             made.append(Mapped(name, (), partial(torch.zeros, parameter.shape)))
         else:
@@ -112,10 +112,6 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
 
 def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
-
-
-def doubled(wo: Tensor) -> Tensor:
-    return 2 * wo
 
 
 def split_output(

@@ -246,7 +246,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
             exported += [
                 Mapped(theirs, (name,), partial(nth, number=e)) for e, theirs in enumerate(each)
             ]
-            imported.append(Mapped(name, tuple(each), stacked))
+            imported.append(Mapped(name, tuple(each), lambda *matrices: torch.stack(matrices)))
     config = {
         "model_type": "qwen3_moe",
         **shape_config(model),
@@ -340,10 +340,6 @@ def names_of(model: ModelConfig) -> list[str]:
 
 def nth(stack: Tensor, number: int) -> Tensor:
     return stack[number].contiguous()
-
-
-def stacked(*matrices: Tensor) -> Tensor:
-    return torch.stack(matrices)
 
 
 def even_heads_first(weight: Tensor, head_dim: int) -> Tensor:
