@@ -2,7 +2,7 @@
 
 import sys
 
-from diffllm.cli.train import main
+from diffllm.cli.train import train_command as main
 
 if __name__ == "__main__":
     sys.exit(main())

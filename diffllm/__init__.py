@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from diffllm.core import VERSION
 
 if TYPE_CHECKING:
-    from diffllm.cli.python import train
+    from diffllm.cli.run import train
     from diffllm.config import load_config
     from diffllm.evaluation.load import load_model
     from diffllm.model import build_model
@@ -18,7 +18,7 @@ _HOMES = {
     "build_model": "diffllm.model",
     "load_config": "diffllm.config",
     "load_model": "diffllm.evaluation.load",
-    "train": "diffllm.cli.python",
+    "train": "diffllm.cli.run",
 }
 
 

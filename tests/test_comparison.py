@@ -9,12 +9,12 @@ import sys
 import termios
 
 import pytest
+from diffllm.cli.count_table import print_counts, short
 from processes import PATIENCE_S
 
 from diffllm import cli as tools
 from diffllm import load_config
 from diffllm.cli.count import count
-from diffllm.cli.count_table import print_counts, short
 
 FIVE = ("standard", "gated", "diff_v1", "diff_v2", "standard_1p5x_heads")
 PARTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms", "sink")

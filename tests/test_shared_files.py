@@ -14,7 +14,7 @@ from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.names import experiment_words, split_overrides
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import load_config
-from diffllm.config.compose import bring, config_directory, variant_config
+from diffllm.config.compose import config_directory, load_plugins, variant_config
 from diffllm.config.origin import Origin, implied
 from diffllm.config.overrides import check_shared
 from diffllm.config.plugins import add_named_directory
@@ -209,7 +209,7 @@ def test_launcher_in_a_named_directory_is_refused() -> None:
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
         Path(f"mine/{file}.yaml").parent.mkdir(parents=True)
         Path(f"mine/{file}.yaml").write_text(text)
-    bring([], [Path("mine").resolve()])
+    load_plugins([], [Path("mine").resolve()])
     with pytest.raises(ConfigError, match=r"submitit_local\.yaml: a file cannot set Hydra"):
         ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
 

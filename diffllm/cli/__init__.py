@@ -1,11 +1,11 @@
-"""The `diffllm` console script: one module a subcommand."""
+"""The `diffllm` console script: `<command>_command` in one of the modules here for each command."""
 
 import difflib
 import importlib
 import sys
 from contextlib import nullcontext
-from keyword import iskeyword
 
+from diffllm.core import VERSION
 from diffllm.core.errors import UserError
 from diffllm.core.printing import echo
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
@@ -29,79 +29,78 @@ COMMANDS = {
     "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
-
-READ_RUNS = (
-    "checkpoints",
-    "consolidate",
-    "export",
-    "import",
-    "evaluate",
-    "generate",
-    "attention-map",
-    "outliers",
-    "dashboard",
-)
-"""Commands with the argument plugins=[...]."""
+MODULES = {
+    "consolidate": "convert", "export": "convert", "import": "convert",
+    "dashboard": "report", "power": "study",
+}  # fmt: skip
+"""The modules of the commands that have none of their own."""
+NO_PLUGINS = ("train", "noise-floor")
+"""Commands whose plugins=[...] is not imported here."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
-"""Commands with overrides, plugins=[...] among them, and --config-dir."""
-
-RUN = ("train", "prepare")
-"""Commands whose result is not their output, as `study run` is: there nothing said ends them."""
+"""Commands that take --config-dir."""
 
 
 def usage() -> str:
     """Return the list of subcommands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}} {what}" for name, what in COMMANDS.items()]
-    brought = (
-        "plugins=[MODULE,...] imports variants, data sources and metrics of your own, in every\n"
-        "command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"
-    )
     return "\n".join(
-        ["usage: diffllm COMMAND ...; diffllm COMMAND --help", "", *lines, "", brought]
+        [
+            "usage: diffllm COMMAND ...; diffllm COMMAND --help; diffllm --version",
+            "",
+            *lines,
+            "",
+            "plugins=[MODULE,...] imports variants, data sources and metrics of your own, in every",
+            "command that composes a config or opens a run; --config-dir DIR searches YAMLs of your"
+            " own",
+        ]
     )
 
 
-def module_of(command: str) -> str:
-    """Return the name of a subcommand's module, which no Python keyword can be."""
-    name = command.replace("-", "_")
-    return f"{name}_" if iskeyword(name) else name
+def module_of_command(name: str) -> str:
+    return f"diffllm.cli.{MODULES.get(name, name).replace('-', '_')}"
 
 
-def bring(words: list[str], composes: bool) -> list[str]:
-    """Import the plugins that a command line names, before a tool that reads what they register.
-
-    Returns the words without directories of YAMLs, which a command that `composes` takes.
-    """
-    if not any(word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words):
+def with_plugins(name: str, words: list[str]) -> list[str]:
+    """Import the plugins that a command line names; return the words without --config-dir."""
+    named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
+    if name in NO_PLUGINS or not any(named):
         return words  # and nothing heavy is imported
     from diffllm.config import compose, plugins
 
-    directories, others = plugins.take_directories(words) if composes else ([], words)
-    compose.bring(others, directories)
+    found, others = plugins.take_directories(words) if name in COMPOSE else ([], words)
+    compose.load_plugins(others, found)
     return others
 
 
+def run_command(name: str, words: list[str]) -> int:
+    """Run a subcommand; return its exit code."""
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"unknown command {name!r}; {hint}choose from {', '.join(COMMANDS)}")
+    words = with_plugins(name, words)
+    command = getattr(
+        importlib.import_module(module_of_command(name)), f"{name.replace('-', '_')}_command"
+    )
+    # The result of all others is their output: they fail if it cannot be written.
+    makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
+    with nullcontext() if makes_files else result():
+        return command(words) or 0
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand, whose exit code is returned; 2 for what a user can mend."""
+    """Run one subcommand, whose exit code is returned; 2 for an error of the user."""
     open_closed_descriptors()  # before the imports that open files
     args = sys.argv[1:] if argv is None else argv
     never_fail()
     try:
-        if not args or args[0] in ("-h", "--help"):
+        if not args or args[0] in ("-h", "--help", "--version"):
             with result():
-                echo(usage())
+                echo(f"diffllm {VERSION}" if args[:1] == ["--version"] else usage())
             return 0 if args else 2
-        if args[0] not in COMMANDS:
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise UserError(f"unknown command {args[0]!r}; {hint}choose from {', '.join(COMMANDS)}")
-        words = bring(args[1:], args[0] in COMPOSE) if args[0] in READ_RUNS + COMPOSE else args[1:]
-        tool = importlib.import_module(f"diffllm.cli.{module_of(args[0])}")
-        runs = args[0] in RUN or args[:2] == ["study", "run"]
-        with nullcontext() if runs else result():
-            return tool.main(words) or 0
-        return 0
+        return run_command(args[0], args[1:])
     except UserError as error:
         echo(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,54 +1,64 @@
-"""`key=value` arguments into a dataclass, values taken verbatim."""
+"""The grammar of commands: `key=value` words, flags and plain words into a dataclass."""
 
 import difflib
 import os
+import re
 import sys
-from dataclasses import MISSING, field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import user_path
+from diffllm.core.files import replace_file, user_path
 from diffllm.core.printing import echo
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
+OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 
-def plugins_field() -> Any:
-    """Make the field `plugins`; `tools.main` has imported what it names before it is parsed."""
-    text = "[module,...] that register what a run was made with, or metrics"
-    return field(default="", metadata={"help": text})
+def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
+    """Make a field of a command's dataclass.
+
+    Args:
+        text: a line of --help.
+        metadata: bounds of `core.bounds`; `path`, a path that `parse` expands and checks; `flag`,
+            --name and --name VALUE are spellings too; `words`, the list takes the words that are
+            no option of the command ("plain"), or all that are none of its keys ("overrides").
+    """
+    metadata["help"] = text
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def a_path(text: str) -> dict[str, Any]:
-    """Make the metadata of a field for a path, which `parse` checks and expands."""
-    return {"help": text, "path": True}
+def flag(text: str) -> Any:
+    return argument(text, False, flag=True)
+
+
+def plugins_argument() -> Any:
+    """Make the field `plugins`; the modules that it names are imported before `parse`."""
+    return argument("[module,...] that register what a run was made with, or metrics", "")
 
 
 def parse(cls: type[T], argv: list[str], what: str) -> T:
-    """Make an instance of the dataclass `cls` from `key=value` words.
+    """Make an instance of the dataclass `cls` from the words of a command, values verbatim.
 
     Fields are str, int, float or bool, or one of them or None, or list[str], whose key may come
-    several times; a field's `metadata["help"]` says what it is, and a field that ends in "_"
-    because its key is a Python keyword loses it. `--help` prints `what`, then them, and exits.
-    Raises ConfigError for a key that is unknown or missing, and a value of the wrong type.
+    several times; a field that ends in "_" because its key is a Python keyword loses it. `--help`
+    prints `what`, then the fields, and exits. Raises ConfigError for a word that is unknown, a key
+    that is missing, and a value of the wrong type or beyond its bounds.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
         echo(f"{what.strip()}\n")
         for name, f in known.items():
-            default = "required" if f.default is MISSING else f"default {f.default!r}"
-            echo(f"  {name + '=':<18}{f.metadata.get('help', '')} ({default})")
+            echo(help_line(name, f))
         sys.exit(0)
     values: dict[str, Any] = {}
-    for word in argv:
-        name, equals, text = word.partition("=")
-        if not equals or name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            if not equals and "run" in known and os.path.isdir(word):
-                raise ConfigError(f"unknown argument {word!r}; did you mean run={word}?")
-            hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
-            raise ConfigError(f"unknown argument {word!r}{hint}")
+    for name, text in pairs(argv, known):
         try:
             text.encode()
         except UnicodeEncodeError:  # bytes that the shell handed over undecoded
@@ -66,7 +76,51 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
             raise ConfigError(f"{name}={text!r} must be true or false") from None
         except ValueError:
             raise ConfigError(f"{name}={text!r} is not {of.__name__}") from None
-    missing = [n for n, f in known.items() if f.default is MISSING and f.name not in values]
-    if missing:
+    if missing := [name for name, f in known.items() if required(f) and f.name not in values]:
         raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")
-    return cls(**values)
+    made = cls(**values)
+    check_bounds("", made)
+    return made
+
+
+def required(f: "Field[Any]") -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
+
+
+def help_line(name: str, f: "Field[Any]") -> str:
+    if f.metadata.get("flag"):
+        return f"  --{name.replace('_', '-'):<16}{f.metadata['help']}"
+    default = f" (default {f.default!r})" if f.default is not MISSING else ""
+    return f"  {name + '=':<18}{f.metadata['help']}{' (required)' if required(f) else default}"
+
+
+def pairs(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
+    """Iterate over (key, value) of the words; raises ConfigError for a word that is neither."""
+    rest = next((name for name, f in known.items() if "words" in f.metadata), "")
+    plain = bool(rest) and known[rest].metadata["words"] == "plain"
+    words = iter(argv)
+    for word in words:
+        name, equals, text = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+        if key in known and known[key].metadata.get("flag"):
+            yield key, text if equals else "true" if known[key].type is bool else next(words, "")
+        elif plain and (not OPTION.fullmatch(word) or os.path.isdir(word)):
+            yield rest, word
+        elif equals and name in known:
+            yield name, text
+        elif rest and not plain:
+            yield rest, word
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            if not equals and "run" in known and os.path.isdir(word):
+                raise ConfigError(f"unknown argument {word!r}; did you mean run={word}?")
+            hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
+            raise ConfigError(f"unknown argument {word!r}{hint}")
+
+
+def write_out(out: str | Path, content: str | bytes) -> None:
+    """Write the file of the argument `out`; raises ConfigError."""
+    try:
+        replace_file(Path(out), content)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None

@@ -2,17 +2,16 @@
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
 import torch
 
-from diffllm.cli.arguments import a_path, parse, plugins_field
+from diffllm.cli.arguments import argument, parse, plugins_argument, write_out
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import replace_file
-from diffllm.core.printing import echo
+from diffllm.core.printing import Table, echo
 from diffllm.data import Tokenizer
 from diffllm.data.tokenizer_files import tokenizer_of
 from diffllm.evaluation.load import load_model
@@ -25,29 +24,24 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass
-class Arguments:
-    """The arguments of `diffllm attention-map`."""
-
-    run: str = field(metadata=a_path("run directory"))
-    prompt: str = field(metadata={"help": "text to read, taken verbatim"})
-    layer: str = field(
-        default="-1", metadata={"help": "from 0; -1 is the last; all: a figure a layer"}
+class AttentionMapArguments:
+    run: str = argument("run directory", path=True)
+    prompt: str = argument("text to read, taken verbatim")
+    layer: str = argument("from 0; -1 is the last; all: a figure a layer", "-1")
+    head: str = argument("from 0, or all", "all")
+    step: int = argument("checkpoint; 0 is the newest", 0)
+    out: str = argument(
+        "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; empty: in "
+        "the run directory, under a name of its own for each prompt",
+        "",
+        path=True,
     )
-    head: str = field(default="all", metadata={"help": "from 0, or all"})
-    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest"})
-    out: str = field(
-        default="",
-        metadata=a_path(
-            "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; empty: "
-            "in the run directory, under a name of its own for each prompt"
-        ),
-    )
-    plugins: str = plugins_field()
+    plugins: str = plugins_argument()
 
 
-def main(argv: list[str]) -> None:
-    """Write the figures; print a line a head and where each figure is."""
-    args = parse(Arguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
+def attention_map_command(argv: list[str]) -> None:
+    """Write the figures; print a line per head and the path of each figure."""
+    args = parse(AttentionMapArguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
     run = Path(args.run)
     cfg = load_run_config(run)
     layers = layer_indices(args.layer, cfg.model.n_layers)
@@ -70,13 +64,10 @@ def main(argv: list[str]) -> None:
             title += f", mean {name} {values[0, heads].mean():.3f}"
         note = model.layers[layer].attention.maps_note
         title += f"\n{note}" if note else ""
-        try:
-            drawn = BytesIO()
-            draw(shown, heads, labels, title).savefig(drawn, format=out.suffix[1:].lower(), dpi=200)
-            replace_file(out, drawn.getvalue())
-        except OSError as error:
-            raise ConfigError(f"out={out} cannot be written: {error.strerror}") from None
-        echo(f"{title}\n{table(shown, heads)}\nfigure: {out}", flush=True)
+        drawn = BytesIO()
+        draw(shown, heads, labels, title).savefig(drawn, format=out.suffix[1:].lower(), dpi=200)
+        write_out(out, drawn.getvalue())
+        echo(f"{title}\n{heads_text(shown, heads)}\nfigure: {out}", flush=True)
 
 
 def layer_indices(layer: str, n_layers: int) -> list[int]:
@@ -111,7 +102,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
     return tokens
 
 
-def figure_path(args: Arguments, run: Path, layer: int) -> Path:
+def figure_path(args: AttentionMapArguments, run: Path, layer: int) -> Path:
     """Where the figure of a layer goes; raises ConfigError for a format that is none of ours."""
     if args.out:
         out = Path(args.out)
@@ -134,8 +125,8 @@ def name_of(prompt: str) -> str:
     return f"{words}-{digest}" if words else digest
 
 
-def table(shown: LayerMaps, heads: list[int]) -> str:
-    """A line a head: lambda, gate or sink, and where the weight goes."""
+def heads_text(shown: LayerMaps, heads: list[int]) -> str:
+    """A line per head: lambda, gate or sink, and where the weight goes."""
     first, *_ = shown.maps
     columns: dict[str, torch.Tensor] = {}
     for name, values in shown.by_query.items():
@@ -144,12 +135,13 @@ def table(shown: LayerMaps, heads: list[int]) -> str:
     columns["on first token"] = shown.effective[..., 1:, 0].mean(-1)
     columns["negative share"] = negative_share(shown.effective).mean(-1)
     columns[f"entropy of {first}"] = entropy(shown.maps[first]).mean(-1)
-    lines = ["head  " + "  ".join(f"{name:>6}" for name in columns)]
-    for head in heads:
-        cells = ((float(values[0, head]), max(len(name), 6)) for name, values in columns.items())
-        lines.append(f"{head:>4}  " + "  ".join(f"{x:z{width}.3f}" for x, width in cells))
-    lines.append(
+    rows = (
+        [str(head), *(f"{float(values[0, head]):z.3f}" for values in columns.values())]
+        for head in heads
+    )
+    table = str(Table.of(["head", *columns], rows, left=())).replace("nan", "  -")
+    return (
+        f"{table}\n"
         "Means over queries: on first token is weight; negative share is of the sum of |weights|; "
         "entropy is in nats, ln n for equal weights on n keys."
     )
-    return "\n".join(lines).replace("nan", "  -")

@@ -1,8 +1,6 @@
-"""diffllm checkpoints run=<dir> [verify=false] [--json]: the checkpoints of a run, oldest first.
+"""diffllm checkpoints run=<dir> [key=value ...] [--json]: the checkpoints of a run, oldest first.
 
 Each file is compared with the manifest; exit code 1 if one is damaged.
-
-  --json            a JSON list instead of a table
 
 diffllm checkpoints run=outputs/mine
 diffllm checkpoints run=outputs/mine verify=false --json
@@ -10,31 +8,29 @@ diffllm checkpoints run=outputs/mine verify=false --json
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
 from diffllm.checkpoint.manifest import faults, read_state
-from diffllm.cli.arguments import a_path, parse, plugins_field
-from diffllm.cli.table import print_table, table
+from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.core.errors import CheckpointError
-from diffllm.core.printing import echo, echo_json
+from diffllm.core.printing import Table, echo, echo_json
 from diffllm.metrics.display import duration
 
 
 @dataclass
-class Arguments:
-    """The arguments of `diffllm checkpoints`."""
+class CheckpointsArguments:
+    run: str = argument("run directory", path=True)
+    verify: bool = argument("read all files; false: sizes only", True)
+    json: bool = flag("a JSON list instead of a table")
+    plugins: str = plugins_argument()
 
-    run: str = field(metadata=a_path("run directory"))
-    verify: bool = field(default=True, metadata={"help": "read all files; false: sizes only"})
-    plugins: str = plugins_field()
 
-
-def main(argv: list[str]) -> int:
+def checkpoints_command(argv: list[str]) -> int:
     """Print the checkpoints; 1 if one is damaged, else 0."""
-    args = parse(Arguments, [word for word in argv if word != "--json"], __doc__)
+    args = parse(CheckpointsArguments, argv, __doc__)
     directory = Path(args.run) / "checkpoints"
     if not directory.is_dir():
         from diffllm.config.saved import no_run  # and with it Hydra
@@ -43,17 +39,17 @@ def main(argv: list[str]) -> int:
     listed = []
     for path in list_checkpoints(directory) + list_incomplete(directory):
         with suppress(FileNotFoundError):  # a run deletes old ones, and renames the one it wrote
-            listed.append(facts(path, args.verify))
-    if "--json" in argv:
+            listed.append(checkpoint_facts(path, args.verify))
+    if args.json:
         echo_json(listed)
     elif listed:
-        show(listed)
+        echo(table_of(listed))
     else:
         echo("no checkpoint yet")
     return int(any(one["state"] == "damaged" for one in listed))
 
 
-def facts(path: Path, checksums: bool) -> dict[str, Any]:
+def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
     """Collect the facts about a checkpoint; raises FileNotFoundError if it is gone.
 
     Its state is good, damaged, or incomplete: a save under way, or one that was cut short. Its
@@ -90,21 +86,23 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def show(listed: list[dict[str, Any]]) -> None:
-    """Print a line a checkpoint."""
-    rows = table("step", "MB", "written", "age", "ranks", "state", text=5)
+def table_of(listed: list[dict[str, Any]]) -> Table:
+    """Tabulate checkpoints, one per row."""
+    rows = []
     for one in listed:
         words = {
             "damaged": f"damaged: {'; '.join(one['problems'])}",
             "incomplete": "incomplete: being written, or cut short",
             "good": "good" if one["checksums"] else "good by size, checksums not read",
         }
-        rows.add_row(
-            str(one["step"]),
-            f"{one['bytes'] / 1e6:,.1f}",
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["written"])),
-            duration(max(0, time.time() - one["written"])),
-            str(one["ranks"] or "-"),
-            words[one["state"]],
+        rows.append(
+            [
+                str(one["step"]),
+                f"{one['bytes'] / 1e6:,.1f}",
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["written"])),
+                duration(max(0, time.time() - one["written"])),
+                str(one["ranks"] or "-"),
+                words[one["state"]],
+            ]
         )
-    print_table(rows)
+    return Table.of(["step", "MB", "written", "age", "ranks", "state"], rows, left=(5,))

@@ -2,24 +2,85 @@
 
 What a model costs, without building it.
 
-  --compare   one column a variant, changes against the first
-  --json      the counts as JSON, with --compare a mapping from variant to counts
-
 diffllm count model=dense_7b attention=diff_v2
 diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.match_params_to=diff_v2
 """
 
-import argparse
+import shutil
+import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from diffllm.cli.count_table import print_counts
+from diffllm.cli.arguments import argument, flag, parse
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import check_variant
+from diffllm.config.matching import MATCHABLE
 from diffllm.core.errors import ConfigError
-from diffllm.core.printing import echo, echo_json
+from diffllm.core.printing import Table, echo, echo_json
 from diffllm.model import without_storage
 from diffllm.model.stats import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
+
+Counts = dict[str, dict[str, Any]]
+"""Variant to what `count` gives; the first is what the others are compared with."""
+Row = tuple[str, ...]
+"""A label, the first variant's value, then value and change of each other."""
+
+
+@dataclass
+class CountArguments:
+    compare: list[str] = argument(
+        "VARIANT,VARIANT,...: a column per variant, changes against the first", [], flag=True
+    )
+    json: bool = flag("the counts as JSON; with --compare, a mapping from variant to counts")
+    overrides: list[str] = argument("of the config", [], words="overrides")
+
+
+def count_command(argv: list[str]) -> None:
+    """Print the counts of a training config, or of several, as a table or as JSON."""
+    args = parse(CountArguments, argv, __doc__)
+    configs: dict[str, TrainConfig] = {}
+    if args.compare:
+        for name in compared(args.compare, args.overrides):
+            try:
+                configs[name] = load_config([*args.overrides, f"attention={name}"])
+            except ConfigError as error:
+                raise ConfigError(f"--compare: {name}: {error}") from error
+    else:
+        cfg = load_config(args.overrides)
+        configs[cfg.run.choices["attention"]] = cfg
+    counts = {name: count(cfg) for name, cfg in configs.items()}
+    if args.json:
+        echo_json(counts if args.compare else next(iter(counts.values())))
+        return
+    cfg = next(iter(configs.values()))
+    print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)
+
+
+def compared(lists: list[str], overrides: list[str]) -> list[str]:
+    """Return the variants that `--compare` names; raises ConfigError.
+
+    Args:
+        lists: what follows each --compare.
+    """
+    if len(lists) > 1:
+        raise ConfigError("--compare is there twice; name all variants after one")
+    text = lists[0]
+    names = text.split(",")
+    if len(names) < 2 or "" in names:
+        raise ConfigError(
+            f"--compare={text} needs two or more variants with a comma and no space between, "
+            "as in --compare standard,diff_v2"
+        )
+    for name in names:
+        check_variant("--compare: ", name)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--compare={text} names a variant twice")
+    chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
+    if chosen:
+        raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
+    return names
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
@@ -59,53 +120,95 @@ def in_order(by_component: Counter[str]) -> dict[str, int]:
     return {c: by_component[c] for c in order if c in by_component or c != "router"}
 
 
-def main(argv: list[str]) -> None:
-    """Print the counts of a training config, or of several, as a table or as JSON."""
-    if "-h" in argv or "--help" in argv:
-        echo(__doc__)
-        return
-    parser = argparse.ArgumentParser("diffllm count", allow_abbrev=False)
-    parser.add_argument("--compare", action="append", nargs="?", const="")
-    parser.add_argument("--json", action="store_true")
-    flags, overrides = parser.parse_known_args(argv)
-    configs: dict[str, TrainConfig] = {}
-    if flags.compare:
-        for name in compared(flags.compare, overrides):
-            try:
-                configs[name] = load_config([*overrides, f"attention={name}"])
-            except ConfigError as error:
-                raise ConfigError(f"--compare: {name}: {error}") from error
-    else:
-        cfg = load_config(overrides)
-        configs[cfg.run.choices["attention"]] = cfg
-    counts = {name: count(cfg) for name, cfg in configs.items()}
-    if flags.json:
-        echo_json(counts if flags.compare else next(iter(counts.values())))
-        return
-    cfg = next(iter(configs.values()))
-    print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)
-
-
-def compared(lists: list[str], overrides: list[str]) -> list[str]:
-    """Return the variants that `--compare` names; raises ConfigError.
-
-    Args:
-        lists: what follows each --compare.
-    """
-    if len(lists) > 1:
-        raise ConfigError("--compare is there twice; name all variants after one")
-    text = lists[0]
-    names = text.split(",")
-    if len(names) < 2 or "" in names:
-        raise ConfigError(
-            f"--compare={text} needs two or more variants with a comma and no space between, "
-            "as in --compare standard,diff_v2"
+def print_counts(title: str, counts: Counts) -> None:
+    """Print `counts`; on a terminal too narrow for all, in blocks that repeat the first column."""
+    first, *others = counts
+    changes = f"; changes are against {first}" if others else ""
+    echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
+    if matched := counts[first]["matched"]:
+        by = matched["by"]
+        echo(
+            f"matched to {matched['target']}: {matched[f'target_{by}']:,.0f} "
+            f"{MATCHABLE[by].unit} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
-    for name in names:
-        check_variant("--compare: ", name)
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--compare={text} names a variant twice")
-    chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
-    if chosen:
-        raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
-    return names
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    shown, more = len(others), True
+    while more:
+        block = str(count_table({name: counts[name] for name in (first, *others[:shown])}))
+        if width and shown > 1 and max(map(len, block.splitlines())) > width:
+            shown -= 1
+            continue
+        echo(f"\n{block}")
+        others = others[shown:]
+        shown, more = len(others), bool(others)
+
+
+def count_table(counts: Counts) -> Table:
+    """Tabulate `counts`, without rows that are 0 throughout; empty rows separate the sections."""
+    first, *others = counts
+    heads = ["", first, *(head for name in others for head in (name, ""))]
+    rows: list[Row] = []
+    for section in count_sections(list(counts.values())):
+        shown = [row for row in section if any(cell not in ("0", "=", "") for cell in row[1:])]
+        rows += [("",) * len(heads)] * bool(rows and shown) + shown
+    return Table.of(heads, rows)
+
+
+def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
+    """List the rows of attention's components, of the others, of totals and of costs."""
+    components = dict.fromkeys(name for each in columns for name in each["by_component"])
+
+    def component(name: str) -> Row:
+        return integers(name, [each["by_component"].get(name, 0) for each in columns])
+
+    def quantity(label: str, key: str) -> Row:
+        return integers(label, [each[key] for each in columns])
+
+    width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
+    inside = [component(name) for name in components if name not in OTHER_COMPONENTS]
+    totals = [
+        quantity("total", "total_params"),
+        quantity("active", "active_params"),
+        quantity("without embedding", "non_embedding_params"),
+    ]
+    if columns[0]["matched"]:
+        over = [f"{each['matched']['difference_percent']:+.3f}%" for each in columns]
+        totals.append(("over target", over[0], *(cell for text in over[1:] for cell in (text, ""))))
+    flops = [each["flops_per_token"] / 1e6 for each in columns]
+    return [
+        [*inside, quantity("attention", "attention_params")],
+        [component(name) for name in OTHER_COMPONENTS],
+        totals,
+        [
+            quantity(width, width),
+            against_first("MFLOPs a token", flops, "{:,.1f}".format, percent_more),
+            quantity("KV bytes a token", "kv_cache_bytes_per_token"),
+        ],
+    ]
+
+
+def integers(label: str, values: list[int]) -> Row:
+    return against_first(
+        label, values, "{:,}".format, lambda first, value: short_difference(value - first)
+    )
+
+
+def against_first(
+    label: str, values: list[Any], show: Callable[[Any], str], change: Callable[[Any, Any], str]
+) -> Row:
+    """Make a row of values and changes, with "=" for a value that is the first's."""
+    first, *others = values
+    cells = [("=", "") if v == first else (show(v), change(first, v)) for v in others]
+    return label, show(first), *(cell for pair in cells for cell in pair)
+
+
+def percent_more(first: float, value: float) -> str:
+    return f"{100 * (value / first - 1):+.1f}%"
+
+
+def short_difference(difference: int) -> str:
+    """Write a difference with its sign in 6 characters: +1,408, -24.6K, +537M, +1.07B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if abs(difference) >= max(10_000, 0.9995 * size):
+            return f"{difference / size:+.3g}{unit}"
+    return f"{difference:+,}"

@@ -1,4 +1,4 @@
-"""diffllm evaluate run=<run or sweep> [key=value ...] [--json]: tasks and measures on checkpoints.
+"""diffllm evaluate run=<run or sweep> [key=value ...]: tasks and measures on checkpoints.
 
 The suite claims has retrieval and in-context tasks, generated from a seed for the run's tokenizer
 and length: needle, mqar, icl. The model chooses among candidates by likelihood; whether it would
@@ -15,96 +15,74 @@ diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffllm.checkpoint.directory import list_checkpoints, path_of, step_of
-from diffllm.cli.arguments import a_path, parse, plugins_field
-from diffllm.cli.table import print_table, table
+from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import ascii_minus, in_digits
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml
-from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.printing import echo, echo_json
+from diffllm.core.printing import Table, echo, echo_json
 from diffllm.data import Tokenizer
 from diffllm.data.tasks.task import Level, levels_of
 from diffllm.data.tokenizer_files import tokenizer_of
-from diffllm.evaluation.evaluation import Asked, Evaluation, Subject
+from diffllm.evaluation.evaluation import Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
 
 
 @dataclass
-class Arguments:
-    """The arguments of `diffllm evaluate`."""
-
-    run: str = field(metadata=a_path("run directory, or that of a sweep"))
-    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
-    every: bool = field(
-        default=False, metadata={"help": "true: every checkpoint, for scores at equal loss"}
-    )
-    suite: str = field(default="claims", metadata={"help": f"one of {', '.join(SUITES)}"})
-    tasks: str = field(
-        default="", metadata={"help": "[a,b]: these alone; or .jsonl or .ndjson files of examples"}
-    )
-    level: str = field(
-        default="", metadata={"help": "{key: value or list}: of the one task in tasks"}
-    )
-    limit: int | None = bounded(None, least=1, help="most examples, or documents")
-    seed: int = field(default=0, metadata={"help": "of the examples"})
-    json: bool = field(default=False, metadata={"help": "true: as --json"})
-    wandb: bool = field(
-        default=False, metadata={"help": "true: a summary and a table in the run's wandb run, too"}
-    )
-    plugins: str = plugins_field()
-
-    def __post_init__(self) -> None:
-        check_bounds("", self)
-        if self.every and self.step:
-            raise ConfigError(f"step={self.step} is one checkpoint, and every=true all")
+class EvaluateArguments:
+    run: str = argument("run directory, or that of a sweep", path=True)
+    step: int = argument("checkpoint; 0 is the newest whole one", 0)
+    every: bool = argument("true: every checkpoint, for scores at equal loss", False)
+    suite: str = argument(f"one of {', '.join(SUITES)}", "claims")
+    tasks: str = argument("[a,b]: these alone; or .jsonl or .ndjson files of examples", "")
+    level: str = argument("{key: value or list}: of the one task in tasks", "")
+    limit: int | None = argument("most examples, or documents", None, least=1)
+    seed: int = argument("of the examples", 0)
+    json: bool = flag("JSON instead of tables")
+    wandb: bool = argument("true: a summary and a table in the run's wandb run, too", False)
+    plugins: str = plugins_argument()
 
 
-def main(argv: list[str]) -> None:
+def evaluate_command(argv: list[str]) -> None:
     """Evaluate, and print a table a run, or JSON alone."""
     if "suite=lm_eval" in argv:
         raise ConfigError(
             "suite=lm_eval was removed: use diffllm export run=RUN out=DIR, then "
             "lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks ..."
         )
-    args = parse(Arguments, [word for word in argv if word != "--json"], __doc__)
+    args = parse(EvaluateArguments, argv, __doc__)
+    if args.every and args.step:
+        raise ConfigError(f"step={args.step} is one checkpoint, and every=true all")
     names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
     runs = runs_in(Path(args.run))
-    evaluations, asked = wanted(args, names)
-    as_json = args.json or "--json" in argv
+    evaluations, asked = chosen(args.suite, names, levels_in(args.level))
+    asked = replace(asked, seed=args.seed, limit=args.limit)
     found: dict[str, Any] = {}
     for run, step in [(path, step) for path in runs for step in steps_of(path, args)]:
-        subject = opened(run, step)
+        subject = open_subject(run, step)
         name = str(subject.checkpoint if args.every else run)
         found[name] = results = dict(evaluate(subject, evaluations, asked))
         if args.wandb and not record(subject, results):
             echo(f"{run}: its config disables wandb", file=sys.stderr)
-        if not as_json:
+        if not args.json:
             echo(end="\n" * (len(found) > 1))
-            show(run, subject.checkpoint.name, results)
-    if as_json:
+            print_scores(run, subject.checkpoint.name, results)
+    if args.json:
         echo_json(found[args.run] if list(found) == [args.run] else found)
 
 
-def steps_of(run: Path, args: Arguments) -> list[int]:
+def steps_of(run: Path, args: EvaluateArguments) -> list[int]:
     if not args.every:
         return [args.step]
     return [step_of(path) for path in list_checkpoints(run / "checkpoints")] or [0]
-
-
-def wanted(args: Arguments, names: list[str]) -> tuple[Sequence[Evaluation], Asked]:
-    """Return what is to be evaluated, and how; raises ConfigError."""
-    evaluations, asked = chosen(args.suite, names, levels_in(args.level))
-    return evaluations, replace(asked, seed=args.seed, limit=args.limit)
 
 
 def levels_in(text: str) -> list[Level]:
@@ -125,7 +103,7 @@ def runs_in(path: Path) -> list[Path]:
     return runs
 
 
-def opened(run: Path, step: int) -> Subject:
+def open_subject(run: Path, step: int) -> Subject:
     """Open a checkpoint of a run, on the GPU where there is one."""
     model, step = decoder(run, step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +112,7 @@ def opened(run: Path, step: int) -> Subject:
     return Subject(model.to(device), tokenizer, checkpoint, run, load_run_config(run))
 
 
-def show(run: Path, step: str, results: dict[str, Result]) -> None:
+def print_scores(run: Path, step: str, results: dict[str, Result]) -> None:
     """Print the scores of a run, a table for each unit."""
     echo(f"{run}, {step}")
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
@@ -142,11 +120,11 @@ def show(run: Path, step: str, results: dict[str, Result]) -> None:
         scores = [score for result in own.values() for score in result["scores"]]
         guessed = any(score.get("chance") is not None for score in scores)
         echo(f"\n{unit}")
-        made = table("task", "of", "value", "95% interval", *GUESSED * guessed, "examples")
-        for name, result in own.items():
-            for score in result["scores"]:
-                made.add_row(name, *cells(score, guessed))
-        print_table(made)
+        heads = ["task", "of", "value", "95% interval", *GUESSED * guessed, "examples"]
+        rows = [
+            [name, *cells(score, guessed)] for name, each in own.items() for score in each["scores"]
+        ]
+        echo(Table.of(heads, rows))
 
 
 GUESSED = ("chance", "generated")

@@ -1,4 +1,4 @@
-"""diffllm noise-floor [key=value ...] [--json]: a signal among noisy logits, one map against two.
+"""diffllm noise-floor [key=value ...]: a signal among noisy logits, one map against two.
 
 A solvable caricature of differential attention (arXiv 2410.05258). One query sees n keys. Key s is
 the signal; the other keys i carry noise x_i, e_i ~ N(0, 1), all independent. The logits are
@@ -23,7 +23,7 @@ exp(logit) over map k, the limit of many keys is
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,54 +33,47 @@ from numpy.typing import NDArray
 from scipy.optimize import bisect
 from scipy.special import softmax
 
-from diffllm.cli.arguments import a_path, parse
-from diffllm.cli.table import print_table, table
+from diffllm.cli.arguments import argument, flag, parse, write_out
 from diffllm.compare.report.numbers import short
-from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import replace_file
-from diffllm.core.printing import echo, echo_json
+from diffllm.core.printing import Table, echo, echo_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WHAT = """\
-diffllm noise-floor [key=value ...] [--json]: signal-to-noise ratio of one query's attention,
-standard against differential, over the number of keys, lambda and the noise's amplitude"""
+diffllm noise-floor [key=value ...]: signal-to-noise ratio of one query's attention, standard
+against differential, over the number of keys, lambda and the noise's amplitude"""
 Array = NDArray[np.float64]
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAMBDAS = np.linspace(0, 1, 101)
 LARGEST_AMPLITUDE = 20.0
+AXES = {"keys": range(8), "lambda": range(0, 101, 10), "amplitude": range(3, 40, 4)}
+"""The sweeps, and the points of each that its table shows."""
+CURVES = {
+    "standard": "standard",
+    "differential": "differential",
+    "best": "best lambda",
+    "uncorrelated": "independent noise",
+}
 
 
 @dataclass
-class Arguments:
+class NoiseFloorArguments:
     """The synthetic query, how often it is drawn, and the figure."""
 
-    keys: int = bounded(
-        8192, help="keys where lambda or amplitude varies", least=2, most=CONTEXTS[-1]
+    keys: int = argument("keys where lambda or amplitude varies", 8192, least=2, most=CONTEXTS[-1])
+    lambda_: float = argument("share of map 2 that is subtracted", 0.8, least=0, most=1)
+    amplitude: float = argument(
+        "noise's standard deviation, in logits", 1.0, least=0, most=LARGEST_AMPLITUDE
     )
-    lambda_: float = bounded(0.8, help="share of map 2 that is subtracted", least=0, most=1)
-    amplitude: float = bounded(
-        1.0, help="noise's standard deviation, in logits", least=0, most=LARGEST_AMPLITUDE
-    )
-    signal: float = bounded(6.0, help="signal's advantage in map 1, in logits", least=0, most=100)
-    correlation: float = bounded(0.9, help="of the two maps' noise", least=-1, most=1)
-    threshold: float = bounded(1.0, help="SNR from which a map is usable", above=0, below=np.inf)
-    draws: int = bounded(32, help="random draws of the noise", least=2, most=1000)
-    seed: int = bounded(0, help="of the noise", least=0)
-    out: str = field(default="noise-floor.png", metadata=a_path("figure to write, a PNG"))
-
-    def __post_init__(self) -> None:
-        check_bounds("", self)
-        if Path(self.out).suffix.lower() != ".png":
-            raise ConfigError(f"out={self.out} must end in .png")
-
-    def noise(self, curve: str = "") -> str:
-        """Return the noise of a curve in words, such as "shared noise"."""
-        if curve == "uncorrelated" or not self.correlation:
-            return "independent noise"
-        return "shared noise" if self.correlation > 0 else "opposed noise"
+    signal: float = argument("signal's advantage in map 1, in logits", 6.0, least=0, most=100)
+    correlation: float = argument("of the two maps' noise", 0.9, least=-1, most=1)
+    threshold: float = argument("SNR from which a map is usable", 1.0, above=0, below=np.inf)
+    draws: int = argument("random draws of the noise", 32, least=2, most=1000)
+    seed: int = argument("of the noise", 0, least=0)
+    out: str = argument("figure to write, a PNG", "noise-floor.png", path=True)
+    json: bool = flag("JSON instead of tables")
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
@@ -96,7 +89,9 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
     return p_s, q_s, m, r2, q2
 
 
-def draw_maps(points: Sequence[tuple[int, float]], correlation: float, cfg: Arguments) -> Array:
+def draw_maps(
+    points: Sequence[tuple[int, float]], correlation: float, cfg: NoiseFloorArguments
+) -> Array:
     """Return `reduce_maps` at (keys, amplitude) pairs, of shape (5, points, draws).
 
     All points share their draws, so that curves are smooth.
@@ -137,7 +132,7 @@ def best_lambda(maps: Array) -> Array:
 
 
 def sweep(
-    at: Any, points: Sequence[tuple[int, float]], lam: Array | float, cfg: Arguments
+    at: Any, points: Sequence[tuple[int, float]], lam: Array | float, cfg: NoiseFloorArguments
 ) -> dict[str, Any]:
     """Return the curves over (keys, amplitude) pairs at one lambda, or over lambdas at one pair."""
     maps, apart = (draw_maps(points, rho, cfg) for rho in (cfg.correlation, 0.0))
@@ -150,7 +145,7 @@ def sweep(
     return {"at": np.asarray(at, dtype=np.float64), "curves": curves}
 
 
-def usable_amplitude(cfg: Arguments, best: bool) -> float | None:
+def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
     """Return the amplitude at which the mean SNR falls below the threshold, within 1e-4.
 
     0 if the SNR is too low even without noise, None if it is high enough at LARGEST_AMPLITUDE.
@@ -170,7 +165,7 @@ def usable_amplitude(cfg: Arguments, best: bool) -> float | None:
     return bisect(surplus, 0.0, LARGEST_AMPLITUDE, xtol=1e-4)
 
 
-def noise_floor(cfg: Arguments) -> dict[str, Any]:
+def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
     """Return the settings, all sweeps, the best lambdas and the usable amplitudes."""
     usable = {name: usable_amplitude(cfg, name == "best") for name in ("standard", "best")}
     widest = max(1.5 * max(x or 0 for x in usable.values()), 1.5 * cfg.amplitude, 2.0)
@@ -178,7 +173,7 @@ def noise_floor(cfg: Arguments) -> dict[str, Any]:
     by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS, cfg)
     contexts = [(keys, cfg.amplitude) for keys in CONTEXTS]
     return {
-        "settings": {name.rstrip("_"): value for name, value in asdict(cfg).items()},
+        "settings": {k.rstrip("_"): v for k, v in asdict(cfg).items() if k != "json"},
         "by_keys": sweep(CONTEXTS, contexts, cfg.lambda_, cfg),
         "by_lambda": by_lambda,
         "by_amplitude": sweep(amplitudes, [(cfg.keys, s) for s in amplitudes], cfg.lambda_, cfg),
@@ -190,27 +185,19 @@ def noise_floor(cfg: Arguments) -> dict[str, Any]:
     }
 
 
-def draw_figure(result: dict[str, Any], cfg: Arguments) -> "Figure":
+def draw_figure(result: dict[str, Any], cfg: NoiseFloorArguments) -> "Figure":
     """Draw the SNR over keys, lambda and amplitude, with two standard errors as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
-    amplitude = f"amplitude {cfg.amplitude:g}"
-    titles = {
-        "keys": f"{cfg.noise()} of {amplitude}",
-        "lambda": f"{cfg.keys:,} keys, noise of {amplitude}",
-        "amplitude": f"{cfg.keys:,} keys, {cfg.noise()}",
-    }
-    for axes, (axis, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+    figure.suptitle(settings_text(cfg))
+    for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
         at, curves = result[f"by_{axis}"].values()
-        labels = curve_names(cfg) | {"best": "best lambda"}
-        if axis == "lambda":
-            labels["differential"] = cfg.noise()
-        for name, label in labels.items():
+        for name, label in CURVES.items():
             snr, margin = curves[name]["snr"], 2 * curves[name]["snr_se"]
             axes.plot(at, snr, label=label)
             axes.fill_between(at, snr - margin, snr + margin, alpha=0.25)
-        axes.set(title=title, xlabel=axis, ylabel="signal-to-noise ratio")
+        axes.set(xlabel=axis, ylabel="signal-to-noise ratio")
         axes.set_xscale("log" if axis == "keys" else "linear")
         if axis != "lambda":
             axes.set_yscale("log")
@@ -219,60 +206,53 @@ def draw_figure(result: dict[str, Any], cfg: Arguments) -> "Figure":
     return figure
 
 
-def curve_names(cfg: Arguments) -> dict[str, str]:
-    given = f"lambda {cfg.lambda_:g}"
-    names = ("standard", given, "best", "independent noise")
-    return dict(zip(("standard", "differential", "best", "uncorrelated"), names, strict=True))
+def settings_text(cfg: NoiseFloorArguments) -> str:
+    return (
+        f"{cfg.keys:,} keys, lambda {cfg.lambda_:g}, noise of amplitude {cfg.amplitude:g}, "
+        f"correlation {cfg.correlation:g}"
+    )
 
 
-def print_sweep(
-    title: str, axis: str, at: dict[int, str], swept: dict[str, Any], names: dict[str, str]
-) -> None:
-    """Print weight (or best lambda) and SNR of curves at the points `at`: index and first cell."""
-    columns = ((f"{h}\n{'lambda' if c == 'best' else 'weight'}", "\nSNR") for c, h in names.items())
-    made = table(axis, *(head for pair in columns for head in pair))
-    made.title, made.title_justify, made.title_style = f"\n{title}", "left", "bold"
-    for i, first in at.items():
-        cells = [first]
-        for name in names:
-            curve = swept["curves"][name]
-            cells.append(short(curve["lambda" if name == "best" else "weight"][i]))
-            cells.append(f"{short(curve['snr'][i])} ± {short(curve['snr_se'][i], 1)}")
-        made.add_row(*cells)
-    print_table(made)
+def sweep_table(axis: str, result: dict[str, Any]) -> Table:
+    """Tabulate weight (or best lambda) and SNR of the curves at some points of a sweep."""
+    at, curves = result[f"by_{axis}"].values()
+    rows = []
+    for i in AXES[axis]:
+        row = [f"{at[i] / 1024:g}k" if axis == "keys" else f"{at[i]:.3g}"]
+        for name in CURVES:
+            curve = curves[name]
+            row.append(short(curve["lambda" if name == "best" else "weight"][i]))
+            row.append(f"{short(curve['snr'][i])} ± {short(curve['snr_se'][i], 1)}")
+        rows.append(row)
+    heads = [axis]
+    for name, label in CURVES.items():
+        heads += [label + " weight" * (name != "best"), "SNR"]
+    return Table.of(heads, rows, left=())
 
 
-def print_tables(result: dict[str, Any], cfg: Arguments) -> None:
+def print_tables(result: dict[str, Any], cfg: NoiseFloorArguments) -> None:
     """Print the quantities, a table for each sweep, and the conclusions."""
     echo(
         f"One query: signal {cfg.signal:g} logits above noise of mean 0; {cfg.draws} draws, "
         "± is the standard error.\n"
         "SNR: weight on the signal / root of the sum of the other weights squared, which is the\n"
         "noise that independent values of RMS 1 add to the context.\n"
-        f"The correlation of the noise between the two maps is {cfg.correlation:g}; where it is "
-        f"called independent,\nit is 0, and lambda is {cfg.lambda_:g} unless it varies."
+        f"Unless they vary: {settings_text(cfg)}."
     )
-    shared, keys, of = cfg.noise(), f"{cfg.keys:,} keys", f"of amplitude {cfg.amplitude:g}"
-    names, noises = curve_names(cfg), {name: cfg.noise(name) for name in result["best_lambda"]}
-    swept = result["by_keys"]
-    at = {i: f"{n / 1024:g}k" for i, n in enumerate(swept["at"])}
-    print_sweep(f"Number of keys: {shared} {of}", "keys", at, swept, names)
-    swept = result["by_lambda"]
-    at = {i: f"{lam:.1f}" for i, lam in enumerate(swept["at"]) if i % 10 == 0}
-    print_sweep(f"Lambda: {keys}, noise {of}", "lambda", at, swept, noises)
-    swept = result["by_amplitude"]
-    at = {i: f"{sigma:.3g}" for i, sigma in enumerate(swept["at"]) if i % 4 == 3}
-    print_sweep(f"Amplitude of the noise: {keys}, {shared}", "noise", at, swept, names)
+    for axis in AXES:
+        echo(f"\nOver {axis}\n{sweep_table(axis, result)}")
     snr = {name: curve["snr"] for name, curve in result["by_lambda"]["curves"].items()}
-    standard = snr["standard"][0]
-    echo(f"\nWith {keys} and noise {of}, standard attention has an SNR of {short(standard)}.")
+    standard, best = snr["standard"][0], result["best_lambda"]
     given = float(np.interp(cfg.lambda_, LAMBDAS, snr["differential"]))
-    found = [(f"{shared} lambda {cfg.lambda_:g}", given)]
-    for name, best in result["best_lambda"].items():
-        if name == "differential" or cfg.correlation:  # otherwise both have the same noise
-            found.append((f"{noises[name]} the best lambda {best:.2f}", snr[name].max()))
-    for words, value in found:
-        echo(f"With {words} gives {short(value)}, {short(value / standard)} times that.")
+    echo(f"\nStandard attention has an SNR of {short(standard)}.")
+    for words, value in {
+        f"Lambda {cfg.lambda_:g}": given,
+        f"The best lambda {best['differential']:.2f}": snr["differential"].max(),
+        f"With independent noise, the best lambda {best['uncorrelated']:.2f}": (
+            snr["uncorrelated"].max()
+        ),
+    }.items():
+        echo(f"{words} gives {short(value)}, {short(value / standard)} times that.")
     ends = {None: f"up to {LARGEST_AMPLITUDE:g} and beyond", 0.0: "at no amplitude"}
     usable = {n: ends.get(x, f"up to {x or 0:.2f}") for n, x in result["usable_amplitude"].items()}
     echo(
@@ -288,16 +268,15 @@ def as_lists(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def main(argv: list[str]) -> None:
+def noise_floor_command(argv: list[str]) -> None:
     """Write the figure, print the tables or the JSON."""
-    cfg = parse(Arguments, [word for word in argv if word != "--json"], WHAT)
+    cfg = parse(NoiseFloorArguments, argv, WHAT)
+    if Path(cfg.out).suffix.lower() != ".png":
+        raise ConfigError(f"out={cfg.out} must end in .png")
     result, drawn = noise_floor(cfg), BytesIO()
     draw_figure(result, cfg).savefig(drawn, dpi=200)
-    try:
-        replace_file(Path(cfg.out), drawn.getvalue())
-    except OSError as error:
-        raise ConfigError(f"out={cfg.out} cannot be written: {error.strerror}") from None
-    if "--json" in argv:
+    write_out(cfg.out, drawn.getvalue())
+    if cfg.json:
         echo_json(as_lists(result))
         return
     print_tables(result, cfg)

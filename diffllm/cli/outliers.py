@@ -1,28 +1,25 @@
 """diffllm outliers run=<dir>: outliers and sinks of a checkpoint over fixed held-out tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffllm.cli.arguments import a_path, parse, plugins_field
-from diffllm.cli.table import print_table, table
+from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.config.saved import load_run_config
-from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.printing import echo, echo_json
+from diffllm.core.errors import CheckpointError
+from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation.load import TOKENS, FirstSequences, decoder, own_data, sequences_for
 from diffllm.evaluation.outliers import TOP, measure
 
 WHAT = """\
-diffllm outliers run=<dir> [key=value ...] [--json]: outliers and sinks, layer by layer
+diffllm outliers run=<dir> [key=value ...]: outliers and sinks, layer by layer
 
 One pass in float32 over the first sequences of the run's held-out split, always the same. Of each
 layer's output (hidden states) and of the logits of each attention map, before its softmax: the
 largest magnitudes, their percentiles, the kurtosis. The weight on the first token that a query
 sees, map by map, signed, and its share of |weight|. The context's RMS, and over the values' RMS.
-
-  --json            a JSON object instead of tables
 
 diffllm outliers run=outputs/mine
 diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
@@ -38,24 +35,19 @@ over heads, sequences and the queries that see more than themselves."""
 
 
 @dataclass
-class Arguments:
-    """The arguments of `diffllm outliers`."""
-
-    run: str = field(metadata=a_path("run directory"))
-    step: int = field(default=0, metadata={"help": "checkpoint; 0 is the newest whole one"})
-    tokens: int = field(
-        default=TOKENS,
-        metadata={"help": "tokens to read, in whole sequences; all if there are less"},
+class OutliersArguments:
+    run: str = argument("run directory", path=True)
+    step: int = argument("checkpoint; 0 is the newest whole one", 0)
+    tokens: int = argument(
+        "tokens to read, in whole sequences; all if there are less", TOKENS, least=1
     )
-    json: bool = field(default=False, metadata={"help": "true: as --json"})
-    plugins: str = plugins_field()
+    json: bool = flag("a JSON object instead of tables")
+    plugins: str = plugins_argument()
 
 
-def main(argv: list[str]) -> None:
+def outliers_command(argv: list[str]) -> None:
     """Print the tables or the JSON."""
-    args = parse(Arguments, [word for word in argv if word != "--json"], WHAT)
-    if args.tokens < 1:
-        raise ConfigError(f"tokens={args.tokens}: it must be 1 or more")
+    args = parse(OutliersArguments, argv, WHAT)
     run = Path(args.run)
     cfg = load_run_config(run)
     model, step = decoder(run, args.step)
@@ -76,45 +68,51 @@ def main(argv: list[str]) -> None:
         "percentiles": "of magnitudes, from a histogram: within 0.1%",
         "layers": [{"layer": i, **numbers} for i, numbers in enumerate(layers)],
     }
-    if args.json or "--json" in argv:
+    if args.json:
         echo_json(found)
     else:
-        show(found)
+        print_outliers(found)
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print a table for hidden states, logits, and what maps and context do."""
+def print_outliers(found: dict[str, Any]) -> None:
+    """Print a table of hidden states, one of logits, and one of maps and context."""
     echo(
         f"{found['run']}: {found['variant']}, step {found['step']}, the first {found['tokens']:,} "
         f"held-out tokens ({found['sequences']} sequences), float32"
     )
-    hidden = titled("Hidden states, magnitudes", *SIZES, "over channels", "channel")
-    logits = titled("Attention logits, magnitudes", "map", *SIZES)
-    sinks = titled("First token, and context", "map", "weight", "of |weight|", "context RMS",
-                   "over values' RMS", "smallest", "largest")  # fmt: skip
+    hidden, logits, sinks = [], [], []
     for layer in found["layers"]:
         number, own = str(layer["layer"]), layer["hidden"]
         cells = [own[name] for name in SIZES.values()]
         channel = str(own["top_1_channel"])
-        hidden.add_row(number, *map(short, [*cells, own["kurtosis_over_channels"]]), channel)
+        hidden.append([number, *map(cell, [*cells, own["kurtosis_over_channels"]]), channel])
         for name, sizes in layer["logits"].items():
-            logits.add_row(number, name, *(short(sizes[each]) for each in SIZES.values()))
+            logits.append([number, name, *(cell(sizes[each]) for each in SIZES.values())])
         ratio = layer["context_over_value_rms"]
+        context = [layer["context_rms"], ratio["mean"], ratio["min"], ratio["max"]]
         for i, (name, sink) in enumerate(layer["sinks"].items()):
-            context = [layer["context_rms"], ratio["mean"], ratio["min"], ratio["max"]]
-            said = [sink["weight"], sink["share"], *(context if i == 0 else [])]
-            sinks.add_row(number, name, *map(short, said))
-    for made in (hidden, logits, sinks):
-        echo()
-        print_table(made)
+            of_layer = [*map(cell, context)] if i == 0 else [""] * len(context)
+            sinks.append([number, name, cell(sink["weight"]), cell(sink["share"]), *of_layer])
+    tables = {
+        "Hidden states, magnitudes": ([*SIZES, "over channels", "channel"], hidden),
+        "Attention logits, magnitudes": (["map", *SIZES], logits),
+        "First token, and context": (
+            [
+                "map",
+                "weight",
+                "of |weight|",
+                "context RMS",
+                "over values' RMS",
+                "smallest",
+                "largest",
+            ],
+            sinks,
+        ),
+    }
+    for title, (heads, rows) in tables.items():
+        echo(f"\n{title}\n{Table.of(['layer', *heads], rows)}")
     echo(f"\n{READING}")
 
 
-def titled(title: str, *heads: str) -> Any:
-    made = table("layer", *heads)
-    made.title, made.title_justify, made.title_style = title, "left", "bold"
-    return made
-
-
-def short(value: float | None) -> str:
+def cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"

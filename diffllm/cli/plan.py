@@ -4,43 +4,39 @@ The trainer builds the sharded model and makes a step of it, on tensors without 
 process group of so many ranks that are not there. A rank's memory and what it sends are read off;
 times follow from stated FLOP/s and bandwidths.
 
-  --json   everything as JSON, bytes and seconds
-
 diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
     gpus=512 gpu=h200 tokens=1e12
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
-from diffllm.cli.arguments import parse
-from diffllm.cli.table import print_table, table
-from diffllm.core.errors import ConfigError
-from diffllm.core.printing import echo, echo_json
-from diffllm.plan.estimate import DAY, GIB, OWN_KEYS, Cluster, Plan, idealised, nearest_change, plan
+from diffllm.cli.arguments import argument, flag, parse
+from diffllm.core.printing import Table, echo, echo_json
+from diffllm.plan.estimate import DAY, GIB, Cluster, Plan, idealised, nearest_change, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 
 
-def main(argv: list[str]) -> None:
+@dataclass
+class PlanArguments(Cluster):
+    json: bool = flag("everything as JSON, bytes and seconds")
+    overrides: list[str] = argument("of the config", [], words="overrides")
+
+
+def plan_command(argv: list[str]) -> None:
     """Print the plan of a training config on a cluster, as text or as JSON."""
-    words = [word for word in argv if word != "--json"]
-    own = [word for word in words if word.partition("=")[0] in (*OWN_KEYS, "-h", "--help")]
-    overrides = [word for word in words if word not in own]
-    cluster = parse(Cluster, own, __doc__)
-    for word in overrides:
-        if "=" not in word.lstrip("~"):
-            raise ConfigError(f"{word}: expected KEY=VALUE or --json")
-    made = plan(cluster, {word.partition("=")[0] for word in own}, overrides)
+    args = parse(PlanArguments, argv, __doc__)
+    made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
     change = None if made.fits else nearest_change(made)
-    if "--json" in argv:
-        echo_json(numbers(made, change))
+    if args.json:
+        echo_json(plan_numbers(made, change))
     else:
-        show(made, change)
+        print_plan(made, change)
 
 
-def numbers(made: Plan, change: Plan | None) -> dict[str, Any]:
+def plan_numbers(made: Plan, change: Plan | None) -> dict[str, Any]:
     """Return everything a plan says, in bytes, seconds and FLOPs."""
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
@@ -105,9 +101,9 @@ def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def show(made: Plan, change: Plan | None) -> None:
+def print_plan(made: Plan, change: Plan | None) -> None:
     """Print a plan for people."""
-    said, cluster = numbers(made, change), made.cluster
+    said, cluster = plan_numbers(made, change), made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
     echo(
         f"{said['attention']} / {said['model']}: {made.step.n_params / 1e9:,.2f}B parameters, "
@@ -117,10 +113,10 @@ def show(made: Plan, change: Plan | None) -> None:
         f"numbers of rank {cluster.rank}"
     )
     echo("\nmemory")
-    print_table(memory_table(made))
+    echo(memory_table(made))
     echo("\ncommunication")
-    print_table(flow_table(made))
-    echo(verdict(made, change))
+    echo(flow_table(made))
+    echo(fit_text(made, change))
     echo("\ntime" if made.fits else "\ntime, if it did fit")
     for line in time_lines(made):
         echo(f"  {line}")
@@ -142,33 +138,36 @@ def memory_table(made: Plan) -> Table:
     policies = (False, True)
     chosen = made.cfg.activation_checkpointing
     names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
-    rows = table("GiB a rank, activation_checkpointing=", *names)
     steps = [made.steps[policy] for policy in policies]
-    for name in ("parameters", "gradients", "optimizer"):
-        rows.add_row(name, *[gib(getattr(step, name)) for step in steps])
-    rows.add_row("activations of a forward pass", *[gib(step.activations) for step in steps])
-    rows.add_section()
-    rows.add_row("peak", *[gib(step.peak.total) for step in steps])
-    rows.add_row("  in the", *[step.when for step in steps])
-    for kind in Kind:
-        rows.add_row(f"  {kind.value}", *[gib(step.peak.by_kind[kind]) for step in steps])
-    rows.add_section()
-    rows.add_row("peak and reserve", *[gib(step.peak.total + made.reserve) for step in steps])
-    rows.add_row(f"of {made.cluster.device.name}", *[gib(made.memory)] * 2)
-    return rows
+    blank = ("",) * 3
+    rows: list[Sequence[str]] = [
+        *(
+            [name, *(gib(getattr(step, name)) for step in steps)]
+            for name in ("parameters", "gradients", "optimizer")
+        ),
+        ["activations of a forward pass", *(gib(step.activations) for step in steps)],
+        blank,
+        ["peak", *(gib(step.peak.total) for step in steps)],
+        ["  in the", *(step.when for step in steps)],
+        *([f"  {kind.value}", *(gib(step.peak.by_kind[kind]) for step in steps)] for kind in Kind),
+        blank,
+        ["peak and reserve", *(gib(step.peak.total + made.reserve) for step in steps)],
+        [f"of {made.cluster.device.name}", *[gib(made.memory)] * 2],
+    ]
+    return Table.of(["GiB a rank, activation_checkpointing=", *names], rows)
 
 
 def flow_table(made: Plan) -> Table:
     """Tabulate the bytes that one rank sends in a step."""
-    rows = table("a rank and step", "ranks", "over", "calls", "GiB sent", "ms")
+    rows = []
     for kind, ranks, near, calls, sent, seconds in made.flows:
         over = "inside a node" if near == ranks else f"network, {near} a node"
         ms = f"{1e3 * seconds:,.1f}"
-        rows.add_row(kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms)
-    return rows
+        rows.append([kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms])
+    return Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
 
 
-def verdict(made: Plan, change: Plan | None) -> str:
+def fit_text(made: Plan, change: Plan | None) -> str:
     """Say whether it fits, and what would make it fit."""
     free, device = made.free(made.step), made.cluster.device.name
     if free >= 0:

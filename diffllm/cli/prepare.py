@@ -15,7 +15,7 @@ diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parqu
 Below are the keys that it reads beside seq_len, for packing; `python train.py --help` has all."""
 
 
-def main(argv: list[str]) -> None:
+def prepare_command(argv: list[str]) -> None:
     """Prepare the corpus of a training config and say what there is, source by source."""
     if "-h" in argv or "--help" in argv:
         echo(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
@@ -26,13 +26,13 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         echo("stopped; what is done stays, and the same command goes on", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    sources = [f"{name}\n{data_text(source)}" for name, source in data.sources.items()]
-    echo("\n\n".join(sources or [data_text(data)]))
+    sources = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
+    echo("\n\n".join(sources or [prepared_text(data)]))
     if packed := packing_counts(data, cfg.data, cfg.seq_len):
         echo("\n" * bool(sources) + f"packing  {packed.text()}")
 
 
-def data_text(data: Prepared) -> str:
+def prepared_text(data: Prepared) -> str:
     """Where tokens lie, what they are of, and how many there are."""
     manifest = data.manifest
     lines = [

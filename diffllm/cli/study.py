@@ -1,17 +1,22 @@
-"""diffllm study run|verdict STUDY.yaml out=DIR: a claim, its runs and the rule that decides it."""
+"""`diffllm study`: a claim, its runs and the rule that decides. `diffllm power`: its seeds."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from diffllm.cli.table import print_table, table
-from diffllm.compare.report.numbers import MISSING, clock, compact
+from diffllm.cli.arguments import argument, flag, parse, plugins_argument
+from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, short
 from diffllm.compare.study.cost import Cost, costs
 from diffllm.compare.study.file import Study, load_study
-from diffllm.config.plugins import directories, is_plugins, yamls
+from diffllm.compare.study.pilot import SHOWN, Need, Pilot, Wanted, needs, read_pilot
+from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
-from diffllm.core.printing import echo, echo_json
+from diffllm.core.printing import Table, echo, echo_json
+from diffllm.statistics.gap_tests import ALPHA
+from diffllm.statistics.power_analysis import pairing_pays_above
 
-WHAT = """\
+STUDY = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
 
@@ -24,49 +29,87 @@ verdict   shown, refuted, equivalent, underpowered, not comparable or explorator
 --dry-run says what the runs cost, and checks all of them; hours follow from their FLOPs and the
           speed of the study's runs that have ended, or else of those in pilot=DIR
 --json    the verdict as JSON alone"""
+POWER = """\
+diffllm power pilot=DIR... gap=NATS [key=value ...]: seeds, tokens and hours for a gap
+
+A pilot is runs that were made: a sweep, a directory of runs, or a quoted glob of them, with two
+seeds or more of an arm. From how much their final held-out losses vary between seeds follows how
+many seeds of each of two arms find a true gap of that size.
+
+diffllm power pilot=outputs/first gap=0.02
+diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
 
 
-def main(argv: list[str]) -> int:
+@dataclass
+class VerdictArguments:
+    study: list[str] = argument("STUDY.yaml, without study= too", [], words="plain")
+    out: str = argument("directory of the study's runs", "", path=True)
+    json: bool = flag("the verdict as JSON alone")
+    plugins: str = plugins_argument()
+
+
+@dataclass
+class StudyRunArguments:
+    study: list[str] = argument("STUDY.yaml, without study= too", [], words="plain")
+    out: str = argument("directory of the study's runs", "", path=True)
+    dry_run: bool = flag("check all runs and say what they cost")
+    pilot: list[str] = argument("ended runs that tell the speed", [], path=True)
+    probe: bool = argument("speed is no longer probed", False)
+    plugins: str = plugins_argument()
+
+
+@dataclass
+class PowerArguments:
+    pilot: list[str] = argument(
+        "runs, a sweep, or a quoted glob, without pilot= too; several times",
+        path=True,
+        words="plain",
+    )
+    gap: float = argument("true difference to be found, nats a token")
+    alpha: float = argument("chance of showing a gap that is none", ALPHA)
+    power: float = argument("chance of finding the gap", 0.8)
+    sides: int = argument("1 where the gap's sign was said before", 2)
+    comparisons: int = argument("gaps of one family, for Holm's correction", 1)
+    json: bool = flag("JSON instead of tables")
+    plugins: str = plugins_argument()
+
+
+def study_command(argv: list[str]) -> int:
     """Run or judge a study; return the exit code."""
     if "-h" in argv or "--help" in argv:
-        echo(WHAT)
+        echo(STUDY)
         return 0
-    if not argv or argv[0] not in ("run", "verdict"):
+    if argv[:1] == ["verdict"]:
+        asked = parse(VerdictArguments, argv[1:], STUDY)
+        judge_study(*study_and_directory(asked.study, asked.out), asked.json)
+        return 0
+    if argv[:1] != ["run"]:
         raise ConfigError(f"study {' '.join(argv[:1])}: choose from run, verdict; --help says more")
-    flag = "--dry-run" if argv[0] == "run" else "--json"
-    study, out, words = arguments(argv[1:], flag)
-    launcher = [w for w in words if w.startswith(("hydra/launcher=", "hydra.launcher."))]
-    plugins = [word for word in words if is_plugins(word)]
-    pilot = [word for word in words if word.startswith("pilot=")]
-    known = {flag, *plugins, *([*launcher, *pilot, "probe=false"] if argv[0] == "run" else [])}
-    if other := [word for word in words if word not in known]:
-        if other[0] == "probe=true" and argv[0] == "run":
-            raise ConfigError("probe=true: speed is no longer probed; name ended runs: pilot=DIR")
-        raise ConfigError(f"unknown argument {other[0]!r}; --help has all")
-    if argv[0] == "verdict":
-        return verdict(study, out, flag in words)
-    if flag in words:
-        dry_run(study, out, [user_path(word.partition("=")[2], "pilot") for word in pilot])
+    args = parse(StudyRunArguments, argv[1:], STUDY)
+    launcher = [w for w in args.study if w.startswith(("hydra/launcher=", "hydra.launcher."))]
+    files = [word for word in args.study if word not in launcher]
+    study, out = study_and_directory(files, args.out)
+    if args.probe:
+        raise ConfigError("probe=true: speed is no longer probed; name ended runs: pilot=DIR")
+    if args.dry_run:
+        dry_run(study, out, [Path(word) for word in args.pilot])
         return 0
     from diffllm.compare.study.stages import run_study
 
     named = [directory for directory in directories() if yamls(directory)]
     flags = [word for directory in named for word in ("--config-dir", str(directory))]
+    plugins = [f"plugins={args.plugins}"] if args.plugins else []
     return run_study(study, out, launcher, [*flags, *plugins])
 
 
-def arguments(words: list[str], flag: str) -> tuple[Study, Path, list[str]]:
-    """The study, its directory, and the other words; raises ConfigError."""
-    files = [word for word in words if "=" not in word and word != flag]
-    if len(files) != 1 or files[0].startswith("-"):
+def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
+    """Load the study that a command line names; raises ConfigError."""
+    if len(files) != 1:
         wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
         raise ConfigError(f"{wrong}; give one, as in diffllm study run STUDY.yaml out=DIR")
-    outs = [word.partition("=")[2] for word in words if word.startswith("out=")]
-    if not outs or not outs[-1]:
+    if not out:
         raise ConfigError("out=DIR is missing: the directory of the study's runs")
-    study = load_study(user_path(files[0], "STUDY"))
-    rest = [word for word in words if word != files[0] and not word.startswith("out=")]
-    return study, user_path(outs[-1], "out"), rest
+    return load_study(user_path(files[0], "STUDY")), Path(out)
 
 
 def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
@@ -75,22 +118,18 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
 
     check_study_runs(study, out, 1)
     found = costs(study, out, pilot)
-    echo(f"{study.path}: {study.claim}\n")
-    made = table("stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go")
-    for cost in found:
-        made.add_row(
-            cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", compact(cost.tokens),
-            compact(cost.flops), hours(cost.hours),
-        )  # fmt: skip
-    print_table(made)
-    echo(f"\n{total(found)}")
+    rows = [
+        [
+            *(cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", compact(cost.tokens)),
+            *(compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"),
+        ]
+        for cost in found
+    ]
+    heads = ["stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go"]
+    echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n\n{total_cost(found)}")
 
 
-def hours(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.2g}"
-
-
-def total(found: list[Cost]) -> str:
+def total_cost(found: list[Cost]) -> str:
     """The sum in a sentence."""
     runs, ended = sum(cost.runs for cost in found), sum(cost.ended for cost in found)
     left = [(cost.runs - cost.ended, cost) for cost in found]
@@ -106,7 +145,7 @@ def total(found: list[Cost]) -> str:
     return f"{runs} runs{gone}. To go: {to_go}."
 
 
-def verdict(study: Study, out: Path, as_json: bool) -> int:
+def judge_study(study: Study, out: Path, as_json: bool) -> None:
     """Judge a study, write its page, and print the verdict."""
     from diffllm.compare.study.verdict import judge
     from diffllm.compare.study.verdict_page import verdict_text, write_verdict
@@ -115,8 +154,127 @@ def verdict(study: Study, out: Path, as_json: bool) -> int:
     files = write_verdict(found, out)
     if as_json:
         echo_json(found.numbers(), allow_nan=False)
-        return 0
+        return
     echo(verdict_text(found))
     for file in files:
         echo(file)
-    return 0
+
+
+def power_command(argv: list[str]) -> None:
+    """Print what a gap takes, as a table or as JSON."""
+    args = parse(PowerArguments, argv, POWER)
+    wanted = Wanted(args.gap, args.alpha, args.power, args.sides, args.comparisons)
+    pilot = read_pilot([Path(word) for word in args.pilot])
+    found = needs(pilot, wanted)
+    if args.json:
+        echo_json(power_numbers(pilot, wanted, found))
+        return
+    for line in pilot_lines(pilot):
+        echo(line)
+    print_needs(wanted, found)
+
+
+def power_numbers(pilot: Pilot, wanted: Wanted, found: list[Need]) -> dict[str, Any]:
+    """All that the text says, under stable names."""
+    low, high = pilot.spread.interval
+    between = pilot.pairs
+    arms = [
+        {"arm": arm.label, "seeds": len(arm.losses), "diverged": arm.diverged, "sd": arm.sd}
+        for arm in pilot.arms
+    ]
+    return {
+        **asdict(wanted),
+        "pilot": pilot.title,
+        "arms": arms,
+        "runs": pilot.runs,
+        "diverged": pilot.diverged,
+        "tokens": pilot.tokens,
+        "seconds": pilot.seconds,
+        "sd": pilot.spread.sd,
+        "sd_low": low,
+        "sd_high": high,
+        "df": pilot.spread.df,
+        "correlation": between and between.correlation,
+        "sd_of_differences": between and between.differences.sd,
+        "trend": pilot.trend and asdict(pilot.trend),
+        "no_trend": pilot.no_trend or None,
+        "needs": [asdict(each) for each in found],
+        "notes": pilot.notes,
+    }
+
+
+def pilot_lines(pilot: Pilot) -> list[str]:
+    """Lines on what the pilot says of seeds."""
+    arms, (low, high) = pilot.arms, pilot.spread.interval
+    seconds = f", {short(pilot.seconds)} s" if pilot.seconds else ", of unknown time"
+    rows = [
+        (
+            "pilot",
+            f"{pilot.title}: {pilot.runs} finished runs of {len(arms)} "
+            f"{'arm' if len(arms) == 1 else 'arms'}; {compact(pilot.tokens)} tokens a run{seconds}",
+        ),
+        (
+            "seeds",
+            f"sd {fixed(pilot.spread.sd)} nats a token (95%: {fixed(low)} to {fixed(high)}), "
+            f"{pilot.spread.df} degrees of freedom",
+        ),
+        ("", "by arm: " + ", ".join(f"{arm.label} {fixed(arm.sd)}" for arm in arms)),
+    ]
+    if pilot.pairs:
+        r, n = pilot.pairs.correlation, pilot.pairs.seeds
+        said = f"correlation {r:+.2f}" if r is not None else "nothing varies"
+        rows.append(
+            (
+                "pairs",
+                f"sd of differences {fixed(pilot.pairs.differences.sd)}, {said} over {n} seeds; "
+                f"pairing pays above {pairing_pays_above(n):.2f} with {n}",
+            )
+        )
+    else:
+        rows.append(("pairs", "unknown: it takes two arms with two seeds in common"))
+    if found := pilot.trend:
+        rows.append(
+            (
+                "length",
+                f"sd ~ tokens^{found.slope:.2f} (95%: {found.low:.2f} to {found.high:.2f}), from "
+                f"{found.points} evaluations of {found.seeds} seeds, within runs of one length",
+            )
+        )
+    else:
+        rows.append(("length", f"how sd changes with tokens cannot be told: {pilot.no_trend}"))
+    if pilot.diverged:
+        share = f"{pilot.diverged} of {pilot.runs} runs diverged"
+        rows.append(("diverged", f"{share}: seeds below are of runs that end finite, start more"))
+    rows += [("note", note) for note in pilot.notes]
+    return [f"{name:<10}{text}".replace("\u2212", "-") for name, text in rows]
+
+
+def print_needs(wanted: Wanted, found: list[Need]) -> None:
+    """Print what each design takes, and the power of a few numbers of seeds."""
+    family = f", the smallest of {wanted.comparisons} by Holm" if wanted.comparisons > 1 else ""
+    sides = "two-sided" if wanted.sides == 2 else "one-sided"
+    rows = [
+        [
+            *(each.design, compact(each.tokens) + f" ({each.factor}x)" * (each.factor > 1)),
+            *(fixed(each.sd), seeds_text(each.seeds)),
+            " to ".join(map(seeds_text, (each.seeds_low, each.seeds_high))),
+            *(compact(each.total_tokens), short(each.hours)),
+        ]
+        for each in found
+    ]
+    heads = ["design", "tokens a run", "sd", "seeds an arm", "by sd", "tokens in all"]
+    powers = [
+        [each.design, compact(each.tokens), *(f"{each.power_by_seeds[n]:.2f}" for n in SHOWN)]
+        for each in found
+    ]
+    echo(
+        f"\na gap of {wanted.gap:g} nats a token between two arms, found with power "
+        f"{wanted.power:g} at alpha {wanted.alpha:g}, {sides}{family}\n"
+        f"{Table.of([*heads, 'hours in all'], rows)}\n\npower with so many seeds an arm\n"
+        f"{Table.of(['design', 'tokens a run', *map(str, SHOWN)], powers)}\n\n"
+        "hours: of the pilot's machine, one run after another"
+    )
+
+
+def seeds_text(seeds: int | None) -> str:
+    return "many" if seeds is None else f"{seeds:,}"

@@ -22,7 +22,7 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import bring, composed, config_directory  # noqa: E402
+from diffllm.config.compose import composed, config_directory, load_plugins  # noqa: E402
 from diffllm.config.origin import with_origin  # noqa: E402
 from diffllm.config.plugins import take_directories  # noqa: E402
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
@@ -38,7 +38,7 @@ def hydra_main(_: DictConfig) -> None:
     """Serve Hydra's own flags (--cfg, --info); runs and sweeps do not come here."""
 
 
-def arguments(argv: list[str]) -> tuple[Namespace, bool]:
+def hydra_arguments(argv: list[str]) -> tuple[Namespace, bool]:
     """The command line, and whether it only asks for something to be shown; raises ConfigError."""
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
@@ -65,14 +65,14 @@ def refuse(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-def main(argv: list[str] | None = None) -> int:
+def train_command(argv: list[str] | None = None) -> int:
     """Train, sweep or show; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     never_fail()
     try:
         config_dirs, argv = take_directories(argv)
-        args, shows = arguments(argv)
-        bring(args.overrides, config_dirs)
+        args, shows = hydra_arguments(argv)
+        load_plugins(args.overrides, config_dirs)
         if args.help:
             from diffllm.config.help import help_text
 

@@ -58,7 +58,7 @@ def hydra() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def bring(words: list[str], named_directories: Iterable[Path] = ()) -> None:
+def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
     """Make known what a user names: directories of YAMLs, and plugins; raises ConfigError."""
     for directory in named_directories:
         add_named_directory(directory, config_directory())

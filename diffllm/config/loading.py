@@ -5,9 +5,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from diffllm.config.compose import (
-    bring,
     check_variant,
     compose_config,
+    load_plugins,
     steps_of_epochs,
     steps_of_tokens,
     typed,
@@ -42,7 +42,7 @@ def load_config(
         raise ConfigError(f"load_config takes a list of overrides, as text, not {words!r}")
     words = list(words)
     named_here = [user_path(config_dir, "config_dir").resolve()] if config_dir is not None else []
-    bring(words, named_here)
+    load_plugins(words, named_here)
     return without_imports(words)
 
 

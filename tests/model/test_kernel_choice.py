@@ -5,24 +5,20 @@ The device's type, its capability and what is installed are made up; no kernel o
 
 import json
 from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from stand_ins import CUDA, END, V2, V4, mask_for, tokens_with_documents
 from variants import VARIANTS, small_config, small_model
+
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention import diff_v1, kernels, ops
 from diffllm.model.attention.diff_v1 import Values, values_layout
-from diffllm.model.attention.kernels import Kernel, training_kernel
+from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
 from diffllm.model.attention.ops import Backend, Documents, Packed
 from diffllm.plan.simulate import as_on_gpu
-from stand_ins import CUDA, V2, V4
-from variants import small_config
-from diffllm.model.attention import kernels
-from diffllm.model.attention.kernels import prepare_backend
-from diffllm.model.attention.ops import Backend
-
 
 CPU = torch.device("cpu")
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
@@ -409,9 +405,7 @@ def test_a_sink_is_refused_by_flex_alone(variant, sink):
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_takes_the_newest_version_that_the_gpu_runs(
-    machine, packages, capability, activated
-):
+def test_flash_takes_the_newest_version_that_the_gpu_runs(machine, packages, capability, activated):
     calls = machine(capability, packages)
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
     assert calls == [*activated, ("tried", 64, False)]

@@ -1,10 +1,9 @@
 """The nearest change where the user fixed a mesh or a batch."""
 
 import pytest
-from diffllm.plan.estimate import GIB, Cluster, nearest_change, outcome, plan
-from diffllm.plan.estimate import Cluster, plan
-from diffllm.plan.memory import Call, Collective
 
+from diffllm.plan.estimate import GIB, Cluster, nearest_change, outcome, plan
+from diffllm.plan.memory import Call, Collective
 
 SMALL = [
     "model=tiny",

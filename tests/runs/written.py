@@ -20,7 +20,7 @@ import torch
 from omegaconf import OmegaConf
 
 from diffllm import build_model
-from diffllm.checkpoint.writer import write_parameters
+from diffllm.checkpoint.parameters_only import write_parameters
 from diffllm.compare.report.runs import Run, load_run
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run, start_words
@@ -334,8 +334,8 @@ def made(run: Path, *words: str) -> tuple[TrainConfig, TokenData]:
 
 def subject_of(run: Path) -> "Subject":
     """Open the checkpoint of a run on the CPU."""
-    from diffllm.cli.evaluate import opened
+    from diffllm.cli.evaluate import open_subject
 
-    subject = opened(run, 0)
+    subject = open_subject(run, 0)
     subject.model.to(torch.device("cpu"))
     return subject

@@ -1,0 +1,214 @@
+"""A checkpoint in other formats: `diffllm consolidate`, `diffllm export` and `diffllm import`."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffllm.checkpoint.directory import step_of, with_checkpoint
+from diffllm.checkpoint.hf.safetensors import (
+    DTYPES,
+    check_form,
+    tensors_of,
+    write_safetensors,
+    writing,
+)
+from diffllm.cli.arguments import argument, parse, plugins_argument
+from diffllm.config import TrainConfig
+from diffllm.config.saved import load_run_config
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import read_bytes, readable, scratch_directory, sync
+from diffllm.core.printing import echo
+from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
+
+CONSOLIDATE = """\
+diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters as safetensors.
+
+They are written whole and under their own names, as model.safetensors, with the config.yaml and
+tokenizer.model of the run beside it. Beyond max_shard_size there are several files and
+model.safetensors.index.json, as Hugging Face libraries write them. No more than one file's
+parameters are in memory at a time.
+
+diffllm consolidate run=outputs/mine
+diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
+
+To load it again:
+  cfg = diffllm.config.saved.load_run_config(Path("exported"))
+  model = diffllm.build_model(cfg.model)
+  model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))"""
+EXPORT = """\
+diffllm export run=<dir> out=<dir> [key=value ...]: a checkpoint as transformers opens it.
+
+Softmax attention becomes Llama, or Qwen3 with QK-norm, Qwen3Moe where a mixture fits its rules;
+DIFF V1 becomes DiffLlama. Everything else comes with a modelling file of ours in the directory, for
+trust_remote_code=True. Beside safetensors there are a fast tokenizer and a model card.
+
+diffllm export run=outputs/mine out=mine-hf
+diffllm export run=outputs/mine step=2000 out=mine-hf dtype=bf16"""
+IMPORT = """\
+diffllm import hf=<dir or owner/name> out=<dir> [key=value ...]: a model from elsewhere as a run.
+
+Llama, Qwen3, Qwen3Moe, DiffLlama and our own exports come in as they are, from safetensors; a run
+of ours may be named too. No code of the model's is run, and no pickle read.
+
+attention=diff_v2 makes a model of softmax attention one of DIFF V2 with the same function: lambda
+is 1/2, both queries of a pair are equal. perturb=0.01 moves the second ones by noise of a hundredth
+of the query weights' size. attention=standard makes softmax attention with twice the heads of DIFF
+V2 whose lambda is constant.
+
+diffllm import hf=Qwen/Qwen3-0.6B@main out=outputs/qwen3
+diffllm import hf=my-llama out=outputs/llama-v2 attention=diff_v2
+python train.py resume=weights:outputs/llama-v2 data.paths=[a.parquet] seq_len=2048 optim.lr=1e-5"""
+LARGEST_FILE = 2**30
+"""Limit in bytes of what is copied beside the parameters."""
+STEP = "checkpoint; 0 is the newest whole one"
+DTYPE = "float32 or bf16"
+SHARD_SIZE = "of a file, as in 500MB or 5GB"
+
+
+@dataclass
+class ConsolidateArguments:
+    run: str = argument("run directory", path=True)
+    step: int = argument(STEP, 0)
+    out: str = argument(
+        "directory, or a file that ends in .safetensors; empty: in the run", "", path=True
+    )
+    dtype: str = argument(DTYPE, "float32")
+    max_shard_size: str = argument(SHARD_SIZE, "5GB")
+    overwrite: bool = argument("replace files that are there", False)
+    plugins: str = plugins_argument()
+
+
+@dataclass
+class ExportArguments:
+    run: str = argument("run directory", path=True)
+    out: str = argument("new directory", path=True)
+    step: int = argument(STEP, 0)
+    format: str = argument("hf: of the transformers library", "hf")
+    dtype: str = argument(DTYPE, "float32")
+    own: bool = argument("our own modelling file even where another fits", False)
+    max_shard_size: str = argument(SHARD_SIZE, "5GB")
+    plugins: str = plugins_argument()
+
+
+@dataclass
+class ImportArguments:
+    hf: str = argument("directory of transformers, a run, or owner/name[@revision]", path=True)
+    out: str = argument("new run directory", path=True)
+    attention: str | None = argument("convert: diff_v2, or standard from DIFF V2", None)
+    perturb: float = argument(
+        "noise on second queries, over the weights' size", 0.0, least=0, most=1
+    )
+    seed: int = argument("of that noise", 0)
+    plugins: str = plugins_argument()
+
+
+def consolidate_command(argv: list[str]) -> None:
+    """Write a checkpoint's parameters; print the paths of the files."""
+    args = parse(ConsolidateArguments, argv, CONSOLIDATE)
+    check_form(args.dtype, args.max_shard_size)
+    run = Path(args.run)
+    cfg = load_run_config(run)
+    with_checkpoint(run, args.step, lambda path: write_parameters(args, run, cfg, path))
+
+
+def write_parameters(
+    args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path
+) -> None:
+    """Write the files of a checkpoint, and print where they are."""
+    directory, stem = place_for(args.out, run, step_of(checkpoint))
+    beside = files_beside(run, directory)
+    earlier = parameter_files(directory, stem)
+    there = [*earlier, *(directory / name for name in beside if (directory / name).exists())]
+    if there and not args.overwrite:
+        raise ConfigError(f"{there[0]} is there already; overwrite=true replaces it")
+    tensors = tensors_of(cfg.model, checkpoint, DTYPES[args.dtype])
+    made = not directory.exists()
+    try:
+        with writing(str(directory)):
+            directory.mkdir(parents=True, exist_ok=True)
+            with scratch_directory(directory / stem) as hidden:
+                size = write_safetensors(hidden, stem, checkpoint, tensors, args.max_shard_size)
+                for name, content in beside.items():
+                    (hidden / name).write_bytes(content)
+                complete = sorted(hidden.iterdir())
+                for file in complete:
+                    sync(file)
+                written = [file.replace(directory / file.name) for file in complete]
+                for file in set(earlier) - set(written):
+                    file.unlink()
+            sync(directory)
+    finally:
+        if made:
+            with suppress(OSError):  # it holds something
+                directory.rmdir()
+    echo(f"step {step_of(checkpoint)}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
+    echo("\n".join(map(str, written)))
+
+
+def place_for(out: str, run: Path, step: int) -> tuple[Path, str]:
+    """Return the directory that `out=` means, by default one in the run, and its files' stem."""
+    path = Path(out) if out else run / "consolidated" / f"step-{step:08d}"
+    return (path.parent, path.stem) if path.suffix == ".safetensors" else (path, "model")
+
+
+def parameter_files(directory: Path, stem: str) -> list[Path]:
+    """List the parameters that are there already, in however many files."""
+    name = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+    return [file for file in directory.glob("*") if name.fullmatch(file.name)]
+
+
+def files_beside(run: Path, directory: Path) -> dict[str, bytes]:
+    """Read the files that go with the parameters, unless they go into the run itself.
+
+    Raises CheckpointError where one is missing, or no file of the run's own: what a link in a run
+    leads to is never copied.
+    """
+    if directory.resolve() == run.resolve():
+        return {}
+    tokenizer_of(run)
+    content = {}
+    for name in ("config.yaml", *TOKENIZER_FILES):
+        with readable(run / name), suppress(FileNotFoundError):
+            content[name] = read_bytes(run / name, LARGEST_FILE)
+    return content
+
+
+@contextmanager
+def needing_interop(command: str) -> Iterator[None]:
+    """Raise ConfigError if the block cannot import the packages of diffllm[interop]."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"diffllm {command} needs diffllm[interop], transformers 5: {error}"
+        ) from error
+
+
+def export_command(argv: list[str]) -> None:
+    """Write a directory of the transformers library; print its architecture."""
+    args = parse(ExportArguments, argv, EXPORT)
+    if args.format != "hf":
+        raise ConfigError(f"format={args.format} must be hf")
+    check_form(args.dtype, args.max_shard_size)
+    with needing_interop("export"):
+        from diffllm.interop.export import export
+    run, out = Path(args.run), Path(args.out)
+    layout, step = export(run, out, args.step, DTYPES[args.dtype], args.max_shard_size, args.own)
+    echo(f"step {step} as {layout.architecture}: {out}")
+
+
+def import_command(argv: list[str]) -> None:
+    """Write a run directory; print its model and the command that continues from it."""
+    args = parse(ImportArguments, argv, IMPORT)
+    with needing_interop("import"):
+        from diffllm.interop.imports import import_model
+    out = Path(args.out)
+    origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
+    model = origin.model
+    echo(
+        f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}\n"
+        f"python train.py resume=weights:{shlex.quote(str(out))} data.paths=[...] goes on from it"
+    )
