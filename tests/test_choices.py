@@ -10,10 +10,10 @@ import torch
 from runs.one_rank import gloo_group
 
 from diffllm.config import Precision, load_config
-from diffllm.distributed import weights
+from diffllm.distributed import fsdp
 from diffllm.distributed.experts import expert_ranks
+from diffllm.distributed.fsdp import chosen_reduce
 from diffllm.distributed.mesh import Reduce
-from diffllm.distributed.weights import chosen_reduce
 from diffllm.plan.simulate import fake_world
 from diffllm.training import choices
 from diffllm.training.build import build, sharded_model
@@ -105,9 +105,9 @@ def test_small_gradients_wait_for_the_last_micro_batch(monkeypatch):
     chosen = chosen_reduce(None, params)
     assert chosen.value is Reduce.last
     assert "1.2e-05 GiB" in chosen.reason
-    monkeypatch.setattr(weights, "LAST_UP_TO", 4 * 3096)
+    monkeypatch.setattr(fsdp, "LAST_UP_TO", 4 * 3096)
     assert chosen_reduce(None, params).value is Reduce.last
-    monkeypatch.setattr(weights, "LAST_UP_TO", 4 * 3096 - 1)
+    monkeypatch.setattr(fsdp, "LAST_UP_TO", 4 * 3096 - 1)
     assert chosen_reduce(None, params).value is Reduce.every
     assert chosen_reduce(Reduce.last, params) == (Reduce.last, "asked for")
     assert load_config([]).parallel.reduce is None

@@ -36,7 +36,7 @@ from diffllm.checkpoint.reader import reason
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import publish, replace_file
 from diffllm.core.printing import to_stderr
-from diffllm.distributed.collectives import in_background
+from diffllm.distributed.world import in_background
 
 Part = Manifest | str
 """The files that a rank wrote, or the reason why it could not write them."""

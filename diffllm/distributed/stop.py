@@ -1,15 +1,18 @@
-"""Stopping together: a signal to any rank ends every rank at the same step."""
+"""Stopping together: a signal or an unreadable file on any rank ends all ranks at the same step."""
 
 import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from diffllm.core.errors import AgreedByAll, DataError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
@@ -69,25 +72,26 @@ class StopRequest:
 
 
 class Agreed(NamedTuple):
-    """The answer of all ranks together."""
+    """Flags of all ranks together."""
 
     stopping: signal.Signals | None
-    """A signal that some rank had received."""
+    """A signal that some rank has received."""
     save: bool
     """Whether a checkpoint is due by rank 0's clock."""
     failed: bool
-    """Whether some rank cannot read what comes next."""
+    """Whether some rank cannot read its next batch."""
 
 
 class Agreement:
-    """The exchange of what ranks ask for: one small collective a step, behind the next step.
+    """An exchange of flags between ranks: one small asynchronous collective per step.
 
-    Nobody waits for it, and all ranks see the same answer one step later. Without other ranks the
-    answer is that of the step itself.
+    No rank waits for it; all ranks see the same flags one step later, or at once on one rank.
+
+    Args:
+        timeout: seconds that a rank may wait for the others.
     """
 
     def __init__(self, request: StopRequest, timeout: int):
-        """Use `timeout` seconds as the longest that a rank may wait for the others."""
         self.request, self.group = request, None
         if dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -117,3 +121,33 @@ class Agreement:
     def close(self) -> None:
         if self.work is not None:
             self.work.wait()
+
+
+T = TypeVar("T")
+
+
+def raise_together(error: DataError | None, more: str = "") -> None:
+    """Raise AgreedByAll on every rank if any rank has an error. Every rank must call this.
+
+    Args:
+        more: text appended to the message.
+    """
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if error is None else str(error))
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise AgreedByAll(f"rank {rank}: " * (len(texts) > 1) + text + more)
+
+
+def together(read: Callable[[], T]) -> T:
+    """Return `read()`, or raise AgreedByAll on every rank if one rank's call raises DataError.
+
+    Every rank must call this.
+    """
+    result, failed = None, None
+    try:
+        result = read()
+    except DataError as error:
+        failed = error
+    raise_together(failed)
+    return result  # type: ignore[return-value]

@@ -1,10 +1,10 @@
-"""Detection of missing ranks: a heartbeat of every rank, and an end for those that wait in vain.
+"""Detection of missing ranks: every rank has a heartbeat, and ranks that wait in vain exit.
 
-A process without others watches itself: a wait for its data loader that does not end is named.
+A single process watches itself: an endless wait for its data loader is reported.
 
-A thread of every rank writes every second where the rank is and which collectives it has called.
-Rank 0 reads all of that, the others read rank 0's; so a rank costs a write and a read or two a
-second, however many there are. Another thread judges, and never asks the store, which may hang too.
+A thread of every rank writes its place and its last collectives once per second. Rank 0 reads all
+heartbeats, other ranks read rank 0's, so each rank costs one write and one or two reads per second,
+independent of world size. Another thread judges; it never asks the store, which may hang too.
 """
 
 import contextlib
@@ -30,30 +30,28 @@ from torch.distributed import DistError
 from diffllm.core.errors import AgreedError, UserError
 from diffllm.core.files import open_to_write
 from diffllm.core.printing import echo, to_stderr
-from diffllm.distributed.collectives import Calls, RecordedCall, recorded
 from diffllm.distributed.stop import StoppedEarly, StopRequest
-from diffllm.distributed.world import World
+from diffllm.distributed.world import Calls, RecordedCall, World, recorded
 
 T = TypeVar("T")
 
 BEAT_S = 1.0
 SILENT_S = 4.0
-"""Seconds without a beat after which a rank is gone, once a collective has failed."""
+"""Seconds without a beat after which a rank counts as missing, once a collective has failed."""
 STOPPING_S = 15.0
-"""The same limit where somebody has asked to stop, and a scheduler may not wait."""
+"""The same limit after a request to stop, because a scheduler may not wait."""
 EXIT_S = 10.0
-"""Seconds in which a rank must exit after an error of its own, if the others hold it up."""
+"""Seconds in which a rank must exit after its own error, even if other ranks delay it."""
 LAST_WORDS_S = 5.0
-"""Seconds in which a rank that ends must tell the others and write stack traces."""
+"""Seconds in which a failing rank must tell the others and write stack traces."""
 LEAVE_S = 60.0
-"""Seconds that rank 0, whose process may hold the store, waits at the end for the others to
-leave."""
+"""Seconds that rank 0 waits for the others at the end, because its process may hold the store."""
 DEFAULT_GROUPS = ("gloo:0", "nccl:0")
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
 
 class Beat(NamedTuple):
-    """The heartbeat of a rank: where it is."""
+    """The heartbeat of a rank."""
 
     number: int
     place: str
@@ -77,10 +75,10 @@ class Wait(NamedTuple):
 
 
 class Watch:
-    """A rank's watch on the others: ends this process when one is missing, and says which.
+    """A rank's watch on the others: names a missing rank and ends this process.
 
-    `traces` may be set to a directory for the stack traces of that moment, `on_end` to something
-    that has to happen before the process ends.
+    `traces` may be set to a directory for stack traces, `on_end` to a function to call before the
+    process ends.
     """
 
     def __init__(self, world: World, timeout: float, request: StopRequest):
@@ -116,7 +114,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Tell that this rank waits, as long as this context is not left."""
+        """Report that this rank waits for `what` while this context is open."""
         self.waits = Wait(what, time.monotonic())
         try:
             yield
@@ -124,14 +122,12 @@ class Watch:
             self.waits = None
 
     def where(self) -> str:
-        """Describe the place of this rank, and what it waits for there."""
         return f"{self.place}, waiting for {self.waits.what}" if self.waits else self.place
 
     def close(self) -> None:
-        """Leave: from here on no rank waits for this one. Returns once that is written.
+        """Leave: other ranks no longer wait for this one.
 
-        Rank 0 leaves last, but for ranks that take longer than LEAVE_S, or than STOPPING_S where
-        training had not begun when it was asked to stop.
+        Rank 0 leaves last, but waits LEAVE_S at most, or STOPPING_S after a stop before training.
         """
         if self.closed.is_set():
             return
@@ -148,11 +144,11 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Before an error ends this rank, end with the name of a missing rank if there is one.
+        """Before an error ends this rank, find out whether a missing rank caused the error.
 
-        An error of this rank's own is left for the others to read, and returns; exiting with it
-        takes EXIT_S at most. A stop before training is told to the others; where it made a
-        collective fail, StoppedEarly is raised.
+        If so, name the missing rank and exit. For an error of this rank itself, or a stop before
+        training, tell the others and return; the process then exits within EXIT_S. Raises
+        StoppedEarly if another rank's stop made a collective fail.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -189,7 +185,7 @@ class Watch:
         self._end(message or f"a collective failed: {one_line(error)}")
 
     def _talk(self) -> None:
-        """Write this rank's beat and read those of others, on a thread of its own."""
+        """Write this rank's beat and read other ranks' beats; runs on its own thread."""
         number = 0
         while not self.closed.wait(BEAT_S):
             number += 1
@@ -205,10 +201,10 @@ class Watch:
             self.answered = time.monotonic()
 
     def _judge(self) -> None:
-        """End this process if a rank is missing; runs on a thread of its own."""
+        """End this process if a rank is missing; runs on its own thread."""
         while not self.closed.wait(BEAT_S):
             if self.stopped and self.rank and not self.closed.wait(SILENT_S):
-                self.close()  # what this rank waits for will not come; rank 0 says why
+                self.close()  # this rank waits in vain; rank 0 says why
                 os._exit(0)
             others = list(self.beats.values())
             stopping = self.request.has_come() or any(beat.stopping for beat in others)
@@ -225,10 +221,10 @@ class Watch:
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """End this process if it waits in vain; runs on a thread of its own, without other ranks.
+        """End a single process that waits in vain; runs on its own thread.
 
-        A wait is said once it takes long. Where somebody has asked to stop, and it goes on all the
-        same, the limit is shorter, and holds wherever the process is.
+        Warn once of a long wait. After a request to stop, the limit is shorter and also applies
+        outside of waits.
         """
         asked, said = math.inf, None
         while not self.closed.wait(BEAT_S):
@@ -249,14 +245,14 @@ class Watch:
         return diagnosis({**self.beats, self.rank: here}, silent)
 
     def _beat(self, number: int) -> None:
-        with self.beating:  # or a thread could take back what `close` has written
+        with self.beating:  # otherwise a thread could overwrite the last beat of `close`
             left, stopping = self.closed.is_set(), self.request.has_come()
             here = time.monotonic() - self.since
             beat = Beat(number, self.where(), here, recorded(), stopping, left, self.words)
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
-        """Read beats; that of a rank that has never written one is asked for by itself."""
+        """Read the beats of watched ranks; `multi_get` would wait for a missing beat."""
         ranks = list(self.watched)
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
@@ -273,7 +269,7 @@ class Watch:
         return self.answered - self.heard[rank]
 
     def _store_message(self, limit: float) -> str:
-        """Return the fault of the store that the ranks meet in, or "" while it answers."""
+        """Describe why the store does not answer; "" while it answers."""
         if not self.store_gone and time.monotonic() - self.answered < limit:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -281,9 +277,9 @@ class Watch:
         return missing(0, self.beats.get(0), started=True)
 
     def _end(self, message: str) -> None:
-        """Tell the others, write stack traces, and end the process with code 1."""
+        """Tell the others, write stack traces, and exit with code 1."""
         if not self.ending.acquire(blocking=False):
-            time.sleep(3600)  # the other thread is at it
+            time.sleep(3600)  # another thread ends the process
         try:
             pool = ThreadPoolExecutor()  # the store or a disk may hang
             told = pool.submit(self._tell, message)
@@ -294,22 +290,22 @@ class Watch:
                 where = written.result() if written.done() else ""
                 to_stderr(f"error: {message}{where}")
             if self.size > 1:
-                time.sleep(2 * BEAT_S)  # for the others to read it: the store may end with us
+                time.sleep(2 * BEAT_S)  # others must read it: the store may end with this process
         finally:
             with contextlib.suppress(Exception):
                 for child in multiprocessing.active_children():
-                    child.kill()  # one that is stopped would stay for ever
+                    child.kill()  # a stopped child would stay forever
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
-        """Whether this rank is the first to say so; in doubt, it is."""
+        """Write the verdict; return whether this rank is the first, also if the store fails."""
         with contextlib.suppress(Exception):
             self.store.set("verdict", message)
             return self.store.add("said", 1) == 1
         return True
 
     def _write_traces(self, message: str) -> str:
-        """Write the stacks of all threads to a file; say where, or why that failed."""
+        """Write the stacks of all threads; return the end of the message, with path or error."""
         if self.traces is None:
             return ""
         try:
@@ -327,7 +323,7 @@ class Watch:
 
 
 def stopped_children() -> str:
-    """Name the child processes that are stopped, as by SIGSTOP; nothing if none is."""
+    """Name child processes that are stopped, as by SIGSTOP; empty if none is."""
     found = []
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError, IndexError):
@@ -359,9 +355,9 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def waits_s(beat: Beat) -> float:
-    """Return the seconds that a rank has been in its oldest open collective, and got nowhere else.
+    """Return the seconds that a rank has waited in its oldest open collective at its place.
 
-    A save in the background may wait for a slow disk of another rank while steps go on.
+    A save in the background may wait for another rank's slow disk while steps go on.
     """
     return min(beat.calls.pending.age_s, beat.place_s) if beat.calls.pending else 0.0
 
@@ -378,10 +374,10 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Say in one line which ranks are missing, where, and which ranks wait for them in what.
+    """Say in one line which ranks are missing, and in which collectives other ranks wait.
 
     Args:
-        beats: what is known of each rank; of the one that asks, of now.
+        beats: the last beat of each rank.
         silent: ranks without a sign of life.
     """
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
@@ -404,7 +400,7 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
 
 
 def missing(rank: int, beat: Beat | None, started: bool = False) -> str:
-    """Describe a rank without a sign of life; rank 0 of a store that answered has started."""
+    """Describe a rank without a sign of life; `started` if it is known to have started."""
     if beat is None and not started:
         return f"rank {rank} is missing: it never started"
     last = f"its last sign of life is from {beat.place}" if beat else "before its first beat"

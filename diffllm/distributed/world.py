@@ -1,4 +1,4 @@
-"""The identity of this process, and what processes agree on before any process group exists."""
+"""This process among others, agreement before a process group exists, and recorded collectives."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -18,13 +18,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError
-from diffllm.distributed.collectives import record_collectives
+from diffllm.core.torch_versions import FLIGHT_RECORDERS
 from diffllm.distributed.launcher import environment, meeting_point
 from diffllm.distributed.stop import StoppedEarly
 
 T = TypeVar("T")
 K = TypeVar("K")
 
+RECORDED = 256
+"""Number of collectives that torch's flight recorder keeps."""
+BACKGROUND: set[str] = set()
+"""Names of groups whose collectives may take long, as in saving a checkpoint."""
 SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
@@ -92,10 +96,10 @@ class World:
         raise AgreedError(decision["error"])
 
     def wait(self, keys: list[str]) -> None:
-        """Wait until all keys are there; in slices, for no signal is handled while the store waits.
+        """Wait for all keys, in slices: Python handles no signal while the store waits.
 
-        Raises StoppedEarly if another rank was asked to stop, and may never write them, and
-        DistStoreError if they are not there within `timeout` seconds.
+        Raises StoppedEarly if another rank was asked to stop, and DistStoreError after `timeout`
+        seconds.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -108,13 +112,13 @@ class World:
                     raise
 
     def stopped(self) -> signal.Signals | None:
-        """The signal that made some rank stop before training, if one did."""
+        """Return the signal that stopped some rank before training, if any."""
         if not self.store.check([STOPPED]):
             return None
         return signal.Signals(int(self.store.get(STOPPED)))
 
     def stop(self, number: signal.Signals) -> None:
-        """Let the others know that this rank was asked to stop before training."""
+        """Tell the other ranks that a signal stopped this rank before training."""
         self.store.set(STOPPED, str(int(number)))
 
     def device(self) -> torch.device:
@@ -130,8 +134,11 @@ class World:
         return torch.device("cpu")
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
-        """Start NCCL for GPU tensors and gloo for CPU tensors, or gloo alone."""
-        record_collectives()
+        """Start NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
+
+        The groups record their last collectives.
+        """
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=self.store,
@@ -143,8 +150,10 @@ class World:
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Meet the other processes of this launch, when all have appeared; raises LaunchError if that
-    takes longer than `cfg.timeout`, or the environment does not say who meets where."""
+    """Meet the other processes of this launch.
+
+    Raises LaunchError after `cfg.timeout` seconds, or if the launcher's variables are incomplete.
+    """
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())
@@ -166,12 +175,12 @@ def join(cfg: DistributedConfig) -> World:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """Agree on a name for this meeting of ranks, whatever earlier ones have left in `store`.
+    """Agree on a name for this meeting of ranks, whatever earlier meetings left in `store`.
 
-    torchrun's count of restarts does not do: when nodes come and go it can stay the same, or differ
-    between nodes. So every rank leaves a word that nobody has used, and rank 0 answers to it.
-    Raises LaunchError on rank 0 for ranks that do not appear within `timeout` seconds, DistError on
-    others without an answer within the store's timeout.
+    torchrun's count of restarts is no such name: if nodes join or leave, the count may stay the
+    same, or differ between nodes. So every rank writes a new random word, and rank 0 answers it.
+    Raises LaunchError on rank 0 if a rank does not appear within `timeout` seconds, and DistError
+    on other ranks without an answer within the store's timeout.
     """
     if rank:
         word = uuid4().hex
@@ -193,3 +202,58 @@ def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
             )
         time.sleep(0.01)
     return meeting
+
+
+class RecordedCall(NamedTuple):
+    """One collective that this process has called."""
+
+    name: str
+    """Operation and input shapes, as in 'gloo:all_reduce of [3]'."""
+    group: str
+    """Backend and name, as in 'gloo:0': each backend counts its own groups."""
+    number: int
+    """Position in the group's order of collectives, the same on every rank."""
+    age_s: float
+
+
+class Calls(NamedTuple):
+    """The last collectives of this process."""
+
+    newest: RecordedCall | None = None
+    pending: RecordedCall | None = None
+    """The oldest one that is not known to be complete; torch finds that out late."""
+    numbers: dict[str, int] = {}  # noqa: RUF012
+    """The number of the newest collective in each group."""
+
+
+def in_background(group: dist.ProcessGroup) -> None:
+    """Exclude this group from hang detection."""
+    BACKGROUND.add(group.group_name)
+
+
+def recorded() -> Calls:
+    """Return the last collectives of this process from torch's flight recorder.
+
+    Any thread may call this.
+    """
+    entries = [
+        e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
+    ]
+    entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in BACKGROUND]
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    calls = [recorded_call(entry) for entry in entries]
+    pending = (call for call, e in zip(calls, entries, strict=True) if not e["retired"])
+    numbers = {call.group: call.number for call in calls}
+    return Calls(calls[-1], next(pending, None), numbers) if calls else Calls()
+
+
+def recorded_call(entry: dict[str, Any]) -> RecordedCall:
+    """Read one entry of the recorder."""
+    name = entry["profiling_name"]
+    shapes = " ".join(str(shape) for shape in entry["input_sizes"][:2])
+    return RecordedCall(
+        f"{name} of {shapes}",
+        f"{name.partition(':')[0]}:{entry['process_group'][0]}",
+        entry["collective_seq_id"],
+        max(0.0, time.time() - entry["time_created_ns"] / 1e9),
+    )

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from diffllm.config import TrainConfig
 from diffllm.distributed.experts import Splits, exchanged_splits
-from diffllm.distributed.fsdp import parallelize
+from diffllm.distributed.fsdp import OneRank, Sharded, Weights, parallelize
 from diffllm.distributed.mesh import Meshes, build_meshes
-from diffllm.distributed.weights import OneRank, Sharded, Weights
 from diffllm.metrics.spikes import WINDOW128_SIGMAS, window128
 from diffllm.model import Transformer, without_storage
 from diffllm.model.attention.ops import Documents

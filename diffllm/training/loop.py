@@ -11,9 +11,8 @@ from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data import Prepared, TrainLoader, training_samples
 from diffllm.distributed.consistency import check_tensors
-from diffllm.distributed.failures import raise_together
 from diffllm.distributed.gradients import parameter_norm
-from diffllm.distributed.stop import Agreed, Agreement
+from diffllm.distributed.stop import Agreed, Agreement, raise_together
 from diffllm.distributed.watch import Watch
 from diffllm.metrics.profiling import StepProfiler
 from diffllm.metrics.sinks import Sinks

@@ -11,8 +11,7 @@ from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedByAll
 from diffllm.data import Prepared, heldout_batches, heldout_documents
 from diffllm.data.sequences import Batch
-from diffllm.distributed.failures import raise_together, together
-from diffllm.distributed.stop import Agreement
+from diffllm.distributed.stop import Agreement, raise_together, together
 from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch
 from diffllm.model.transformer import Transformer
 from diffllm.training.build import Training

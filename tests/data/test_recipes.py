@@ -7,7 +7,7 @@ from sample_texts import sample_documents
 from tiers import slow_but
 
 import diffllm
-from diffllm.cli.prepare import main
+from diffllm.cli import main
 from diffllm.config.yaml_file import as_text, with_recipes
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare

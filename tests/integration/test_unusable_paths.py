@@ -12,7 +12,8 @@ from runs.command import changes, snapshot, tool, train
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.cli import COMMANDS, module_of
+from diffllm.cli import COMMANDS
+from diffllm.config.plugins import module_of
 from diffllm.config.values import PATHS, leaves
 from diffllm.core.errors import ConfigError
 
