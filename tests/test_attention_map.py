@@ -20,7 +20,7 @@ from diffllm import build_model, load_config
 from diffllm import cli as tools
 from diffllm.checkpoint.manifest import FORMAT
 from diffllm.data import Tokenizer
-from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
+from diffllm.data.preparation.prepare import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.maps import LONGEST, LayerMaps, draw, layer_maps, visible

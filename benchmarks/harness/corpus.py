@@ -12,7 +12,7 @@ from pathlib import Path
 
 from diffllm.config import load_config
 from diffllm.data import prepare
-from diffllm.data.text.stdlib import python_files
+from diffllm.data.text.packages import python_files
 
 FOLDER = Path(__file__).parents[2] / "gpu-data"
 CHARACTERS = 4_000_000

@@ -21,7 +21,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, scratch_directory, sync
 from diffllm.core.printing import echo
-from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_of
+from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
 
 CONSOLIDATE = """\
 diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters as safetensors.

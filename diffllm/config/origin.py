@@ -21,7 +21,7 @@ from diffllm.config.values import OF_WEIGHTS
 from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.data.tokenizer_files import tokenizer_of
+from diffllm.data.tokenizer import tokenizer_of
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
 

@@ -11,7 +11,7 @@ from diffllm.config.matching import Matched
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, listed
 from diffllm.data.config import DataConfig
-from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.distributed.world import DistributedConfig
 from diffllm.metrics.diagnostics import DiagnosticsConfig

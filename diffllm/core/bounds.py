@@ -6,6 +6,7 @@ Beyond some upper bounds a number is a slip: sizes overflow, or processes and mo
 import operator
 from collections.abc import Iterator
 from dataclasses import field, fields, is_dataclass
+from numbers import Integral
 from typing import Any
 
 from diffllm.core.errors import ConfigError
@@ -58,3 +59,18 @@ def check_bounds(prefix: str, config: Any) -> None:
                     continue
                 must = AT_ZERO.get((rule, f.metadata[rule]), f"{words} {f.metadata[rule]}")
                 raise ConfigError(f"{section}{f.name.rstrip('_')}={value} must {must}")
+
+
+def check_counts(least: int, **counts: int) -> None:
+    """Raise ConfigError for one that is no whole number, or below the least that can be."""
+    for name, count in counts.items():
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
+            raise ConfigError(f"{name}={count!r} has to be a whole number of at least {least}")
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ConfigError for a rank that there is not."""
+    check_counts(least=1, world_size=world_size)
+    check_counts(least=0, rank=rank)
+    if rank >= world_size:
+        raise ConfigError(f"rank={rank} has to be below world_size={world_size}")

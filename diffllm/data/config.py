@@ -8,7 +8,7 @@ from itertools import pairwise
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import SOURCES
-from diffllm.data.text.formats import FORMATS
+from diffllm.data.text.file_index import FORMATS
 
 
 class SampleBy(Enum):

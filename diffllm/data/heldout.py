@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.counts import check_counts, check_rank
 from diffllm.data.joined import Readable
 from diffllm.data.shards import Stream
 from diffllm.data.tokenizer import Tokenizer

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.config import DataConfig
-from diffllm.data.counts import check_counts, check_rank
 from diffllm.data.heldout import heldout_documents
 from diffllm.data.mixture.prepared import MixtureData, Prepared
 from diffllm.data.mixture.samples import MixedSequences

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from diffllm.core.bounds import check_counts
 from diffllm.core.errors import DataError
-from diffllm.data.counts import check_counts
 from diffllm.data.shards import Stream
 
 Batch = tuple[torch.Tensor, torch.Tensor]

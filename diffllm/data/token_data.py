@@ -5,8 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from diffllm.data.shards import Manifest, Stream, TokenStream
-from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import check_tokenizer, tokenizer_in
+from diffllm.data.tokenizer import Tokenizer, check_tokenizer, tokenizer_in
 
 
 @dataclass(frozen=True)

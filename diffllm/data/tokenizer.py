@@ -1,21 +1,35 @@
-"""Text to token ids and back, by a sentencepiece model."""
+"""Text to token ids and back: sentencepiece models, tokenizers of Hugging Face, and their files."""
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sentencepiece import SentencePieceProcessor
+from diffllm.core.errors import CheckpointError, DataError
+from diffllm.core.files import open_regular, read_bytes, read_text, readable, replace_file
+from diffllm.data.verified import usable
 
-from diffllm.core.errors import DataError
-from diffllm.data.tokenizer_files import located
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
+MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+"""The file of a sentencepiece model; that of a Hugging Face tokenizer, and the one next to it that
+names the token which ends a document."""
+TOKENIZER_FILES = (MODEL, FAST, FAST_CONFIG)
+LARGEST_TOKENIZER = 2**30
+"""Limit in bytes; the largest tokenizers of 256,000 pieces have a thirtieth of it."""
 SPACE_MARK = "\u2581"
 """U+2581, which sentencepiece writes for a space in a piece and cannot tell from one in text."""
 PART = 100_000
 """Characters of the parts that long texts are encoded in: the time for one grows faster than it."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+"""Names of the token that ends a document, if no tokenizer_config.json names it."""
 
 
 class Tokenizer:
@@ -25,7 +39,7 @@ class Tokenizer:
     normalises as it was trained to.
     """
 
-    def __init__(self, processor: SentencePieceProcessor, source: str) -> None:
+    def __init__(self, processor: "SentencePieceProcessor", source: str) -> None:
         self._processor = processor
         self.vocab_size: int = processor.vocab_size()
         self.eos_id: int = processor.eos_id()
@@ -41,9 +55,9 @@ class Tokenizer:
         DataError if it is missing, none of these, or has no EOS piece."""
         path = located(path)
         if path.suffix == ".json":
-            from diffllm.data.fast_tokenizer import FastTokenizer
-
             return FastTokenizer(path)
+        from sentencepiece import SentencePieceProcessor
+
         try:
             processor = SentencePieceProcessor(model_file=str(path))
             processor.id_to_piece(list(range(processor.vocab_size())))  # all are text
@@ -58,7 +72,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Encode each text to token ids, in order, without EOS, in `threads` threads.
 
-        Long texts are encoded in parts, with the ids of one piece.
+        Long texts are encoded in parts, with the ids of the whole text.
         """
         cut = [self._parts(text) for text in texts]
         parts = [part for of_text in cut for part in of_text]
@@ -75,10 +89,10 @@ class Tokenizer:
         ]
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text between two characters that no piece has side by side.
+        """Cut a long text between two characters that no piece contains side by side.
 
-        What lies on either side is then encoded alike on its own. A text is whole where the model
-        changes it beforehand.
+        Each part then has the ids that it has within the text. A text that the model normalises
+        is not cut.
         """
         if len(text) <= 2 * PART or not self._cuttable:
             return [text]
@@ -95,14 +109,13 @@ class Tokenizer:
 
     @cached_property
     def _cuttable(self) -> bool:
-        """Whether a text is taken as it is, but for the mark of a space."""
-        return self._processor.normalize(BEHAVIOUR_PROBE) == BEHAVIOUR_PROBE.replace(
-            " ", SPACE_MARK
-        )
+        """Whether the model takes text as it is, except for the mark of a space."""
+        probe = BEHAVIOUR_PROBE
+        return self._processor.normalize(probe) == probe.replace(" ", SPACE_MARK)
 
     @cached_property
     def _pairs(self) -> frozenset[str]:
-        """The pairs of characters that some piece has side by side."""
+        """The pairs of characters that some piece contains side by side."""
         pieces = map(self.piece, range(self.vocab_size))
         return frozenset(piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1))
 
@@ -113,7 +126,7 @@ class Tokenizer:
         return first + [token for part in rest for token in (*self._mark_bytes, *part)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode `ids` to text; EOS and other control pieces are nothing in it."""
+        """Decode `ids` to text, without EOS and other control pieces."""
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
@@ -128,16 +141,147 @@ class Tokenizer:
         tells apart models with one vocabulary that normalise differently.
         """
         processor = self._processor
-        pieces = [
-            (
-                processor.id_to_piece(index),
-                processor.get_score(index),
-                processor.is_control(index),
-                processor.is_unknown(index),
-                processor.is_byte(index),
-                processor.is_unused(index),
-            )
-            for index in range(self.vocab_size)
-        ]
+        facts = (
+            processor.id_to_piece,
+            processor.get_score,
+            processor.is_control,
+            processor.is_unknown,
+            processor.is_byte,
+            processor.is_unused,
+        )
+        pieces = [[fact(index) for fact in facts] for index in range(self.vocab_size)]
         behaviour = [pieces, self.eos_id, processor.encode(BEHAVIOUR_PROBE)]
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face's `tokenizers` with a token that ends a document.
+
+    Names of special tokens in a text are encoded as text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Load the file; raises DataError if it is no tokenizer or names no end of a document."""
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise DataError(f"{path}: pip install tokenizers reads such files") from error
+        try:
+            self._fast = tokenizers.Tokenizer.from_file(str(path))
+            self._fast.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
+        except Exception as error:
+            raise DataError(f"{path}: not a file of tokenizers ({error})") from error
+        self._fast.encode_special_tokens = True
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        vocabulary = self._fast.get_vocab()
+        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
+        if self.vocab_size > 2**24:
+            raise DataError(f"{path}: token id {self.vocab_size - 1} must be below {2**24}")
+        self.eos_token = end_of_document(path, vocabulary)
+        self.eos_id = int(vocabulary[self.eos_token])
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        """Encode each text to token ids, in order, without EOS, in the library's own threads."""
+        encoded = self._fast.encode_batch(list(texts), add_special_tokens=False)
+        return [each.ids for each in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._fast.decode(list(ids), skip_special_tokens=True))
+
+    def piece(self, token: int) -> str:
+        return str(self._fast.id_to_token(token))
+
+    @cached_property
+    def pieces_hash(self) -> str:
+        """SHA-256 of the file's content, and of the token that ends a document."""
+        content = [json.loads(self._fast.to_str()), self.eos_token]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
+    """Return the token that ends a document: the eos_token of the tokenizer_config.json next to the
+    file, or a usual name; raises DataError."""
+    config = path.with_name(FAST_CONFIG)
+    try:
+        # Not `read_json`: many have a model_max_length beyond 64 bits.
+        content = json.loads(read_text(config, follow=True)) if config.exists() else {}
+        said = content.get("eos_token")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{config}: not a tokenizer's config ({error})") from error
+    name = said.get("content") if isinstance(said, dict) else said
+    if name is None:
+        name = next((usual for usual in USUAL_ENDS if usual in vocabulary), None)
+    if name is None:
+        raise DataError(
+            f"{path}: nothing says which token ends a document; {FAST_CONFIG} next to it does, "
+            'with {"eos_token": "..."}'
+        )
+    if not isinstance(name, str) or name not in vocabulary:
+        raise DataError(f"{path}: it has no token {name!r} to end a document with")
+    return name
+
+
+def located(name: str | Path) -> Path:
+    """Return a tokenizer's file: itself, the one in a directory, or that of a hub's repository.
+
+    Raises DataError if there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (file := tokenizer_in(path)).is_file():
+            return located(file)
+        raise DataError(f"{path} has neither {MODEL} nor {FAST}")
+    if path.is_file():
+        with usable(path), open_regular(path, LARGEST_TOKENIZER, follow=True):
+            return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.suffix in (".model", ".json"):
+        raise DataError(f"{path}: no such tokenizer file")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        with suppress(EntryNotFoundError):
+            hf_hub_download(str(name), FAST_CONFIG)
+        return Path(hf_hub_download(str(name), FAST))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"{name}: no such tokenizer here, and from the hub: {reason}") from error
+
+
+def tokenizer_in(directory: Path) -> Path:
+    """Return the file of the tokenizer in a directory of tokens, a run or a model."""
+    fast = directory / FAST
+    return fast if fast.is_file() else directory / MODEL
+
+
+def tokenizer_of(run: Path) -> Path:
+    """Return the tokenizer's file in a run; raises CheckpointError if it is missing or no regular
+    file."""
+    for name in (FAST, MODEL):
+        if os.path.lexists(run / name):
+            with readable(run / name):
+                open_regular(run / name, LARGEST_TOKENIZER).close()
+            return run / name
+    raise CheckpointError(f"{run} has no {MODEL}")
+
+
+def check_tokenizer(path: Path) -> None:
+    """Raise DataError unless a tokenizer's file in the cache can be read."""
+    with usable(path, path.parent), open_regular(path, LARGEST_TOKENIZER, follow=True):
+        pass
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Read the files of the tokenizer of `path`, by the names that they have in a directory."""
+    with usable(path):
+        content = read_bytes(path, LARGEST_TOKENIZER, follow=True)
+    if path.suffix != ".json":
+        return {MODEL: content}
+    config = json.dumps({"eos_token": FastTokenizer(path).eos_token}) + "\n"
+    return {FAST: content, FAST_CONFIG: config.encode()}
+
+
+def write_tokenizer(path: Path, directory: Path) -> None:
+    for name, content in tokenizer_files(path).items():
+        replace_file(directory / name, content)

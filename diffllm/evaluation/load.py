@@ -22,7 +22,7 @@ from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
 from diffllm.data import Prepared, Tokenizer, prepare, sequences_in
 from diffllm.data.sequences import read_sequences
-from diffllm.data.tokenizer_files import tokenizer_of
+from diffllm.data.tokenizer import tokenizer_of
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend, Documents

@@ -19,7 +19,7 @@ from diffllm.core.files import user_path
 from diffllm.data import Tokenizer
 from diffllm.data.tasks.own_file import OwnFile
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of
-from diffllm.data.text.formats import JSON_LINES
+from diffllm.data.text.file_index import JSON_LINES
 from diffllm.evaluation.answers import Answers, line, questions, share
 from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject
 from diffllm.evaluation.outliers import Outliers

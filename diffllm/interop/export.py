@@ -19,8 +19,14 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import check_absent, new_directory
 from diffllm.data import Tokenizer
-from diffllm.data.tokenizer import BEHAVIOUR_PROBE, SPACE_MARK
-from diffllm.data.tokenizer_files import FAST, MODEL, tokenizer_files, tokenizer_of
+from diffllm.data.tokenizer import (
+    BEHAVIOUR_PROBE,
+    FAST,
+    MODEL,
+    SPACE_MARK,
+    tokenizer_files,
+    tokenizer_of,
+)
 from diffllm.model.auto_setting import dtype_name
 from diffllm.model.config import ModelConfig
 

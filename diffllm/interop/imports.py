@@ -20,7 +20,7 @@ from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, origin_of
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import check_absent, new_directory, user_path
-from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files
+from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files
 from diffllm.model import without_storage
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")

@@ -25,7 +25,7 @@ from diffllm.core.files import (
     why_no_file,
     write_atomic,
 )
-from diffllm.data.tokenizer_files import TOKENIZER_FILES, tokenizer_files, tokenizer_in
+from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.metrics.records import read_changes, read_ending, read_record, read_summary
 
 REQUEUE_FILE = "requeue"

@@ -15,7 +15,7 @@ from diffllm.config.plugins import plugin_versions
 from diffllm.config.schema import Changes
 from diffllm.core.errors import UserError
 from diffllm.data import Prepared, packing_counts, prepare
-from diffllm.data.tokenizer_files import tokenizer_in
+from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.launcher import keep_mode
 from diffllm.metrics.records import stopped_text

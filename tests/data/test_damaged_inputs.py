@@ -24,9 +24,8 @@ from tiers import slow_but
 from diffllm.core.errors import DataError, UserError
 from diffllm.data import TokenData, Tokenizer, verified
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.imported.parquet import batches
-from diffllm.data.imported.prepared import open_tokens
 from diffllm.data.text.corpus import open_corpus
+from diffllm.data.token_files import open_tokens, rows_of_tokens
 
 IMPORTED = Path(__file__).parents[1] / "data_files" / "imported"
 TEXTS = [f'{i} \u00e9\u2581 "quoted" \\ {"abc " * i}\u2028end' for i in range(12)]
@@ -257,7 +256,7 @@ def imported_tokens(file: Path) -> None:
 
 
 def copied_tokens(file: Path) -> None:
-    for rows in batches(file, "ids", 400):
+    for rows in rows_of_tokens(file, "ids", 400):
         assert all(((row >= 0) & (row < 400)).all() for row in rows)
 
 

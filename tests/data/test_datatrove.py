@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from diffllm import load_config, train
 from diffllm.data import prepare
-from diffllm.data.imported.prepared import open_tokens
+from diffllm.data.token_files import open_tokens
 
 README = Path(__file__).parents[2] / "data" / "README.md"
 SBATCH = """

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from diffllm.core.errors import DataError
 from diffllm.data import Tokenizer, prepare
-from diffllm.data.fast_tokenizer import FastTokenizer
-from diffllm.data.tokenizer_files import located, tokenizer_files, tokenizer_in
+from diffllm.data.tokenizer import FastTokenizer, located, tokenizer_files, tokenizer_in
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|endoftext|>"

@@ -20,11 +20,11 @@ from diffllm.data.config import DataConfig, SampleBy
 TEXTS = sample_documents(300)
 PREPARE = """
 import sys
-from diffllm.data import waiting
+from diffllm.data import progress
 from diffllm.data.config import DataConfig
-from diffllm.data.preparation import reporter, workers
+from diffllm.data.preparation import workers
 from diffllm.data.preparation.prepare import prepare
-waiting.PATIENCE = reporter.EVERY = 0.5
+progress.PATIENCE = workers.EVERY = 0.5
 cache, dataset, revision = sys.argv[1:]
 print(prepare(DataConfig(
     source="hub", dataset=dataset, revision=revision or None, cache_dir=cache, vocab_size=400,

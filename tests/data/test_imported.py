@@ -17,12 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
-from diffllm.data import TokenData, prepare
+from diffllm.data import TokenData, prepare, token_files
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
-from diffllm.data.imported import parquet
-from diffllm.data.imported.files import TokenFile, WithEnds, ended
-from diffllm.data.imported.megatron import HEADER, MAGIC
-from diffllm.data.imported.prepared import FilesStream, ImportedData, open_tokens
+from diffllm.data.imported import FilesStream, ImportedData
+from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_tokens
 from diffllm.evaluation.load import own_data
 from diffllm.training.resume import continued
 from diffllm.training.state import LoopState
@@ -299,7 +297,7 @@ def table(path: Path, column: str = "input_ids", **more: Any) -> Path:
 def test_a_column_of_tokens_is_copied_as_it_is(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr(parquet, "ROWS", rows)
+    monkeypatch.setattr(token_files, "ROWS", rows)
     data = prepare(make(table(tmp_path / "a.parquet"), text_column="input_ids"))
     splits = {name: data.split(name) for name in ("train", "heldout")}
     read = {}
@@ -391,14 +389,14 @@ def test_a_tokenizer_that_is_gone_is_noticed(make: Make) -> None:
         prepare(make(FILES / NAMES[0]))
 
 
-def test_tokens_of_another_tokenizer_are_noticed(make: Make) -> None:
+def test_tokens_of_another_tokenizer_are_noticed(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):
         stream.tokens(0, len(ALL))
-    ends = np.array([2, 4])
-    half = TokenFile(Path("f.bin"), np.array([5, EOS, 5, 6]), lambda i: ends[i], 2, 400)
+    np.array([5, EOS, 5, 6], "<u2").tofile(tmp_path / "half.ds")
+    write_index(tmp_path / "half.ds", np.array([2, 2]))
     with pytest.raises(DataError, match="1 of 2 documents end with token 1"):
-        ended(half, EOS)
+        open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
 def test_what_is_missing_is_said(make: Make, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from diffllm.core.errors import DataError
 from diffllm.data import TokenStream, heldout_documents, heldout_tokens, ignores_targets
 from diffllm.data.config import DataConfig
-from diffllm.data.imported.prepared import FilesStream
+from diffllm.data.imported import FilesStream
 from diffllm.data.mixture.prepared import JoinedStream
 from diffllm.data.packing.plan import Plan, write_plan
 from diffllm.data.packing.sequences import PackedSequences

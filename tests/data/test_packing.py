@@ -20,7 +20,7 @@ from diffllm.config.compose import steps_of_epochs
 from diffllm.core.errors import DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, packing_counts, sequences_of_epoch
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
-from diffllm.data.imported.prepared import FilesStream
+from diffllm.data.imported import FilesStream
 from diffllm.data.loader import training_samples
 from diffllm.data.mixture.prepared import MixtureData
 from diffllm.data.packing import pieces as pieces_module

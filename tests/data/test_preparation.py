@@ -20,7 +20,7 @@ from tiers import slow_but
 from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.preparation.single import cut_in_two
+from diffllm.data.preparation.prepare import cut_in_two
 from diffllm.data.text.corpus import open_corpus
 
 MakeConfig = Callable[..., DataConfig]
@@ -28,10 +28,10 @@ MakeConfig = Callable[..., DataConfig]
 PREPARE = """
 import sys
 from diffllm.data.preparation import encoding, prepare as preparation, tokens
-from diffllm.data import waiting
+from diffllm.data import progress
 from diffllm.data.config import DataConfig, SampleBy
 corpus, cache, stage, patience = sys.argv[1:]
-waiting.PATIENCE = float(patience)
+progress.PATIENCE = float(patience)
 if stage != "all":
     import time
     def hang(*args, **kwargs):

@@ -14,7 +14,7 @@ from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.loader import training_samples
 from diffllm.data.preparation import encoding
-from diffllm.data.preparation.config import PrepareConfig
+from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.data.text import files
 
 MakeConfig = Callable[..., DataConfig]

@@ -14,7 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 from diffllm.core.errors import DataError
 from diffllm.data import TokenData, Tokenizer, prepare, tokenizer
 from diffllm.data.config import DataConfig
-from diffllm.data.preparation.train_tokenizer import train_tokenizer, training_sample
+from diffllm.data.preparation.prepare import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
 
 CODE = [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]

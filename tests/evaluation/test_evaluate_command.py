@@ -14,7 +14,7 @@ from diffllm import build_model, load_config
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.cli import main
 from diffllm.data import Tokenizer
-from diffllm.data.preparation.train_tokenizer import train_tokenizer
+from diffllm.data.preparation.prepare import train_tokenizer
 from diffllm.data.tasks.task import TASKS
 from diffllm.evaluation import suite
 from diffllm.evaluation.answers import Answers, numbers_of

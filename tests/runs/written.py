@@ -28,8 +28,8 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.config.matching import totals
 from diffllm.core.files import write_atomic
 from diffllm.data import TokenData, prepare
-from diffllm.data.preparation.train_tokenizer import train_tokenizer
-from diffllm.data.tokenizer_files import tokenizer_in
+from diffllm.data.preparation.prepare import train_tokenizer
+from diffllm.data.tokenizer import tokenizer_in
 from diffllm.model import Transformer
 
 if TYPE_CHECKING:

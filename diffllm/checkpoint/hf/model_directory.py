@@ -23,8 +23,7 @@ from torch import Tensor
 from diffllm.checkpoint.hf.layout import ARCHITECTURE, OF_MACHINE, VARIANTS, Mapped, layout_of
 from diffllm.core.errors import CheckpointError, ConfigError, DataError, listed
 from diffllm.core.files import open_regular, read_json, readable
-from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import FAST, MODEL
+from diffllm.data.tokenizer import FAST, MODEL, Tokenizer
 from diffllm.model import without_storage
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config

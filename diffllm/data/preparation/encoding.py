@@ -1,4 +1,4 @@
-"""One part of a corpus to token shards of its own, and a record of what they hold."""
+"""One part of a corpus to token shards of its own, and a record of these shards."""
 
 import hashlib
 import json
@@ -12,18 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from diffllm.core.errors import DataError
-from diffllm.core.files import replace_file
+from diffllm.core.files import locked, replace_file
 from diffllm.core.typed import read_typed
-from diffllm.data.preparation.arrays import write_array
-from diffllm.data.preparation.workers import Meter
-from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits
-from diffllm.data.text.corpus import Part
+from diffllm.data.preparation.workers import DONE, READING, Counts
+from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits, token_dtype
+from diffllm.data.text.corpus import Corpus, Part
 from diffllm.data.tokenizer import Tokenizer
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
-ALL_HASHES = 2**64
 HALF = 2**63
-"""Hashes less this fit into 64 bits with a sign, as numbers of JSON must."""
+"""Hashes minus this fit into signed 64 bits, as numbers of JSON must."""
 
 
 class Document(NamedTuple):
@@ -35,21 +33,21 @@ class Document(NamedTuple):
 
     @property
     def predicted_bytes(self) -> int:
-        """The bytes of it that are to be predicted."""
+        """Count the bytes that are to be predicted."""
         return len(self.text) + sum(map(len, self.prompt[1::2]))
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """A description of the shards of a part, written when they are complete."""
+    """The record of a part's shards, written when they are complete."""
 
     splits: dict[str, Split]
     skipped_empty: int
     below: int
-    """Documents whose hash is below this are held out; all hashes here are less HALF."""
+    """Documents whose hash is below this are held out; all hashes here are minus HALF."""
     least: int | None
     most: int | None
-    """The range of the documents' hashes; None where there is no document."""
+    """The range of the documents' hashes; None if there is no document."""
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
@@ -59,7 +57,7 @@ class PartRecord:
         return record
 
     def changes_with(self, below: int) -> bool:
-        """Whether another hash below which documents are held out holds others out here."""
+        """Whether another limit `below` holds out other documents of this part."""
         low, high = sorted((below - HALF, self.below))
         if self.least is None or self.most is None or low == high:
             return False
@@ -68,92 +66,97 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Encoding:
-    """All that encoding a part takes."""
+    """Encodes the parts of a corpus.
 
-    parts: Sequence[Part]
+    Args:
+        partial: directory of the records of finished parts.
+        heldout_below: documents whose hash is below this are held out.
+        cut: the last part alone is held out instead.
+    """
+
+    corpus: Corpus
     tokenizer: Tokenizer
-    records: Path
-    """Directory of the records of parts that are done."""
-    directory: Path
-    """Directory of shards."""
+    partial: Path
     heldout_below: int
-    """Documents whose hash is below this are held out."""
-    last_is_heldout: bool
-    """Instead of these, the last part alone is held out."""
-    has_prompts: bool
-    """Whether documents begin with what is only context."""
+    cut: bool
+
+    @property
+    def directory(self) -> Path:
+        """The directory of shards, which becomes that of all tokens."""
+        return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
-        """Whether the shards of a part are complete, whichever documents they hold out."""
-        return self.record(number) is not None
-
-    def is_stale(self, number: int) -> bool:
-        """Whether a part has to be encoded anew, since it holds other documents out."""
-        record = self.record(number)
-        return record is None or record.changes_with(self.heldout_below)
-
-    def record(self, number: int) -> PartRecord | None:
-        """Read the record of a part; None where it is not done."""
+        """Whether the shards of a part are complete and hold out the right documents."""
+        size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
-            return PartRecord.load(self.records, number)
+            record = PartRecord.load(self.partial, number)
+            shards = [shard for split in record.splits.values() for shard in split.shards]
+            there = [(self.directory / s.file).stat().st_size == s.tokens * size for s in shards]
         except (OSError, ValueError):
-            return None
+            return False
+        return all(there) and not record.changes_with(self.heldout_below)
 
-    def encode(self, number: int, meter: Meter, threads: int) -> None:
-        """Write the shards of a part, those of former attempts over, and then its record."""
+    def work(self, number: int, counts: Counts, threads: int) -> None:
+        """Encode a part unless it is done."""
+        # A worker whose parent was killed may still write this part; it ends within a second.
+        with locked(self.partial / f"part-{number:05d}.lock"):
+            counts.state[number] = READING
+            if not self.is_done(number):
+                self.encode(number, counts, threads)
+        counts.state[number] = DONE
+
+    def encode(self, number: int, counts: Counts, threads: int) -> None:
+        """Write a part's shards (overwriting earlier attempts), then its record."""
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # of tokenizers, which has threads a process
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-        vocab_size, masked = self.tokenizer.vocab_size, self.has_prompts
+        vocab_size, masked = self.tokenizer.vocab_size, self.corpus.has_prompts
         writers = {
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
-        empty, least, most = 0, ALL_HASHES, -1
-        for kept, blank in batches(self.parts[number]):
+        empty, least, most = 0, 2 * HALF, -1
+        for kept, blank in batches(self.corpus.parts[number]):
             empty += blank
             if not kept:
                 continue
             hashes = document_hashes(kept)
             least, most = min(least, int(hashes.min())), max(most, int(hashes.max()))
             tokens, sizes = self.tokens_of(kept, threads)
-            is_heldout = self.heldout(number, hashes)
+            is_heldout = hashes < np.uint64(self.heldout_below)
+            if self.cut:
+                is_heldout[:] = number == len(self.corpus.parts) - 1
             for split, chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
                 mine = np.flatnonzero(chosen).tolist()
-                ids = [tokens[i] for i in mine]
                 writers[split].add(
-                    np.fromiter(chain.from_iterable(ids), dtype=np.uint32),
+                    np.fromiter(chain.from_iterable(tokens[i] for i in mine), dtype=np.uint32),
                     sum(kept[i].predicted_bytes for i in mine),
                     len(mine),
                     loss_mask([sizes[i] for i in mine]) if masked else None,
                 )
-            meter.add(sum(d.predicted_bytes for d in kept), sum(map(len, tokens)))
-        splits = {split: writer.finish() for split, writer in writers.items()}
-        counts = writers["heldout"].counts
-        there_are = np.flatnonzero(counts)
-        write_array(counts_path(self.records, number), np.stack((there_are, counts[there_are])))
-        there = most >= 0
+            counts.text_bytes[number] += sum(d.predicted_bytes for d in kept)
+            counts.tokens[number] += sum(map(len, tokens))
         record = PartRecord(
-            splits=splits,
+            splits={split: writer.finish() for split, writer in writers.items()},
             skipped_empty=empty,
             below=self.heldout_below - HALF,
-            least=least - HALF if there else None,
-            most=most - HALF if there else None,
+            least=least - HALF if most >= 0 else None,
+            most=most - HALF if most >= 0 else None,
         )
-        replace_file(record_path(self.records, number), json.dumps(asdict(record)))
+        replace_file(record_path(self.partial, number), json.dumps(asdict(record)))
 
     def tokens_of(
         self, documents: Sequence[Document], threads: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode documents, each with its EOS; where there are prompts, say also how many tokens of
-        each are in turn only context and to be predicted.
+        """Encode documents, each with its EOS; with prompts, also return how many tokens of each
+        are in turn only context and to be predicted.
 
-        What is only context is encoded apart, so that no token is of both.
+        Context is encoded separately, so that no token spans context and text.
         """
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
         for ids in tokens:
             ids.append(self.tokenizer.eos_id)
-        if not self.has_prompts:
+        if not self.corpus.has_prompts:
             return tokens, []
         before = [piece.decode() for document in documents for piece in document.prompt]
         encoded = iter(self.tokenizer.encode_batch(before, threads))
@@ -163,16 +166,14 @@ class Encoding:
         ]
         return [list(chain(*ids)) for ids in apart], [list(map(len, ids)) for ids in apart]
 
-    def heldout(self, number: int, hashes: np.ndarray) -> np.ndarray:
-        """Choose the documents of a part that are held out, (n,) bool."""
-        if self.last_is_heldout:
-            return np.full(len(hashes), number == len(self.parts) - 1)
-        return hashes < np.uint64(self.heldout_below)
+
+def record_path(partial: Path, number: int) -> Path:
+    return partial / f"part-{number:05d}.json"
 
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents of a part that are more than whitespace, in order, in lists of about
-    BATCH_BYTES or BATCH_DOCUMENTS, and how many were not; raises DataError."""
+    """Yield the documents of a part that are not blank, in order, in lists of about BATCH_BYTES or
+    BATCH_DOCUMENTS, and the number of blank ones; raises DataError."""
     batch: list[Document] = []
     empty = size = 0
     for some in part.read():
@@ -201,16 +202,10 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return which tokens of documents, one behind the other, are to be predicted, (n,) bool, where
-    each has so many tokens that are in turn only context and to be predicted."""
+    """Return which tokens of consecutive documents are to be predicted, (n,) bool.
+
+    Args:
+        sizes: of each document, the tokens that are in turn only context and to be predicted.
+    """
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)
-
-
-def record_path(directory: Path, number: int) -> Path:
-    return directory / f"part-{number:05d}.json"
-
-
-def counts_path(directory: Path, number: int) -> Path:
-    """Return the place of a part's held-out tokens and how often each is there, (2, n) int64."""
-    return directory / f"heldout-{number:05d}.npy"

@@ -1,37 +1,60 @@
-"""From a data config to token shards, which a cache keeps."""
+"""From a data config to a tokenizer and token shards, which a cache keeps."""
 
+import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
-from diffllm.data.imported.prepared import prepare_tokens
+from diffllm.data.imported import prepare_tokens
 from diffllm.data.mixture.naming import of_source
 from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
-from diffllm.data.preparation.config import PrepareConfig
-from diffllm.data.preparation.single import cut_in_two
 from diffllm.data.preparation.tokens import TokensJob, remove_unless_held
-from diffllm.data.preparation.train_tokenizer import TRAINING, train_tokenizer, training_sample
-from diffllm.data.preparation.workers import available_cores
+from diffllm.data.preparation.workers import PrepareConfig, available_cores
+from diffllm.data.progress import said_if_long
 from diffllm.data.shards import FORMAT_VERSION
-from diffllm.data.text.corpus import Corpus, open_corpus
+from diffllm.data.text.corpus import Corpus, Part, TextBatch, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import MODEL, check_tokenizer, located
-from diffllm.data.waiting import said_if_long
+from diffllm.data.tokenizer import MODEL, Tokenizer, check_tokenizer, located
 
 DIVISION = "in parts"
 """How a corpus becomes shards; another way has other keys."""
+WINDOW_BYTES = 4096
+READ_FOR_SAMPLE = 8
+"""Bytes of a large corpus that are read per byte of the tokenizer's sample."""
+MOST_SAMPLED = 64
+"""Parts of a large corpus that are read for the sample."""
+
+# Llama's settings, except that line breaks may be part of a piece: a break and the indentation
+# after it are then one or two tokens (README.md has the measurements).
+TRAINING: dict[str, Any] = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "max_sentencepiece_length": 32,
+    "max_sentence_length": 8 * WINDOW_BYTES,
+    "unk_id": 0,
+    "eos_id": 1,
+    "bos_id": -1,
+    "pad_id": -1,
+}
 
 
 def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
-    """Return the token shards of `cfg`'s corpus, made if the cache does not hold them yet.
+    """Return the token shards of `cfg`'s corpus, made if the cache does not contain them yet.
 
-    Safe to call in any number of processes at once: one prepares, the others wait for it. To be
-    called before process groups exist, for preparing can outlast their timeout.
+    Safe to call in any number of processes at once: one prepares, the others wait for it. Call it
+    before process groups exist, because preparing can outlast their timeout.
     Raises ConfigError for a value that no corpus can satisfy, DataError for a corpus, tokenizer or
     cache directory that cannot be used.
     """
@@ -43,8 +66,10 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
         data: Prepared
         if cfg.source == MIXTURE:
             data = prepare_mixture(cfg, cache_dir, how)
+        elif cfg.source == TOKENS:
+            data = prepare_tokens(cfg, cache_dir)
         else:
-            data = prepare_source(cfg, cache_dir, how)
+            data = prepare_text(cfg, open_corpus(cfg, cache_dir), cache_dir, how)
         data.check()
         return data
     except OSError as error:
@@ -55,8 +80,8 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
 def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
     """Prepare the sources of a mixture one by one, with one tokenizer.
 
-    Where none is given it is trained on all of them, on as many bytes of each; weights, which may
-    change on a run's way, have no part in it.
+    If none is given, the tokenizer is trained on an equal number of bytes of each source. Weights,
+    which may change during a run, do not matter.
     """
     each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
     texts = {
@@ -72,7 +97,7 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
         sample = (
             part for name in names for part in under_name(name, training_sample(texts[name], size))
         )
-        path = trained_tokenizer(cache_dir, combined_hash([MIXTURE, *what]))
+        path = trained_tokenizer(cache_dir, [MIXTURE, *what])
         build_tokenizer(cfg, sample, path, list(texts.values()))
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
@@ -86,19 +111,12 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
     return MixtureData(prepared)
 
 
-def prepare_source(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenData:
-    """Prepare one source that stands alone."""
-    if cfg.source == TOKENS:
-        return prepare_tokens(cfg, cache_dir)
-    return prepare_text(cfg, open_corpus(cfg, cache_dir), cache_dir, how)
-
-
 def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> TokenData:
-    """Prepare text: a tokenizer, unless one is given, and tokens, unless they are there."""
+    """Prepare a tokenizer, unless one is given, and the tokens of a corpus."""
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
-        tokenizer_key = combined_hash(training)[:32]
-        tokenizer_path = trained_tokenizer(cache_dir, tokenizer_key)
+        tokenizer_path = trained_tokenizer(cache_dir, training)
+        tokenizer_key = tokenizer_path.parent.name
     else:
         tokenizer_path = located(cfg.tokenizer)
         tokenizer_key = Tokenizer.from_file(tokenizer_path).pieces_hash
@@ -124,18 +142,52 @@ def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareC
     return TokenData(directory)
 
 
-def trained_tokenizer(cache_dir: Path, key: str) -> Path:
-    """Return the place of a tokenizer that is trained here."""
-    return cache_dir / "tokenizers" / key[:32] / MODEL
+def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
+    """Cut a corpus of a single document into two parts, the last of which is its end.
+
+    The end is `fraction` of the text, or a little more to begin with a line or a word. Returns None
+    for a corpus of several documents. Raises DataError if all of them are equal, or the only one
+    cannot be cut.
+    """
+    too_few = DataError(
+        "the corpus has fewer than two distinct documents, too few to hold one out; "
+        "cut txt files into more with data.sample_by=paragraph"
+    )
+    if corpus.has_prompts:
+        return None
+    texts = corpus.texts()
+    text = next(texts, None)
+    if text is None:
+        raise DataError(f"{corpus.description}: no document has any text")
+    second = next(texts, None)
+    if second is not None:
+        if all(text == other for other in chain([second], texts)):
+            raise too_few
+        return None
+    end = len(text.rstrip())
+    size = max(1, round(fraction * end))
+    latest, earliest = end - size, max(0, end - 2 * size)
+    cuts = (text.rfind(mark, earliest, latest) + 1 for mark in "\n ")
+    cut = next((cut for cut in cuts if cut), latest)
+    if text[:cut].isspace() or not cut:
+        raise too_few
+    blank = sum(not t or t.isspace() for p in corpus.parts for d in p.read() for t in d.texts)
+    halves = [TextsPart("its beginning", [text[:cut]]), TextsPart("its end", [text[cut:]])]
+    return replace(corpus, list_parts=lambda: halves, skipped_empty=corpus.skipped_empty + blank)
+
+
+def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:
+    """Return the path of a tokenizer that is trained on `what`."""
+    return cache_dir / "tokenizers" / combined_hash(what)[:32] / MODEL
 
 
 def build_tokenizer(
     cfg: DataConfig, sample: Iterator[str], path: Path, corpora: Sequence[Corpus]
 ) -> None:
-    """Train a tokenizer on a sample of text, unless it is there or another process does.
+    """Train a tokenizer on a sample of text, unless it exists or another process trains it.
 
     Args:
-        corpora: what the sample is of; DataError is raised where one has changed meanwhile.
+        corpora: the sample's; DataError is raised if one has changed meanwhile.
     """
 
     def build(directory: Path) -> None:
@@ -147,6 +199,77 @@ def build_tokenizer(
     with said_if_long(f"the tokenizer {path}, which is trained"):
         build_once(path.parent, build)
     check_tokenizer(path)
+
+
+def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> bytes:
+    """Train a sentencepiece model of exactly `vocab_size` pieces; return it serialised.
+
+    The pieces depend only on the text of `sample` and on `vocab_size`. Raises DataError for a
+    corpus that cannot fill, or does not fit, a vocabulary of that size.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=sample,
+            model_writer=model,
+            vocab_size=vocab_size,
+            num_threads=threads,
+            minloglevel=2,
+            **TRAINING,
+        )
+    except RuntimeError as error:
+        message, reason = str(error), f"cannot be trained: {error}"
+        if limit := re.search(r"set it to a value <= (\d+)", message):
+            reason = f"is more than this corpus can fill; the largest that works is {limit[1]}"
+        elif needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+            least = int(needed[1]) + 1
+            reason = f"is too small for this corpus: bytes and single characters alone need {least}"
+        raise DataError(f"data.vocab_size={vocab_size} {reason}") from error
+    return model.getvalue()
+
+
+def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
+    """Yield about `sample_bytes` of text, in windows spread evenly over the text that is read.
+
+    A small corpus is read whole, a large one at the beginnings of parts spread evenly over it.
+    """
+    number = min(len(corpus.parts), MOST_SAMPLED)
+    parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]
+    limit = -(-READ_FOR_SAMPLE * sample_bytes // max(number, 1))
+    total = sum(len(text) for part in parts for text in beginning(part, limit))
+    windows = -(-min(sample_bytes, total) // WINDOW_BYTES)
+    window = end = 0
+    for part in parts:
+        for text in beginning(part, limit):
+            begin, end = end, end + len(text)
+            while window < windows and (place := window * total // windows) < end:
+                start = place - begin
+                yield text[start : start + WINDOW_BYTES].decode(errors="ignore")
+                window += 1
+
+
+def beginning(part: Part, limit: int) -> Iterator[bytes]:
+    """Yield the texts of a part, in UTF-8, until there are `limit` bytes."""
+    read = 0
+    for documents in part.read():
+        for text in filter(None, texts_of(documents)):
+            encoded = text.encode()
+            yield encoded
+            read += len(encoded)
+            if read >= limit:
+                return
+
+
+def texts_of(documents: TextBatch) -> list[str | None]:
+    """Return the texts of documents and then their prompts; one of several pieces is one text."""
+    before = documents.before
+    texts = [
+        "".join((*pieces, text or "")) if len(pieces) > 1 else text
+        for pieces, text in zip(before, documents.texts, strict=True)
+    ]
+    return [*texts, *(pieces[0] for pieces in before if len(pieces) == 1)]
 
 
 def under_name(name: str, texts: Iterator[str]) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """All parts of a corpus to one directory of shards, whose manifest joins them.
 
-Until then they lie in a directory whose name has ".partial-" in it, with a record of each part that
-is done, from which a later start goes on.
+Until all parts are done, they lie in a directory with ".partial-" in its name, with a record of
+each finished part. A later start resumes from these records.
 """
 
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,32 +20,28 @@ from filelock import Timeout
 from diffllm.core.errors import DataError
 from diffllm.core.files import locked, publish, read_text, replace_file
 from diffllm.core.printing import to_stderr
-from diffllm.data.preparation.arrays import read_array
-from diffllm.data.preparation.config import PrepareConfig
-from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, counts_path
-from diffllm.data.preparation.reporter import Reporter
+from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord
 from diffllm.data.preparation.workers import (
-    SIZE_DONE,
-    TEXT_BYTES,
-    TOKENS,
+    DONE,
+    READING,
     Counts,
-    Meter,
+    PrepareConfig,
+    Reporter,
     available_cores,
-    claim,
+    some_of,
     work_through,
 )
-from diffllm.data.shards import SPLITS, Manifest, together
+from diffllm.data.progress import held
+from diffllm.data.shards import SPLITS, Manifest, TokenStream, as_targets, entropy, together
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
-from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.tokenizer_files import tokenizer_in, write_tokenizer
+from diffllm.data.tokenizer import Tokenizer, tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark, usable
-from diffllm.data.waiting import held
 
 ORIGIN = "origin"
-"""The file, beside the records of parts, that says where their corpus lies."""
-TOKENS_BESIDE = "tokens"
-"""The directory, beside the records of parts, that becomes that of all tokens."""
+"""The file, next to the records of parts, that says where their corpus lies."""
+COUNTED = 1 << 22
+"""Tokens that are counted at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class TokensJob:
     """A corpus that becomes tokens in one directory.
 
     Args:
-        cut: that the corpus is a single document, whose last part is held out.
-        origin: hash of where the corpus lies and what is made of it, whatever its content.
+        cut: the corpus is a single document, whose last part is held out.
+        origin: hash of the corpus's place and of the settings, whatever its content.
     """
 
     corpus: Corpus
@@ -65,7 +62,7 @@ class TokensJob:
 
     @cached_property
     def partial(self) -> Path:
-        """The directory of parts that are done; another division into parts has another."""
+        """The directory of finished parts; another division into parts has another."""
         division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
@@ -73,7 +70,7 @@ class TokensJob:
         """Encode the parts that are not done, and join all.
 
         Raises DataError for a corpus that cannot be read, OSError for a directory that cannot be
-        written. What is done by then stays.
+        written. Finished parts stay.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
@@ -84,91 +81,85 @@ class TokensJob:
             started = time.monotonic()
             encoding = self.encoding()
             self.remove_outdated()
-            self.encode(encoding, how, encoding.is_done)
+            self.encode(encoding, how)
             self.join(encoding, how, started)
 
     def encoding(self) -> Encoding:
         """Make the directories, and return what encodes a part."""
-        tokens = self.partial / TOKENS_BESIDE
+        tokens = self.partial / "tokens"
         tokens.mkdir(parents=True, exist_ok=True)
         replace_file(self.partial / ORIGIN, str(self.origin))
         write_tokenizer(self.tokenizer, tokens)
-        return Encoding(
-            parts=self.corpus.parts,
-            tokenizer=Tokenizer.from_file(tokenizer_in(tokens)),
-            records=self.partial,
-            directory=tokens,
-            heldout_below=math.floor(self.heldout_fraction * 2**64),
-            last_is_heldout=self.cut,
-            has_prompts=self.corpus.has_prompts,
-        )
+        tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
+        below = math.floor(self.heldout_fraction * 2**64)
+        return Encoding(self.corpus, tokenizer, self.partial, below, self.cut)
 
-    def encode(
-        self, encoding: Encoding, how: PrepareConfig, is_done: Callable[[int], bool]
-    ) -> None:
+    def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
         """Encode the parts that are not done, in processes, and report the progress.
 
         Raises as `build`, and DataError for a process that is killed.
         """
-        parts = encoding.parts
-        todo = [number for number in range(len(parts)) if not is_done(number)]
+        parts = self.corpus.parts
+        todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
             return
-        cores = available_cores()
-        counts = Counts(min(how.processes or cores, len(todo)))
-        threads = max(1, cores // counts.processes)
+        cores, counts = available_cores(), Counts(len(parts))
+        processes = min(how.processes or cores, len(todo))
+        threads = max(1, cores // processes)
         sizes = [max(1, part.size) for part in parts]
         before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
-        with Reporter(Path(f"{self.final}.log")) as reporter:
+
+        def reading() -> list[str]:
+            return sorted({parts[i].name for i in todo if counts.state[i] == READING})
+
+        with Reporter(Path(f"{self.final}.log"), before) as reporter:
             if before:
-                reporter.line(f"going on: {len(todo)} of {len(parts)} parts are left")
+                reporter.line(f"resuming: {len(todo)} of {len(parts)} parts are left")
 
             def tick() -> None:
-                read = sorted({parts[number].name for number in counts.current()})
-                others = [f"part {number} of another process" for number in counts.waiting()]
-                done = before + counts.total(SIZE_DONE) / sum(sizes)
-                encoded = counts.total(TEXT_BYTES), counts.total(TOKENS)
-                reporter.show(min(done, 1.0), before, *encoded, read or others)
+                done = sum(sizes[number] for number in todo if counts.state[number] == DONE)
+                share = min(before + done / sum(sizes), 1.0)
+                reporter.show(share, sum(counts.text_bytes), sum(counts.tokens), reading())
 
-            def in_threads(number: int, meter: Meter) -> None:
-                encoding.encode(number, meter, threads)
-
-            def names(numbers: list[int]) -> str:
-                read = sorted({parts[number].name for number in numbers})
-                return ", ".join(read[:3]) or "nothing"
+            def work(number: int) -> None:
+                encoding.work(number, counts, threads)
 
             try:
-                work_through(
-                    todo, in_threads, is_done, sizes.__getitem__, self.partial, counts, tick, names
-                )
-            except BaseException:
-                remove_unfinished(encoding, is_done)
+                work_through(todo, work, processes, tick)
+            except BaseException as error:
+                for path in encoding.directory.glob("*-*-*"):
+                    if not encoding.is_done(int(path.name.split("-")[1])):
+                        path.unlink()
+                if isinstance(error, BrokenProcessPool):
+                    raise DataError(
+                        "a process of the preparation was killed, perhaps because memory ran out, "
+                        f"while these were read: {some_of(reading()) or 'nothing'}; run the same "
+                        "command again to resume"
+                    ) from error
                 raise
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
-        """Write the manifest of all parts, and give the directory its name."""
-        parts = range(len(self.corpus.parts))
-        records = self.records(parts)
+        """Write the manifest of all parts, and rename the directory to its final name."""
+        records = self.records()
         if not self.cut:
             below = split_hash(records, encoding.heldout_below)
-            again = replace(encoding, heldout_below=below)
-            self.encode(again, how, lambda number: not again.is_stale(number))
-            records = self.records(parts)
+            self.encode(replace(encoding, heldout_below=below), how)
+            records = self.records()
         manifest = self.manifest(records, encoding)
-        shards = [shard for split in manifest.splits.values() for shard in split.shards]
-        named = {name for shard in shards for name in (shard.file, shard.mask)}
+        hashes = {}
+        for split in manifest.splits.values():
+            for shard in split.shards:
+                hashes[shard.file] = shard.sha256
+                if shard.mask and shard.mask_sha256:
+                    hashes[shard.mask] = shard.mask_sha256
         for path in encoding.directory.glob("*-*-*"):
-            if path.name not in named:  # of a former attempt
+            if path.name not in hashes:  # of an earlier attempt
                 path.unlink()
         self.corpus.check()  # so that no other text gets its hash
         manifest.save(encoding.directory)
         publish(encoding.directory, self.final)
-        for shard in shards:
-            path = self.final / shard.file
-            leave_mark(path, shard.sha256, identity_of(path))
-            if shard.mask and shard.mask_sha256:
-                path = self.final / shard.mask
-                leave_mark(path, shard.mask_sha256, identity_of(path))
+        for name, sha256 in hashes.items():
+            leave_mark(self.final / name, sha256, identity_of(self.final / name))
         self.remove_partial()
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         to_stderr(
@@ -177,10 +168,31 @@ class TokensJob:
             f"in {time.monotonic() - started:.0f} s"
         )
 
-    def records(self, parts: Sequence[int]) -> list[PartRecord]:
+    def records(self) -> list[PartRecord]:
         """Read the records of all parts; raises DataError for a damaged one."""
         with usable(self.partial, self.partial):
-            return [PartRecord.load(self.partial, number) for number in parts]
+            return [PartRecord.load(self.partial, i) for i in range(len(self.corpus.parts))]
+
+    def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
+        """Describe the shards of all parts together; raises DataError for a damaged shard."""
+        counts = np.zeros(encoding.tokenizer.vocab_size, np.int64)
+        manifest = Manifest.of(
+            encoding.tokenizer,
+            counts,
+            source=self.corpus.description,
+            corpus=self.corpus.identity,
+            skipped_empty=self.corpus.skipped_empty + sum(r.skipped_empty for r in records),
+            skipped_undecodable=self.corpus.skipped_undecodable,
+            splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
+            cut=self.cut,
+            note=self.corpus.note,
+        )
+        heldout = TokenStream(encoding.directory, manifest, "heldout")
+        for start in range(0, len(heldout), COUNTED):
+            tokens = heldout.tokens(start, min(start + COUNTED, len(heldout)))
+            targets = as_targets(heldout, start, tokens)
+            counts += np.bincount(targets[targets >= 0], minlength=len(counts))
+        return replace(manifest, heldout_unigram_entropy=entropy(counts))
 
     def remove_outdated(self) -> None:
         """Remove partial directories of other tokens that no preparation can use, unless a process
@@ -198,29 +210,8 @@ class TokensJob:
                 remove_unless_held(partial)
 
     def remove_partial(self) -> None:
-        """Remove what is left of the preparation of a directory that is there."""
-        for parts_of in self.final.parent.glob(f"{self.final.name}.partial-*"):
-            shutil.rmtree(parts_of, ignore_errors=True)
-
-    def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
-        """Describe the shards of all parts together."""
-        tokenizer = encoding.tokenizer
-        heldout = np.zeros(tokenizer.vocab_size, np.int64)
-        for number in range(len(records)):
-            with usable(path := counts_path(self.partial, number), self.partial):
-                there_are, counts = read_array(path, "<i8", 2)
-            heldout[there_are] += counts
-        return Manifest.of(
-            tokenizer,
-            heldout,
-            source=self.corpus.description,
-            corpus=self.corpus.identity,
-            skipped_empty=self.corpus.skipped_empty + sum(r.skipped_empty for r in records),
-            skipped_undecodable=self.corpus.skipped_undecodable,
-            splits={split: together([r.splits[split] for r in records]) for split in SPLITS},
-            cut=self.cut,
-            note=self.corpus.note,
-        )
+        for partial in self.final.parent.glob(f"{self.final.name}.partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def remove_unless_held(partial: Path) -> None:
@@ -232,8 +223,8 @@ def remove_unless_held(partial: Path) -> None:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Return the hash below which documents are held out: the one that is asked for, or the next
-    that leaves a document on either side. Raises DataError if all documents are equal."""
+    """Return the hash below which documents are held out: `below`, or the next one that leaves a
+    document on either side. Raises DataError if all documents are equal."""
     least = HALF + min((r.least for r in records if r.least is not None), default=-HALF)
     most = HALF + max((r.most for r in records if r.most is not None), default=-HALF)
     if least == most:
@@ -242,12 +233,3 @@ def split_hash(records: Sequence[PartRecord], below: int) -> int:
             "one out"
         )
     return least + 1 if least >= below else min(below, most)
-
-
-def remove_unfinished(encoding: Encoding, is_done: Callable[[int], bool]) -> None:
-    """Remove the shards of parts that nobody is working on and that are not done."""
-    for path in encoding.directory.glob("*-*-*"):
-        number = int(path.name.split("-")[1])
-        with suppress(OSError, Timeout), locked(claim(encoding.records, number), wait=False):
-            if not is_done(number):
-                path.unlink()

@@ -1,8 +1,4 @@
-"""Processes that work through numbered parts, each part once.
-
-A worker claims a part by a lock on a file, which the operating system releases when the worker
-dies. So no two workers write one part at once, even if the parent of one of them was killed.
-"""
+"""Processes that encode the parts of a corpus, and the report of their progress."""
 
 import gc
 import multiprocessing
@@ -10,174 +6,89 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any
 
-from filelock import Timeout
+from rich.progress import BarColumn, Progress, TextColumn
 
-from diffllm.core.errors import DataError
-from diffllm.core.files import locked
+from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.console import Console
+from diffllm.core.files import open_to_append
+from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that reach a whole process group: the parent decides what they mean."""
-TEXT_BYTES, TOKENS, SIZE_DONE, PART = range(4)
-NO_PART = -1
-WAITING = -2
-"""From here on down: a worker waits for a part that another process has claimed."""
-TRACEBACK = 20_000
-"""Characters of a traceback that are sent to the parent."""
 TICK = 0.25
 """Seconds between two looks at the workers."""
+EVERY = 60.0
+"""Seconds between two lines of the report, and without progress until the source is named."""
+READING, DONE = 1, 2
+
+_do: Callable[[int], None]
+"""What a worker process calls with the number of a part."""
 
 
-class Meter:
-    """Counts of one worker, which its parent reads."""
+@dataclass
+class PrepareConfig:
+    """The processes that tokenise a corpus."""
 
-    def __init__(self, counts: Any, slot: int) -> None:
-        self._counts, self._at = counts, 4 * slot
+    processes: int | None = bounded(None, least=1, most=4096)
+    """Processes; null: one a core, while there are parts of the corpus left."""
 
-    def begin(self, part: int) -> None:
-        self._counts[self._at + PART] = part
-
-    def wait_for(self, part: int) -> None:
-        self._counts[self._at + PART] = WAITING - part
-
-    def rest(self) -> None:
-        self._counts[self._at + PART] = NO_PART
-
-    def add(self, text_bytes: int, tokens: int) -> None:
-        self._counts[self._at + TEXT_BYTES] += text_bytes
-        self._counts[self._at + TOKENS] += tokens
-
-    def end(self, size: int) -> None:
-        self._counts[self._at + SIZE_DONE] += size
-        self.rest()
+    def validate(self) -> None:
+        """Raise ConfigError for a value outside its range."""
+        check_bounds("prepare.", self)
 
 
 class Counts:
-    """Counts of all workers together."""
+    """Counts and state of each part by its number, in memory that workers and parent share."""
 
-    def __init__(self, processes: int) -> None:
-        self._shared: Any = multiprocessing.get_context("fork").RawArray("q", 4 * processes)
-        self.processes = processes
-        self._shared[PART::4] = [NO_PART] * processes
-
-    def meter(self, slot: int) -> Meter:
-        return Meter(self._shared, slot)
-
-    def total(self, what: int) -> int:
-        return sum(self._shared[what::4])
-
-    def current(self) -> list[int]:
-        return [part for part in self._shared[PART::4] if part >= 0]
-
-    def waiting(self) -> list[int]:
-        return sorted({WAITING - part for part in self._shared[PART::4] if part <= WAITING})
+    def __init__(self, parts: int) -> None:
+        self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
 
 
 def work_through(
-    numbers: Sequence[int],
-    do: Callable[[int, Meter], None],
-    is_done: Callable[[int], bool],
-    size_of: Callable[[int], int],
-    claims: Path,
-    counts: Counts,
-    tick: Callable[[], None],
-    names: Callable[[list[int]], str],
+    numbers: Sequence[int], do: Callable[[int], None], processes: int, tick: Callable[[], None]
 ) -> None:
-    """Do each number that is not done, in as many processes as are counted.
+    """Call `do` with each number, in forked processes, and `tick` every TICK seconds.
 
-    Returns when all are done, those that others have claimed too. Raises what a worker raised,
-    DataError for one that was killed; what is done stays.
-
-    Args:
-        claims: directory of the files by which parts are claimed.
-        tick: is called every TICK seconds.
-        names: says what numbers are, for messages.
+    Raises what a worker raised, or BrokenProcessPool if a worker was killed. No worker is left.
     """
-    context = multiprocessing.get_context("fork")
-    workers: dict[int, tuple[Any, Connection]] = {}
-    parent = os.getpid()
-
-    def run(slot: int, errors: Connection) -> None:
-        gc.freeze()  # or each collection looks through all that the parent has, which stays
-        for ignored in IGNORED:
-            signal.signal(ignored, signal.SIG_IGN)
-        threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
-        meter = counts.meter(slot)
-        try:
-            for patient in (False, True):
-                for number in numbers:
-                    if is_done(number):
-                        continue
-                    if patient:
-                        meter.wait_for(number)
-                    try:
-                        with locked(claim(claims, number), wait=patient):
-                            if not is_done(number):
-                                meter.begin(number)
-                                do(number, meter)
-                                meter.end(size_of(number))
-                    except Timeout:
-                        continue
-                    meter.rest()
-        except BaseException as error:
-            errors.send(picklable(error))
-            os._exit(1)
-        os._exit(0)
-
+    others = multiprocessing.active_children()
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
     try:
-        for slot in range(counts.processes):
-            reading, writing = context.Pipe(duplex=False)
-            process = context.Process(target=run, args=(slot, writing), daemon=True)
-            process.start()
-            writing.close()
-            workers[process.sentinel] = process, reading
-        while workers:
-            readable = [errors for _, errors in workers.values()]
-            for ready in wait([*workers, *readable], TICK):
-                if isinstance(ready, Connection):  # before it ends: a pipe holds little
-                    with suppress(EOFError):
-                        raise ready.recv()
-                elif ready in workers:
-                    process, errors = workers.pop(ready)
-                    process.join()
-                    if process.exitcode:
-                        with suppress(EOFError):  # it may have said why, and ended since
-                            raise errors.recv()
-                        raise DataError(killed(process.exitcode, names(counts.current())))
+        left = {pool.submit(work, number) for number in numbers}
+        while left:
+            done, left = wait(left, TICK, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
             tick()
+    except BaseException:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.kill()
+        raise
     finally:
-        for process, _ in workers.values():
-            process.kill()
-        for process, _ in workers.values():
-            process.join()
+        pool.shutdown(cancel_futures=True)
 
 
-def claim(directory: Path, number: int) -> Path:
-    """Return the lock file that whoever works on a part holds."""
-    return directory / f"part-{number:05d}.lock"
+def start_worker(do: Callable[[int], None], parent: int) -> None:
+    """Prepare a worker process to run `do`."""
+    global _do
+    _do = do
+    gc.freeze()  # or each collection looks through all that the parent has, which stays
+    for ignored in IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
 
 
-def killed(exitcode: int, names: str) -> str:
-    """Say that a worker ended without a word."""
-    how = f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else "ended"
-    memory = ", perhaps because memory ran out" * (exitcode == -signal.SIGKILL)
-    return (
-        f"a process of the preparation {how}{memory}, while these were read: {names}; the same "
-        "command goes on where it was"
-    )
-
-
-def picklable(error: BaseException) -> BaseException:
-    """Return an error as it may be sent to another process."""
-    if isinstance(error, (DataError, OSError)):
-        return error
-    return RuntimeError("".join(traceback.format_exception(error))[-TRACEBACK:])
+def work(number: int) -> None:
+    _do(number)
 
 
 def leave_with(parent: int) -> None:
@@ -190,3 +101,69 @@ def leave_with(parent: int) -> None:
 def available_cores() -> int:
     """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Reporter:
+    """Shows progress: a bar on a terminal, a line per minute in a log and elsewhere.
+
+    Args:
+        before: the share of the corpus that was done at the start.
+    """
+
+    def __init__(self, log: Path, before: float) -> None:
+        console = Console(stderr=True)
+        self.on_terminal = console.is_terminal
+        self._log, self._before = log, before
+        self._bar = Progress(
+            TextColumn("tokenising"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.description}"),
+            console=console, transient=True, disable=not self.on_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=1.0)
+        self._started = self._progressed = time.monotonic()
+        self._next_line, self._encoded = self._started + EVERY, 0
+
+    def __enter__(self) -> "Reporter":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, share: float, text_bytes: int, tokens: int, reading: Sequence[str]) -> None:
+        """Report the progress.
+
+        Args:
+            share: of the corpus that is done.
+            text_bytes, tokens: encoded since the start.
+            reading: the sources that are read, which are named if they give nothing for long.
+        """
+        now = time.monotonic()
+        seconds = max(now - self._started, 1e-9)
+        said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
+        said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
+        if share - self._before >= 1e-3:
+            left = round(seconds * (1 - share) / (share - self._before))
+            said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+        self._bar.update(self._task, completed=share, description=said)
+        if text_bytes != self._encoded:
+            self._encoded, self._progressed = text_bytes, now
+        if now >= self._next_line:
+            self._next_line += EVERY
+            idle = now - self._progressed
+            if idle < EVERY or not reading:
+                self.line(f"{share:4.0%}  {said}")
+            else:
+                self.line(f"nothing for {idle:.0f} s; waiting for {some_of(reading)}", urgent=True)
+
+    def line(self, text: str, urgent: bool = False) -> None:
+        """Append a line to the log, and print it if it is urgent or there is no bar."""
+        with os.fdopen(open_to_append(self._log), "a") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}\n")
+        if urgent or not self.on_terminal:
+            to_stderr(text)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Join the first three names."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)

@@ -22,12 +22,12 @@ USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content
 
 
 class TextBatch(NamedTuple):
-    """Some documents, in order, empty ones among them."""
+    """Some documents, in order, empty ones included."""
 
     texts: list[str | None]
     prompts: Sequence[str | Sequence[str] | None] | None = None
     """The prompt before each text, which is only context; or several pieces, in turn only context
-    and to be predicted, the last one context again. None where there are no prompts."""
+    and to be predicted, the last one context again. None if there are no prompts."""
 
     @property
     def before(self) -> list[tuple[str, ...]]:
@@ -45,11 +45,11 @@ class Part(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it lies, for messages."""
+        """Its place, for messages."""
 
     @property
     def size(self) -> int:
-        """About how many bytes of text it has; 0 where that is not known."""
+        """About how many bytes of text it has; 0 if unknown."""
 
     def read(self) -> Iterator[TextBatch]:
         """Yield its documents in order, some at a time; raises DataError."""
@@ -57,7 +57,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus whose content is identified now and read only when something has to."""
+    """A corpus whose content is identified now and read only when needed."""
 
     description: str
     identity: str
@@ -65,18 +65,17 @@ class Corpus:
     list_parts: Callable[[], Sequence[Part]]
     """Lists the parts, in order; raises DataError."""
     check: Callable[[], None] = lambda: None
-    """Raises DataError where the content is no longer that which the identity is of."""
+    """Raises DataError if the content no longer has the identity."""
     place: str | None = None
-    """Hash of where it lies and how it is read, whatever its content; None where that is not
-    known."""
+    """Hash of where it lies and how it is read, whatever its content; None if unknown."""
     note: str = ""
-    """How the content differs from a reference that is known; empty if it does not."""
+    """How the content differs from a known reference; empty if it does not."""
     skipped_empty: int = 0
-    """Number of files left out because they hold nothing but whitespace."""
+    """Number of skipped files that contain nothing but whitespace."""
     skipped_undecodable: int = 0
-    """Number of files left out because they are not UTF-8."""
+    """Number of skipped files that are not UTF-8."""
     has_prompts: bool = False
-    """Whether its documents begin with what is only context."""
+    """Whether its documents begin with text that is only context."""
 
     @cached_property
     def parts(self) -> Sequence[Part]:
@@ -113,10 +112,10 @@ class RowsPart:
     name: str
     size: int
     check: Callable[[], None] = lambda: None
-    """Raises DataError where its files are no longer those that were hashed."""
+    """Raises DataError if a file has changed since it was hashed."""
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the rows, some at a time; raises DataError where the library cannot read them."""
+        """Yield the rows, some at a time; raises DataError if the library cannot read them."""
         self.check()
         try:
             for table in self.rows.with_format("arrow").iter(ROWS):
@@ -127,7 +126,7 @@ class RowsPart:
 
 
 def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
-    """Make one part of a `datasets.Dataset`; raises DataError where a column is no text."""
+    """Make one part of a `datasets.Dataset`; raises DataError if a column is no text."""
     columns = columns_of(cfg)
     check_columns(kinds_of(dataset), columns, name)
     size = int(dataset.data.nbytes)
@@ -135,7 +134,7 @@ def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
 
 
 def kinds_of(dataset: "Dataset | IterableDataset") -> dict[str, str]:
-    """Return the types of a dataset's columns by name, those of its first row if none are said."""
+    """Return the types of a dataset's columns by name, those of its first row if it has none."""
     if dataset.features:
         return {name: str(getattr(k, "dtype", k)) for name, k in dataset.features.items()}
     first: dict[str, Any] = next(iter(dataset), {})
@@ -150,7 +149,7 @@ def columns_of(cfg: DataConfig) -> list[str]:
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the corpus that `cfg` names, and identify its content.
 
-    DataError is raised for a source that is missing, empty, of an unknown format or not UTF-8.
+    Raises DataError for a source that is missing, empty, of an unknown format or not UTF-8.
     """
     corpus: Corpus = SOURCES[cfg.source](cfg, cache_dir)
     if cfg.prompt_column is None:
@@ -162,28 +161,30 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def check_columns(
     kinds: dict[str, str], columns: Sequence[str], where: str, several: bool = False
 ) -> None:
-    """Raise DataError unless the columns are there and hold text.
+    """Raise DataError unless the columns exist and contain text.
 
     Args:
-        kinds: the types of all columns there are.
-        columns: those that are read, that of the text first.
+        kinds: the types of all columns.
+        columns: the columns that are read, that of the text first.
         several: whether other files need the same columns.
     """
     for column in columns:
         if kinds.get(column) in TEXT_TYPES:
             continue
-        others = () if column == columns[0] else columns[:1]
-        texts = [n for n, kind in kinds.items() if kind in TEXT_TYPES and n not in others]
+        is_prompt = column != columns[0]
+        texts = [
+            name for name, kind in kinds.items()
+            if kind in TEXT_TYPES and not (is_prompt and name == columns[0])
+        ]  # fmt: skip
         usual = [name for name in texts if name.lower() in USUAL_COLUMNS]
+        key = "prompt_column" if is_prompt else "text_column"
         plausible = usual if len(usual) == 1 else texts
-        key = "prompt_column" if column != columns[0] else "text_column"
         hint = " or ".join(f"data.{key}={name}" for name in plausible)
-        if column == columns[0] and {"prompt", "completion"} <= set(texts):
+        if not is_prompt and {"prompt", "completion"} <= set(texts):
             hint = "data.prompt_column=prompt data.text_column=completion"
+        problem = f"no column {column!r}; it has {', '.join(kinds)}"
         if column in kinds:
             problem = f"column {column!r} holds {kinds[column]}, not text"
-        else:
-            problem = f"no column {column!r}; it has {', '.join(kinds)}"
         advice = f": use {hint}" if hint else ", none of them text"
         of_all = ", which all of the files need to have" if several and hint else ""
         raise DataError(f"{where}: {problem}{advice}{of_all}")

@@ -1,6 +1,7 @@
-"""Content hashes of files, remembered by path and identity, so that a second run only stats them.
+"""Formats of local files, and their content hashes, remembered by path and identity, so that a
+second run only stats them.
 
-A file that was written to has another identity, also where its size and time were kept.
+A file that was written to has another identity, even if its size and time were kept.
 """
 
 import codecs
@@ -14,12 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from diffllm.core.errors import DataError
+from diffllm.core.errors import DataError, printable
 from diffllm.core.files import read_json, replace_file
-from diffllm.data.progress import track
+from diffllm.data.progress import held, track
 from diffllm.data.verified import identity_of, settled_identity
-from diffllm.data.waiting import held
 
+JSON_LINES = (".jsonl", ".ndjson")
+TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
+FORMATS = {".parquet": "parquet", **TEXT_FORMATS}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20
 LARGEST_INDEX = 2**32
@@ -29,7 +33,7 @@ SAVE_SECONDS = 30.0
 
 
 class FileFacts(NamedTuple):
-    """The facts about a file that reading it once gave."""
+    """Facts about a file that reading it once gave."""
 
     size: int
     identity: str
@@ -37,17 +41,31 @@ class FileFacts(NamedTuple):
     sha256: str
     is_utf8: bool
     is_blank: bool
-    """True if the file holds nothing but whitespace."""
+    """True if the file contains nothing but whitespace."""
 
-    @property
-    def is_text(self) -> bool:
-        """Whether the file contains UTF-8 text other than whitespace."""
-        return self.is_utf8 and not self.is_blank
+
+def format_of(path: Path) -> str:
+    """Return the format of a file by its name: parquet, json or text; raises DataError."""
+    stem, suffix = os.path.splitext(path.name.lower())
+    compressed = suffix in COMPRESSIONS
+    if compressed:
+        suffix = os.path.splitext(stem)[1]
+    if suffix not in (TEXT_FORMATS if compressed else FORMATS):
+        known = f"use .parquet, or {', '.join(TEXT_FORMATS)} and these with .gz or .zst"
+        raise DataError(f"{path}: unsupported format; {known}")
+    return FORMATS[suffix]
+
+
+def names_of(paths: Sequence[str | Path]) -> str:
+    """Join the names of the first three files, without their directories."""
+    return ", ".join(
+        [printable(Path(path).name) for path in paths[:3]] + ["..."] * (len(paths) > 3)
+    )
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return facts about `paths`, in order, and read only those that are new or changed; raises
-    DataError for one that cannot be read."""
+    """Return facts about `paths`, in order, and read only new or changed files; raises DataError
+    for one that cannot be read."""
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
     if _unknown(paths, index):
@@ -109,9 +127,9 @@ def _read_facts(path: Path) -> FileFacts:
 
 
 def check_unchanged(path: Path, facts: FileFacts) -> None:
-    """Raise DataError for a file that has been written to since it was hashed.
+    """Raise DataError if a file has been written to since it was hashed.
 
-    One that was only linked to, or whose rights were changed, is hashed again.
+    After a new hard link or other permissions, the file is hashed again.
     """
     identity = identity_of(path)
     if identity == facts.identity:
@@ -123,7 +141,7 @@ def check_unchanged(path: Path, facts: FileFacts) -> None:
 
 @cache
 def sha256_at(path: Path, identity: str) -> str:
-    """Return the checksum of a file that has this identity."""
+    """Return the checksum of the file that has this identity."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -133,14 +151,13 @@ def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
-    """Read the stored index; empty when it is missing, damaged or of another version."""
+    """Read the stored index; empty if it is missing, damaged or of another version."""
     try:
         stored = read_json(path, LARGEST_INDEX, follow=True)
-        if stored["version"] != INDEX_VERSION:
-            return {}
         types = [*FileFacts.__annotations__.values()]
-        if any([type(value) for value in facts] != types for facts in stored["files"].values()):
+        rows = stored["files"].items() if stored["version"] == INDEX_VERSION else ()
+        if any([type(value) for value in facts] != types for _, facts in rows):
             return {}
-        return {name: FileFacts(*facts) for name, facts in stored["files"].items()}
+        return {name: FileFacts(*facts) for name, facts in rows}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING
 from diffllm.core.errors import DataError, printable
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
-from diffllm.data.path_names import names_of
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
-from diffllm.data.text.file_index import FileFacts, check_unchanged, combined_hash, file_facts
-from diffllm.data.text.formats import COMPRESSIONS, TEXT_FORMATS, format_of
+from diffllm.data.text.file_index import (
+    COMPRESSIONS,
+    TEXT_FORMATS,
+    FileFacts,
+    check_unchanged,
+    combined_hash,
+    file_facts,
+    format_of,
+    names_of,
+)
 
 if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
@@ -31,20 +38,20 @@ MOST_PARTS = 4096
 @source("files")
 def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the files that data.paths names; raises DataError."""
-    paths = list(dict.fromkeys(path for pattern in cfg.paths for path in expand(pattern)))
+    paths = paths_of(cfg)
     formats = [format_of(path) for path in paths]
     facts = file_facts(paths, cache_dir)
-    for path, form, facts_of_file in zip(paths, formats, facts, strict=True):
-        check_readable(path, facts_of_file)
+    contents = []
+    for path, form, of_file in zip(paths, formats, facts, strict=True):
+        if of_file.is_blank:
+            raise DataError(f"{path}: the file is empty")
+        if path.suffix.lower() in TEXT_FORMATS and not of_file.is_utf8:
+            raise DataError(f"{path}: not UTF-8 text")
         if form == "text" and cfg.prompt_column:
             raise DataError(f"{path}: a text has no columns, which data.prompt_column needs")
-
-    # A mark was once part of its text: tokens of that time are another corpus's.
-    read_as = [
-        f"{form} behind a mark" if form == "text" and begins_with_mark(path) else form
-        for path, form in zip(paths, formats, strict=True)
-    ]
-    contents = [[facts.sha256, form] for facts, form in zip(facts, read_as, strict=True)]
+        # Older versions kept the byte order mark, so they use a different hash.
+        marked = " behind a mark" * (form == "text" and begins_with_mark(path))
+        contents.append([of_file.sha256, f"{form}{marked}"])
     return Corpus(
         description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names_of(paths)}",
         identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
@@ -56,7 +63,7 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 @dataclass(frozen=True)
 class FilesPart:
-    """Slices of files, one behind the other."""
+    """Slices of files, one after the other."""
 
     slices: tuple["Slice", ...]
 
@@ -70,8 +77,8 @@ class FilesPart:
         return sum(part.size for part in self.slices)
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the documents; raises DataError, which names a file that cannot be read, or is no
-        longer what it was when it was hashed."""
+        """Yield the documents; raises DataError for a file that cannot be read, or has changed
+        since it was hashed."""
         for part in self.slices:
             try:
                 check_unchanged(part.path, part.facts)
@@ -89,8 +96,7 @@ def parts_of(
     """Divide files into parts of a size that follows from that of all; raises DataError."""
     from diffllm.data.text.readers import slices_of
 
-    total = sum(each.size for each in facts)
-    least = max(PART_BYTES, total // MOST_PARTS)
+    least = max(PART_BYTES, sum(each.size for each in facts) // MOST_PARTS)
     parts: list[Part] = []
     collected: list[Slice] = []
     size = 0
@@ -112,7 +118,7 @@ def parts_of(
 
 
 def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
-    """Raise DataError unless all files are what they were when they were hashed."""
+    """Raise DataError if a file has changed since it was hashed."""
     for path, of_file in zip(paths, facts, strict=True):
         try:
             check_unchanged(path, of_file)
@@ -121,35 +127,39 @@ def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the error that names a file which cannot be read."""
+    """Return a DataError that names the file which cannot be read."""
     packed = COMPRESSIONS.get(path.suffix.lower())
     broken = packed and isinstance(error, OSError) and not error.errno
     what = f"not a whole {packed} file: " if broken else ""
     return DataError(f"{path}: {what}{reason(error)}")
 
 
-def expand(pattern: str) -> list[Path]:
-    """Return the file of that name, or the files that a glob finds, sorted; raises DataError where
-    there is none, or something that is neither a file nor a directory."""
-    path = Path(pattern).expanduser().absolute()
-    if os.path.lexists(path):
-        if path.is_dir():
-            raise DataError(
-                f"data.paths: {pattern} is a directory; name its files, for example with *.parquet"
-            )
-        check_file(path)
-        return [path]
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    files = [path for path in found if not path.is_dir()]
-    if not files:
-        raise DataError(f"data.paths: {pattern} matches no file")
-    for file in files:
-        check_file(file)
-    return files
+def paths_of(cfg: DataConfig) -> list[Path]:
+    """List the files of data.paths once each, those of a glob sorted.
+
+    Raises DataError for a path without files, or for something else than files.
+    """
+    found: dict[Path, None] = {}
+    for pattern in cfg.paths:
+        path = Path(pattern).expanduser().absolute()
+        if os.path.lexists(path):
+            if path.is_dir():
+                advice = "name its files, for example with *.parquet"
+                raise DataError(f"data.paths: {pattern} is a directory; {advice}")
+            paths = [path]
+        else:
+            names = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+            paths = [path for path in names if not path.is_dir()]
+        if not paths:
+            raise DataError(f"data.paths: {pattern} matches no file")
+        for each in paths:
+            check_file(each)
+            found[each] = None
+    return list(found)
 
 
 def begins_with_mark(path: Path) -> bool:
-    """Whether a text begins with a byte order mark; False for one that cannot be read."""
+    """Whether a text begins with a byte order mark; False if it cannot be read."""
     with suppress(OSError, ValueError):
         if path.suffix.lower() in COMPRESSIONS:
             from diffllm.data.text.readers import opened
@@ -163,21 +173,11 @@ def begins_with_mark(path: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raise DataError for what is no file: a link that leads nowhere, a pipe or a socket, which
-    could be waited for in vain."""
+    """Raise DataError for something else than a file: reading a pipe or a socket could block."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
         broken = ", a link that leads nowhere" * path.is_symlink()
         raise DataError(f"{path}: {error.strerror}{broken}") from error
     if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise DataError(f"{path}: {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file")
-
-
-def check_readable(path: Path, facts: FileFacts) -> None:
-    """Raise DataError for a file without content, or of text that is not UTF-8."""
-    if facts.is_blank:
-        raise DataError(f"{path}: the file is empty")
-    if path.suffix.lower() in TEXT_FORMATS and not facts.is_utf8:
-        raise DataError(f"{path}: not UTF-8 text")
+        raise DataError(f"{path}: a pipe, socket or device, not a file")

@@ -1,6 +1,6 @@
 """Datasets of the Hugging Face hub, or of a directory like one, as a corpus.
 
-They stream: nothing but what is being read is on this machine.
+They are streamed: only the documents that are being read are on this machine.
 """
 
 import json
@@ -16,7 +16,7 @@ from diffllm.core.files import locked, read_json, replace_file
 from diffllm.core.printing import to_stderr
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
-from diffllm.data.path_names import names_of
+from diffllm.data.progress import said_if_long
 from diffllm.data.text.corpus import (
     Corpus,
     Part,
@@ -27,16 +27,20 @@ from diffllm.data.text.corpus import (
     reason,
     rows_of,
 )
-from diffllm.data.text.file_index import combined_hash, file_facts
+from diffllm.data.text.file_index import (
+    COMPRESSIONS,
+    combined_hash,
+    file_facts,
+    format_of,
+    names_of,
+)
 from diffllm.data.text.files import check_all, check_file, unreadable
-from diffllm.data.text.formats import COMPRESSIONS, format_of
 from diffllm.data.verified import usable
-from diffllm.data.waiting import said_if_long
 
 MOST_PARTS = 16_384
 COMMIT = r"[0-9a-f]{40}"
 ANSWERS_WITHIN = 60.0
-"""Seconds in which the hub has to say which commit a branch stands for."""
+"""Seconds in which the hub must answer which commit a branch stands for."""
 
 
 @source("hub")
@@ -69,7 +73,7 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
         version = f"{cfg.dataset}@{revision}"
         dataset, label = cfg.dataset, f"{cfg.dataset}@{revision[:12]}"
 
-    # What the library copies it knows by name and time, so each content has a place of its own.
+    # The library knows its copies by name and time, so each content has a place of its own.
     copies = cache_dir / "datasets" / (combined_hash([version])[:32] if paths else "")
     what = ["hub", version, cfg.name, cfg.split, cfg.text_column]
     what += [cfg.data_dir] if cfg.data_dir else []
@@ -89,16 +93,16 @@ def files_of(
     paths: Sequence[Path],
     check: Callable[[], None],
 ) -> list[Part]:
-    """Make a part of each of the dataset's files, or of some where there are very many; raises
+    """Make a part of each of the dataset's files, or of several if there are very many; raises
     DataError.
 
     Args:
         copies: directory of what the library copies.
         paths: the files of a directory on this machine.
-        check: raises DataError where these have changed.
+        check: raises DataError if these have changed.
     """
     where = f"data.dataset={cfg.dataset}"
-    options = {"name": cfg.name, "split": cfg.split, "revision": revision}
+    options = {"name": cfg.name, "revision": revision}
     options |= {"data_dir": cfg.data_dir} if cfg.data_dir else {}
     columns = columns_of(cfg)
     for path in paths:
@@ -106,38 +110,39 @@ def files_of(
     try:
         with said_if_long(f"the hub's list of files of {cfg.dataset}"):
             # A slice of a split cannot be streamed: it is copied into the cache.
+            streaming = "[" not in cfg.split
             rows = library().load_dataset(
-                dataset, streaming="[" not in cfg.split, cache_dir=str(copies), **options
+                dataset, streaming=streaming, cache_dir=str(copies), split=cfg.split, **options
             )
             kinds = kinds_of(rows)
     except Exception as error:
         raise DataError(f"{where}: {reason(error)}") from error
-    files = files_by_split(dataset, options) if paths else {}
-    if paths and not cfg.name and not cfg.data_dir:
-        say_left_out(where, paths, files)
+    by_split: dict[str, list[str]] = {}
+    if paths:
+        found = library().load_dataset_builder(dataset, **options).config.data_files or {}
+        by_split = {split: list(map(str, files)) for split, files in found.items()}
+        read = set(chain.from_iterable(by_split.values()))
+        left = [path for path in paths if str(path) not in read and is_text(path)]
+        if left and not cfg.name and not cfg.data_dir:  # the library reads one format
+            to_stderr(f"{where}: these files are not read: {names_of(left)}; data.paths reads them")
     check_columns(kinds, columns, where)
-    if "[" in cfg.split:
+    if not streaming:
         check()
         return rows_of(rows, cfg, where)
     rows = rows.select_columns(columns)
     number = min(rows.num_shards, MOST_PARTS)
-    names = [f"{where}, file {i + 1} of {number}" for i in range(number)]
-    if len(files.get(cfg.split, [])) == number:
-        names = files[cfg.split]
+    names = by_split.get(cfg.split, [])
+    if len(names) != number:
+        names = [f"{where}, file {i + 1} of {number}" for i in range(number)]
+    shards = [rows.shard(num_shards=number, index=i) for i in range(number)]
     return [
-        RowsPart(
-            rows.shard(num_shards=number, index=i),
-            tuple(columns),
-            names[i],
-            0,
-            check,
-        )
-        for i in range(number)
+        RowsPart(shard, tuple(columns), name, 0, check)
+        for shard, name in zip(shards, names, strict=True)
     ]
 
 
 def check_whole(path: Path) -> None:
-    """Raise DataError for a packed file that breaks off: the library takes it for a shorter one."""
+    """Raise DataError for a truncated compressed file: the library takes it for a shorter one."""
     if path.suffix.lower() in COMPRESSIONS:
         from diffllm.data.text.readers import BLOCK_BYTES, opened
 
@@ -147,21 +152,6 @@ def check_whole(path: Path) -> None:
                     pass
         except OSError as error:
             raise unreadable(path, error) from error
-
-
-def files_by_split(dataset: str, options: dict[str, str | None]) -> dict[str, list[str]]:
-    """Return the files of a directory that the library reads, split by split."""
-    known = {key: value for key, value in options.items() if key != "split"}
-    found = library().load_dataset_builder(dataset, **known).config.data_files or {}
-    return {split: list(map(str, files)) for split, files in found.items()}
-
-
-def say_left_out(where: str, paths: Sequence[Path], files: dict[str, list[str]]) -> None:
-    """Print which files of texts in a directory are of no split: the library reads one format."""
-    read = set(chain.from_iterable(files.values()))
-    left = [path for path in paths if str(path) not in read and is_text(path)]
-    if left:
-        to_stderr(f"{where}: these files are not read: {names_of(left)}; data.paths reads them")
 
 
 def is_text(path: Path) -> bool:
@@ -175,7 +165,7 @@ def is_text(path: Path) -> bool:
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
     """Return the commit that a branch or tag stood for when this cache first used it.
 
-    Asked once: every process and every later run then reads the same corpus, offline too.
+    Asked once: every process and every later run then reads the same corpus, also offline.
     """
     if revision and re.fullmatch(COMMIT, revision):
         return revision

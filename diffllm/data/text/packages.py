@@ -1,17 +1,26 @@
-"""Python packages that diffllm depends on as a corpus: the same text on every machine."""
+"""Installed Python code as a corpus: nothing to download.
+
+data=packages has the packages that diffllm depends on, the same text on every machine. data=stdlib
+has the standard library of the Python that runs.
+"""
 
 import importlib.metadata
 import importlib.util
+import os
+import platform
+import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from diffllm.core.errors import DataError
 from diffllm.core.registry import source
-from diffllm.data.config import DataConfig
+from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
-from diffllm.data.text.stdlib import corpus_of, python_files
+from diffllm.data.text.files import check_all, parts_of
 
 
 class Package(NamedTuple):
@@ -55,19 +64,77 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     packages whose texts differ from the reference.
     """
     found = {name: package_files(name) for name in REFERENCE}
-    paths = [path for files in found.values() for path in files]
-    facts = dict(zip(paths, file_facts(paths, cache_dir), strict=True))
-    texts = [path for path in paths if facts[path].is_text]
-    if not texts:
-        raise DataError(f"data=packages: none of {', '.join(REFERENCE)} is installed")
+    facts = facts_of([path for files in found.values() for path in files], cache_dir)
     by_text: dict[str, Path] = {}
-    for path in texts:
+    for path in with_text(facts):
         by_text.setdefault(facts[path].sha256, path)
+    if not by_text:
+        raise DataError(f"data=packages: none of {', '.join(REFERENCE)} is installed")
     kept = list(by_text.values())
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
     identity = texts_hash([facts[path] for path in kept])
     note = "" if identity == REFERENCE_SHA256 else difference(hashes)
     return corpus_of(cfg, facts, kept, f"source of {', '.join(REFERENCE)}", identity, note)
+
+
+@source("stdlib")
+def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
+    """Open the .py files of the standard library that are UTF-8; raises DataError."""
+    root = Path(sysconfig.get_path("stdlib"))
+    facts = facts_of(python_files(root), cache_dir)
+    kept = with_text(facts)
+    if not kept:
+        raise DataError(f"{root}: no .py files to use as a corpus")
+    identity = combined_hash(["stdlib", *(facts[path].sha256 for path in kept)])
+    where = f"standard library of Python {platform.python_version()}"
+    return corpus_of(cfg, facts, kept, where, identity)
+
+
+def facts_of(paths: Sequence[Path], cache_dir: Path) -> dict[Path, FileFacts]:
+    return dict(zip(paths, file_facts(paths, cache_dir), strict=True))
+
+
+def with_text(facts: dict[Path, FileFacts]) -> list[Path]:
+    """List the files that contain UTF-8 text other than whitespace."""
+    return [path for path, each in facts.items() if each.is_utf8 and not each.is_blank]
+
+
+def corpus_of(
+    cfg: DataConfig,
+    facts: dict[Path, FileFacts],
+    kept: Sequence[Path],
+    where: str,
+    identity: str,
+    note: str = "",
+) -> Corpus:
+    """Make a corpus of text files, each of which is one document.
+
+    Args:
+        facts: those of all files, also of skipped ones.
+        kept: the files that are read, in order.
+        where: start of the description.
+    """
+    of_kept = [facts[path] for path in kept]
+    whole = replace(cfg, sample_by=SampleBy.document)
+    return Corpus(
+        description=f"{where}, {len(kept)} files",
+        identity=identity,
+        list_parts=lambda: parts_of(kept, of_kept, ["text"] * len(kept), whole),
+        check=partial(check_all, kept, of_kept),
+        note=note,
+        skipped_empty=sum(each.is_blank for each in facts.values()),
+        skipped_undecodable=sum(not each.is_utf8 for each in facts.values()),
+    )
+
+
+def python_files(root: Path) -> list[Path]:
+    """List the .py files under `root`, sorted by relative path, without installed packages."""
+    excluded = {"site-packages", "dist-packages", "__pycache__"}
+    found = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in excluded]
+        found += [Path(directory, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def package_files(name: str) -> list[Path]:

@@ -1,7 +1,7 @@
 """Documents of local files, read some at a time: nothing is copied.
 
 A file is read in slices. Parquet is cut between row groups, JSON lines and lines of text between
-lines; what is compressed, an array of JSON or paragraphs of text are one slice each. Only an array
+lines; a compressed file, an array of JSON or paragraphs of text are one slice each. Only an array
 of JSON and a text that is one document are in memory whole.
 """
 
@@ -10,7 +10,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,8 +25,7 @@ import zstandard
 from diffllm.core.errors import DataError
 from diffllm.data.config import SampleBy
 from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, reason
-from diffllm.data.text.file_index import FileFacts
-from diffllm.data.text.formats import COMPRESSIONS
+from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
@@ -35,7 +34,7 @@ PACKED_BYTES = 1 << 12
 """Bytes of a .zst file that are unpacked at a time; the unpacked text is at most 128 MiB."""
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
-"""Errors of lines that are no JSON, or no text where there has to be one."""
+"""Errors of lines that are no JSON, or have no text in a column of text."""
 LEADING_NULL = re.compile(rb"\s*null")
 SEEN_LINES = 1000
 """JSON lines that say which columns there are."""
@@ -53,105 +52,14 @@ class Slice:
     """Whether other files need the same columns."""
     size: int
     """About how many bytes of text it has."""
+    read_with: Callable[["Slice"], Iterator[TextBatch]]
+    start: int = 0
+    stop: int | None = None
+    """Bytes, or row groups; None: to the end."""
 
     def read(self) -> Iterator[TextBatch]:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class RowGroups(Slice):
-    """Row groups of a parquet file."""
-
-    groups: tuple[int, ...]
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield the rows."""
-        with raw(self.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
-            batches = file.iter_batches(ROWS, row_groups=self.groups, columns=list(self.columns))
-            for batch in batches:
-                yield TextBatch(*(batch.column(name).to_pylist() for name in self.columns))
-
-
-@dataclass(frozen=True)
-class JsonLines(Slice):
-    """Whole lines of a JSON-lines file, each an object."""
-
-    start: int
-    stop: int | None
-    """Bytes; None for all of a compressed file."""
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield the objects' columns, None where one lacks them."""
-        explicit = pyarrow.schema([(name, pyarrow.string()) for name in self.columns])
-        known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
-        place, seen = self.start, self.start > 0
-        for whole in blocks(self.path, self.start, self.stop):
-            block = whole if place else whole.removeprefix(codecs.BOM_UTF8)
-            if block.strip():
-                if not seen and (kinds := kinds_in(block)):
-                    check_columns(kinds, self.columns, str(self.path), self.several)
-                seen = True
-                try:
-                    yield parsed(block, known)
-                except NO_LINES as error:
-                    bad, error = first_bad_line(block, known, error)
-                    line = line_breaks(self.path, place) + bad
-                    what = re.sub(r"\.? in row \d+$", "", reason(error))
-                    raise DataError(f"{self.path}: line {line:,}: {what}") from error
-            place += len(whole)
-
-
-@dataclass(frozen=True)
-class JsonArray(Slice):
-    """A JSON file that is an array of objects, read at once."""
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield the objects' columns, None where one lacks them."""
-        with opened(self.path) as file:
-            rows = json.load(file)
-        types = sorted({"objects" if isinstance(r, dict) else type(r).__name__ for r in rows})
-        if types != ["objects"]:
-            needed = f"arrays of objects, with the text under data.text_column={self.columns[0]}"
-            what = f"an array of {', '.join(types)}" if types else "an empty array"
-            raise ValueError(f"{what}; data=files reads {needed}")
-        if kinds := kinds_of_rows(rows[:SEEN_LINES]):
-            check_columns(kinds, self.columns[:1], str(self.path), self.several)
-        for start in range(0, len(rows), ROWS):
-            some = rows[start : start + ROWS]
-            yield TextBatch(*([text_of(row, name) for row in some] for name in self.columns))
-
-
-@dataclass(frozen=True)
-class TextLines(Slice):
-    """Whole lines of a text, each a document."""
-
-    start: int
-    stop: int | None
-
-    def read(self) -> Iterator[TextBatch]:
-        for block in text_blocks(self.path, self.start, self.stop):
-            yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
-
-
-@dataclass(frozen=True)
-class Paragraphs(Slice):
-    """A text whose documents are parted by an empty line."""
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield the paragraphs."""
-        rest = ""
-        for block in text_blocks(self.path, 0, None):
-            *whole, rest = (rest + decoded(block).read()).split("\n\n")
-            yield TextBatch(list(filter(None, whole)))
-        yield TextBatch([rest] if rest else [])
-
-
-@dataclass(frozen=True)
-class WholeText(Slice):
-    """A text that is one document."""
-
-    def read(self) -> Iterator[TextBatch]:
-        yield TextBatch([decoded(b"".join(text_blocks(self.path, 0, None))).read()])
+        """Yield the documents in order, some at a time; raises errors of many types."""
+        return self.read_with(self)
 
 
 def slices_of(
@@ -163,57 +71,120 @@ def slices_of(
     least: int,
     several: bool,
 ) -> Iterator[Slice]:
-    """Cut a file into slices of at least so many bytes, where it can be cut.
+    """Cut a file into slices of at least `least` bytes, if it can be cut.
 
     Args:
         form: "parquet", "json" or "text".
         several: whether other files need the same columns.
     """
+    start = path, facts, columns, several
     if form == "parquet":
-        return row_groups(path, facts, columns, least, several)
+        for size, first, last in row_groups(path, columns, several, least):
+            yield Slice(*start, size, read_rows, first, last)
+        return
     compressed = path.suffix.lower() in COMPRESSIONS
-    whole = path, facts, columns, several, facts.size * (COMPRESSED_TEXT if compressed else 1)
-    if form == "text" and sample_by is SampleBy.document:
-        return iter([WholeText(*whole)])
-    if form == "text" and sample_by is SampleBy.paragraph:
-        return iter([Paragraphs(*whole)])
-    if form == "json" and begins_with(path) == b"[":
-        return iter([JsonArray(*whole)])
-    kind = TextLines if form == "text" else JsonLines
-    if compressed:
-        return iter([kind(*whole, 0, None)])
-    return (
-        kind(path, facts, columns, several, stop - start, start, stop)
-        for start, stop in pairwise(line_starts(path, facts.size, least))
-    )
+    size = facts.size * (COMPRESSED_TEXT if compressed else 1)
+    read_with = read_lines if form == "text" else read_json_lines
+    if form == "text" and sample_by is not SampleBy.line:
+        read_with = read_text if sample_by is SampleBy.document else read_paragraphs
+    elif form == "json" and begins_with(path) == b"[":
+        read_with = read_json_array
+    elif not compressed:
+        for first, last in pairwise(line_starts(path, size, least)):
+            yield Slice(*start, last - first, read_with, first, last)
+        return
+    yield Slice(*start, size, read_with)
 
 
 def row_groups(
-    path: Path, facts: FileFacts, columns: tuple[str, ...], least: int, several: bool
-) -> Iterator[Slice]:
-    """Collect row groups until their columns have so many bytes."""
+    path: Path, columns: tuple[str, ...], several: bool, least: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield stretches of row groups with at least `least` bytes in the columns: bytes, first group
+    and the group after the last."""
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
-        kinds = {field.name: kind_of(field.type) for field in file.schema_arrow}
+        kinds = {}
+        for field in file.schema_arrow:
+            is_dictionary = pyarrow.types.is_dictionary(field.type)
+            kinds[field.name] = str(field.type.value_type if is_dictionary else field.type)
         check_columns(kinds, columns, str(path), several)
-        groups: list[int] = []
-        size = 0
+        size = first = 0
         for i in range(file.num_row_groups):
             group = file.metadata.row_group(i)
             chunks = (group.column(k) for k in range(group.num_columns))
-            groups.append(i)
             size += sum(c.total_uncompressed_size for c in chunks if c.path_in_schema in columns)
             if size >= least or i + 1 == file.num_row_groups:
-                yield RowGroups(path, facts, columns, several, size, tuple(groups))
-                groups, size = [], 0
+                yield size, first, i + 1
+                size, first = 0, i + 1
 
 
-def kind_of(column: pyarrow.DataType) -> str:
-    """Name the type of a column's values, which a dictionary may hold."""
-    return str(column.value_type if pyarrow.types.is_dictionary(column) else column)
+def read_rows(part: Slice) -> Iterator[TextBatch]:
+    """Read row groups of a parquet file."""
+    assert part.stop is not None
+    groups, columns = range(part.start, part.stop), list(part.columns)
+    with raw(part.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
+        for batch in file.iter_batches(ROWS, row_groups=groups, columns=columns):
+            yield TextBatch(*(batch.column(name).to_pylist() for name in columns))
+
+
+def read_json_lines(part: Slice) -> Iterator[TextBatch]:
+    """Read whole lines of a JSON-lines file, each an object; None if one lacks a column."""
+    explicit = pyarrow.schema([(name, pyarrow.string()) for name in part.columns])
+    known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
+    place, seen = part.start, part.start > 0
+    for whole in blocks(part.path, part.start, part.stop):
+        block = whole if place else whole.removeprefix(codecs.BOM_UTF8)
+        if block.strip():
+            if not seen and (kinds := kinds_in(block)):
+                check_columns(kinds, part.columns, str(part.path), part.several)
+            seen = True
+            try:
+                yield parsed(block, known)
+            except NO_LINES as error:
+                bad, error = first_bad_line(block, known, error)
+                bad += sum(before.count(b"\n") for before in blocks(part.path, 0, place))
+                what = re.sub(r"\.? in row \d+$", "", reason(error))
+                raise DataError(f"{part.path}: line {bad:,}: {what}") from error
+        place += len(whole)
+
+
+def read_json_array(part: Slice) -> Iterator[TextBatch]:
+    """Read a JSON file that is an array of objects at once; None if one lacks a column."""
+    with opened(part.path) as file:
+        rows = json.load(file)
+    types = sorted({"objects" if isinstance(r, dict) else type(r).__name__ for r in rows})
+    if types != ["objects"]:
+        needed = f"arrays of objects, with the text under data.text_column={part.columns[0]}"
+        what = f"an array of {', '.join(types)}" if types else "an empty array"
+        raise ValueError(f"{what}; data=files reads {needed}")
+    if kinds := kinds_of_rows(rows[:SEEN_LINES]):
+        check_columns(kinds, part.columns[:1], str(part.path), part.several)
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        yield TextBatch(*([text_of(row, name) for row in some] for name in part.columns))
+
+
+def read_lines(part: Slice) -> Iterator[TextBatch]:
+    """Read whole lines of a text, each a document."""
+    for block in text_blocks(part):
+        yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
+
+
+def read_paragraphs(part: Slice) -> Iterator[TextBatch]:
+    """Read a text whose documents are separated by an empty line."""
+    rest = ""
+    for block in text_blocks(part):
+        *whole, rest = (rest + decoded(block).read()).split("\n\n")
+        yield TextBatch(list(filter(None, whole)))
+    yield TextBatch([rest] if rest else [])
+
+
+def read_text(part: Slice) -> Iterator[TextBatch]:
+    """Read a text that is one document."""
+    yield TextBatch([decoded(b"".join(text_blocks(part))).read()])
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield places where a line begins, at least so many bytes apart, from 0 to the end."""
+    """Yield places where a line begins, at least `least` bytes apart, from 0 to the end."""
     yield 0
     with path.open("rb") as file:
         place = least
@@ -244,14 +215,14 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
             yield b"".join(rest)
 
 
-def text_blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the same of a text, without the byte order mark at its beginning."""
-    for number, block in enumerate(blocks(path, start, stop)):
-        yield block if start or number else block.removeprefix(codecs.BOM_UTF8)
+def text_blocks(part: Slice) -> Iterator[bytes]:
+    """Yield the blocks of a text, without the byte order mark at its beginning."""
+    for number, block in enumerate(blocks(part.path, part.start, part.stop)):
+        yield block if part.start or number else block.removeprefix(codecs.BOM_UTF8)
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a file, unpacked if it is compressed; what breaks off raises."""
+    """Open a file, decompressed if it is compressed; a truncated file raises."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
@@ -262,7 +233,7 @@ def opened(path: Path) -> IO[bytes]:
 
 
 class ZstdFile(io.RawIOBase):
-    """The unpacked content of a .zst file, all of its frames.
+    """The decompressed content of a .zst file, all of its frames.
 
     pyarrow refuses windows above 128 MiB, and zstandard's own file object ignores a cut-off frame.
     """
@@ -299,7 +270,7 @@ class ZstdFile(io.RawIOBase):
 
 
 def raw(path: Path) -> Any:
-    """Open a file for pyarrow, whose names of files are UTF-8 unless they are bytes."""
+    """Open a file for pyarrow, which takes names for UTF-8 unless they are bytes."""
     return pyarrow.OSFile(os.fsencode(path))
 
 
@@ -313,7 +284,7 @@ def begins_with(path: Path) -> bytes:
 
 
 def decoded(block: bytes) -> io.TextIOWrapper:
-    """Return UTF-8 as a text, whose lines end with a line feed, whatever they end with here."""
+    """Return UTF-8 as a text with line feeds as line ends, whatever they are in `block`."""
     return io.TextIOWrapper(io.BytesIO(block), "utf-8")
 
 
@@ -330,39 +301,23 @@ def parsed(block: bytes, options: pyarrow.json.ParseOptions) -> TextBatch:
 def first_bad_line(
     block: bytes, options: pyarrow.json.ParseOptions, error: Exception
 ) -> tuple[int, Exception]:
-    """Return the number, from 1, of the first line that cannot be parsed with those before it, and
-    why.
+    """Return the number, from 1, of the first line that cannot be parsed, and its error.
 
     Args:
-        error: what parsing all of them says.
+        error: of parsing all lines together.
     """
-    lines = io.BytesIO(block).readlines()
-    good, bad = 0, len(lines)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        some = b"".join(lines[:middle])
+    for number, line in enumerate(io.BytesIO(block), start=1):
         try:
-            if some.strip():
-                parsed(some, options)
-            good = middle
-        except NO_LINES as earlier:
-            bad, error = middle, earlier
-    return bad, error
-
-
-def line_breaks(path: Path, place: int) -> int:
-    """Count the line feeds in the first bytes of a text, up to a place where a line begins."""
-    counted = 0
-    with opened(path) as file:
-        while block := file.read(min(place, BLOCK_BYTES)):
-            counted += block.count(b"\n")
-            place -= len(block)
-    return counted
+            if line.strip():
+                parsed(line, options)
+        except NO_LINES as found:
+            return number, found
+    return 1, error
 
 
 def kinds_in(block: bytes) -> dict[str, str]:
     """Return the types of the columns of the first JSON lines by name, as far as they can be told:
-    others may have any types, and what is no JSON is found where it is parsed."""
+    lines that are no JSON are found when they are parsed."""
     rows = []
     for line in block.split(b"\n", SEEN_LINES)[:SEEN_LINES]:
         with suppress(ValueError, RecursionError):
@@ -371,7 +326,7 @@ def kinds_in(block: bytes) -> dict[str, str]:
 
 
 def kinds_of_rows(rows: Sequence[Any]) -> dict[str, str]:
-    """Return the types of the columns of JSON objects by name; text where it may be that."""
+    """Return the types of the columns of JSON objects by name; text if it may be text."""
     kinds: dict[str, str] = {}
     for row in rows:
         for name, value in row.items() if isinstance(row, dict) else ():
@@ -381,8 +336,8 @@ def kinds_of_rows(rows: Sequence[Any]) -> dict[str, str]:
 
 
 def text_of(row: dict[str, Any], name: str) -> str | None:
-    """Return the text that a JSON object has under a name, None where it has none; raises
-    ValueError for anything else."""
+    """Return the text of a JSON object's column, None if it is missing; raises ValueError for any
+    other value."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{json.dumps(row)[:80]} has no text under {name!r}")

@@ -1,0 +1,234 @@
+"""Tokens of other libraries as a corpus: read in place, or copied from parquet into shards."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diffllm.core.errors import DataError
+from diffllm.core.files import build_once
+from diffllm.core.printing import to_stderr
+from diffllm.data.config import DataConfig
+from diffllm.data.joined import JoinedTokens, check_range
+from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, ShardWriter, Split
+from diffllm.data.text.file_index import (
+    FileFacts,
+    check_unchanged,
+    combined_hash,
+    file_facts,
+    names_of,
+)
+from diffllm.data.text.files import paths_of
+from diffllm.data.token_data import TokenData
+from diffllm.data.token_files import (
+    OPENERS,
+    documents_in,
+    fingerprint,
+    index_files,
+    open_tokens,
+    rows_of_tokens,
+)
+from diffllm.data.tokenizer import Tokenizer, located, write_tokenizer
+from diffllm.data.verified import usable
+
+COUNTED = 1 << 22
+"""Tokens that are counted at a time."""
+
+
+class FilesStream:
+    """A stretch of the tokens of several files, one after the other; cheap to pickle."""
+
+    masked = False
+
+    def __init__(
+        self,
+        split: str,
+        paths: Sequence[str],
+        tokenizer: tuple[int, int],
+        start: int,
+        stop: int,
+        indexes: Mapping[str, FileFacts] | None = None,
+    ) -> None:
+        """Open the files; raises DataError, also for an index that has changed.
+
+        Args:
+            tokenizer: vocabulary size, and the token that ends a document.
+            start, stop: the stretch, in tokens of all files together.
+            indexes: the facts of index files when the tokens were prepared.
+        """
+        self.state = (split, list(paths), tokenizer, start, stop, dict(indexes or {}))
+        self.split, self.start, self.stop = split, start, stop
+        self.whole = JoinedTokens([open_tokens(Path(path), *tokenizer) for path in paths])
+        for path, facts in (indexes or {}).items():  # after opening: an open array notices a change
+            with usable(Path(path)):
+                check_unchanged(Path(path), facts)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop) of the stretch, (stop - start,) int64; raises DataError for a
+        token outside the vocabulary."""
+        check_range(start, stop, len(self))
+        return self.whole.tokens(self.start + start, self.start + stop)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Return that all of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        return np.ones(stop - start, np.bool_)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return FilesStream, self.state
+
+
+@dataclass(frozen=True)
+class ImportedData(TokenData):
+    """Files of tokens, whose end is held out; `directory` has the tokenizer and the manifest."""
+
+    paths: tuple[str, ...]
+    """The files, which may have moved since they were counted."""
+    indexes: dict[str, FileFacts]
+    """The facts of their index files, by path."""
+    former: str
+    """The hash of the corpus without its index files, as older versions computed it."""
+
+    @property
+    def former_corpus(self) -> str:
+        return self.former
+
+    def split(self, name: str) -> FilesStream:
+        """Open the tokens of "train" or "heldout"; raises DataError if files have changed."""
+        manifest = self.manifest
+        manifest.split(name)  # raises for another name
+        train = manifest.splits["train"].tokens
+        total = train + manifest.splits["heldout"].tokens
+        start, stop = (0, train) if name == "train" else (train, total)
+        tokenizer = manifest.vocab_size, manifest.eos_id
+        stream = FilesStream(name, self.paths, tokenizer, start, stop, self.indexes)
+        if len(stream.whole) != total:
+            raise DataError(
+                f"{', '.join(self.paths[:3])}: {len(stream.whole):,} tokens where {total:,} were; "
+                f"delete {self.directory} to count them again"
+            )
+        return stream
+
+
+def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
+    """Take the tokens of data.paths as they are; raises DataError.
+
+    A directory with a manifest contains shards of ours, both splits of them.
+    """
+    if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
+        return TokenData(Path(cfg.paths[0]).expanduser().absolute())
+    if cfg.tokenizer is None:
+        raise DataError("data=tokens needs data.tokenizer, the one that they were written with")
+    tokenizer = Tokenizer.from_file(cfg.tokenizer)
+    found = paths_of(cfg)
+    tables = [path for path in found if path.suffix == ".parquet"]
+    paths = [path for path in found if path.suffix in OPENERS]
+    if tables and paths:
+        raise DataError(f"data.paths: .parquet and {paths[0].suffix} files make two sources")
+    if not tables and not paths:
+        known = ", ".join((*OPENERS, ".parquet"))
+        raise DataError(f"data.paths={cfg.paths}: none of {known}, and no directory of ours")
+    prints = [fingerprint(path) for path in tables or paths]
+    if tables:
+        corpus = combined_hash(["parquet", cfg.text_column, prints])
+        what = [FORMAT_VERSION, corpus, tokenizer.pieces_hash, cfg.heldout_fraction]
+    else:
+        indexes = [index for path in paths for index in index_files(path)]
+        facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
+        former = ["tokens", prints, cfg.heldout_fraction]
+        corpus = combined_hash([*former, [each.sha256 for each in facts.values()]])
+        what = [corpus, tokenizer.pieces_hash]
+    directory = cache_dir / "tokens" / combined_hash(what)[:32]
+
+    def build(directory: Path) -> None:
+        write_tokenizer(located(str(cfg.tokenizer)), directory)
+        if tables:
+            to_stderr(f"copying tokens of {len(tables)} files into {cache_dir}")
+            copy_rows(cfg, tables, tokenizer, corpus, directory)
+        else:
+            counted(paths, prints, tokenizer, cfg.heldout_fraction, corpus).save(directory)
+
+    build_once(directory, build)
+    if tables:
+        return TokenData(directory)
+    return ImportedData(directory, tuple(map(str, paths)), facts, combined_hash(former))
+
+
+def counted(
+    paths: Sequence[Path], prints: Sequence[str], tokenizer: Tokenizer, fraction: float, corpus: str
+) -> Manifest:
+    """Count files of tokens, and hold out the end of all, from the end of a document on.
+
+    Args:
+        corpus: hash of all files and indexes.
+    """
+    from diffllm.data.heldout import end_behind  # imports torch, which a second start does without
+
+    files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
+    whole = JoinedTokens(files)
+    length = len(whole)
+    cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - fraction)) - 1))
+    if cut >= length:
+        raise DataError(
+            f"{', '.join(map(str, paths[:3]))}: no document ends before the last "
+            f"{fraction:.2g} of its tokens; a larger data.heldout_fraction holds out more"
+        )
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    for start in range(cut, length, COUNTED):
+        part = whole.tokens(start, min(start + COUNTED, length))
+        counts += np.bincount(part, minlength=len(counts))
+    splits: dict[str, Split] = {}
+    for name, start, stop in (("train", 0, cut), ("heldout", cut, length)):
+        documents, shards = 0, []
+        for number, first, last, _ in whole.spans(start, stop):
+            if last > first:
+                documents += documents_in(files[number], first, last)
+                shards.append(Shard(paths[number].name, last - first, prints[number]))
+        splits[name] = Split(documents, stop - start, 0, shards)
+    if (ends := int(counts[tokenizer.eos_id])) != (documents := splits["heldout"].documents):
+        what = f"held-out documents in the index contain {ends:,} end tokens"
+        to_stderr(f"{documents:,} {what}; the documents of the index are counted")
+    source = f"tokens of {names_of(paths)}"
+    return Manifest.of(tokenizer, counts, source=source, corpus=corpus, splits=splits)
+
+
+def copy_rows(
+    cfg: DataConfig, paths: Sequence[Path], tokenizer: Tokenizer, corpus: str, directory: Path
+) -> None:
+    """Copy rows of tokens into shards; a hash of its tokens decides if a document is held out."""
+    writers = {
+        name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
+    }
+    limit, empty = int(cfg.heldout_fraction * 2**64), 0
+    for path in paths:
+        for rows in rows_of_tokens(path, cfg.text_column, tokenizer.vocab_size):
+            parts: dict[str, list[np.ndarray]] = {name: [] for name in writers}
+            for tokens in rows:
+                if not len(tokens):
+                    empty += 1
+                    continue
+                digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
+                split = "heldout" if int.from_bytes(digest[:8]) < limit else "train"
+                ending = [] if tokens[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+                parts[split].append(np.append(tokens, ending).astype(np.int64))
+            for name, documents in parts.items():
+                together = np.concatenate([np.zeros(0, np.int64), *documents])
+                writers[name].add(together, text_bytes=0, documents=len(documents))
+    for name, writer in writers.items():
+        if not writer.documents:
+            raise DataError(
+                f"{paths[0]}: its documents are too few for a {name} split with "
+                f"data.heldout_fraction={cfg.heldout_fraction:g}"
+            )
+    Manifest.of(
+        tokenizer,
+        writers["heldout"].counts,
+        source=f"tokens of {names_of(paths)}",
+        corpus=corpus,
+        skipped_empty=empty,
+        splits={name: writer.finish() for name, writer in writers.items()},
+    ).save(directory)

@@ -1,1 +1,0 @@
-"""Tokens that other libraries wrote, read where they lie."""

@@ -1,0 +1,290 @@
+"""Files of tokens that other libraries wrote: Megatron's, datatrove's, and parquet with integers.
+
+Megatron's indexed dataset: NAME.bin has the tokens. NAME.idx has the magic MMIDIDX and two zeros,
+the version (uint64) 1, a code of the tokens' type (uint8), numbers of sequences and of document
+places (uint64 each), then lengths of sequences (int32), their places in bytes (int64), the first
+sequence of each document, and the end (int64).
+
+Datatrove's token files, which Nanotron reads: NAME.ds has the tokens, NAME.ds.index the ends of
+documents (uint64), and NAME.ds.metadata a first line that ends with the bytes of a token.
+"""
+
+import hashlib
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffllm.core.errors import DataError
+from diffllm.core.files import open_regular, read_text
+from diffllm.data.file_array import FileArray
+from diffllm.data.verified import usable
+
+SAMPLED = 64
+"""Places of a file that its fingerprint reads, beside its ends."""
+BLOCK = 1 << 16
+LOOKED_AT = 100
+"""Documents whose last tokens say whether all end with the token for that."""
+ROWS = 128
+"""Rows of parquet that are in memory at a time."""
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DATATROVE_TYPES = {"2": "<u2", "4": "<u4"}
+
+
+@dataclass
+class TokenFile:
+    """The tokens of a file and the ends of its documents."""
+
+    path: Path
+    content: FileArray
+    """All tokens, (n,), of any integer type."""
+    end_of: Callable[[Any], Any]
+    """The place after document i, from 0; for several documents (n,), their places, (n,) int64."""
+    documents: int
+    pieces: int
+    """The tokenizer's vocabulary size: every token is below it."""
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64; raises DataError for a token outside
+        the vocabulary."""
+        tokens: np.ndarray = self.content[start:stop].astype(np.int64)
+        check_pieces(self.path, tokens, self.pieces)
+        return tokens
+
+
+class WithEnds:
+    """A file whose documents lack the token that ends one, read as if each had it."""
+
+    def __init__(self, file: TokenFile, eos_id: int) -> None:
+        self.file, self.eos_id = file, eos_id
+        self.path, self.documents = file.path, file.documents
+
+    def __len__(self) -> int:
+        return len(self.file) + self.documents
+
+    def end_of(self, document: Any) -> Any:
+        """Return the place after document i and its end token, or the places of several."""
+        return self.file.end_of(document) + document + 1
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64; raises as the file does."""
+        out = np.full(stop - start, self.eos_id, dtype=np.int64)
+        document = bisect_right(range(self.documents), start, key=self.end_of)
+        while start < stop:
+            end = self.end_of(document)
+            if not document <= start < end <= len(self):
+                raise DataError(f"{self.path}: the documents of its index do not follow each other")
+            last = min(stop, end - 1)  # the token at end - 1 is the end
+            if start < last:
+                place = len(out) - (stop - start)
+                read = self.file.tokens(start - document, last - document)
+                out[place : place + last - start] = read
+            start, document = end, document + 1
+        return out
+
+
+Tokens = TokenFile | WithEnds
+
+
+def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
+    """Open a .bin or .ds file, its documents with their ends.
+
+    Raises DataError, also if only some documents end with `eos_id`.
+    """
+    file = OPENERS[path.suffix](path, vocab_size)
+    looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
+    ends = [file.end_of(int(i)) for i in looked_at]
+    if min(ends) < 0 or max(ends) > len(file):
+        raise DataError(f"{path}: its index has documents outside of the file")
+    last = [int(file.content[end - 1]) == eos_id for end in ends if end]
+    if all(last):
+        return file
+    if any(last):
+        raise DataError(
+            f"{path}: {sum(last)} of {len(last)} documents end with token {eos_id}, the "
+            "tokenizer's end of a document, and others do not: is this its tokenizer?"
+        )
+    return WithEnds(file, eos_id)
+
+
+def open_megatron(path: Path, vocab_size: int) -> TokenFile:
+    """Open NAME.bin, with NAME.idx next to it; raises DataError."""
+    index = path.with_suffix(".idx")
+    try:
+        with open_regular(index, 2**63, follow=True) as file:
+            head = file.read(HEADER.size)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{index}: {reason}; {path.name} needs its index") from error
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise DataError(f"{index} is no index of Megatron's: it does not begin with MMIDIDX")
+    _, version, code, sequences, marks = HEADER.unpack(head)
+    if version != 1 or code not in MEGATRON_TYPES:
+        raise DataError(f"{index}: version {version} with tokens of type {code} is not known")
+    at = HEADER.size
+    lengths = array_in(index, "<i4", at, sequences)
+    places = array_in(index, "<i8", at + lengths.nbytes, sequences)
+    firsts = array_in(index, "<i8", at + lengths.nbytes + places.nbytes, marks)
+    content = array_in(path, MEGATRON_TYPES[code])
+    size = content.itemsize
+    if not sequences or places[0] or not follow_each_other(places, lengths, size):
+        raise DataError(f"{index}: its sequences do not follow each other in {path.name}")
+    if len(firsts) < 2 or firsts[0] or int(firsts[-1]) != sequences:
+        raise DataError(f"{index}: its documents do not hold all of its {sequences:,} sequences")
+
+    def end_of(document: Any) -> Any:
+        last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
+        return (places[last] // size + lengths[last]) * (last >= 0)
+
+    return whole_file(path, index, content, end_of, marks - 1, vocab_size)
+
+
+def follow_each_other(places: FileArray, lengths: FileArray, size: int) -> bool:
+    """Whether sequences are contiguous, judged by LOOKED_AT of them."""
+    if len(places) == 1:
+        return True
+    looked_at = np.unique(np.linspace(0, len(places) - 2, LOOKED_AT).astype(np.int64))
+    ends = places[looked_at] + lengths[looked_at].astype(np.int64) * size
+    return bool((ends == places[looked_at + 1]).all())
+
+
+def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
+    """Open NAME.ds; raises DataError.
+
+    Args:
+        vocab_size: of the tokenizer; decides the size of tokens if there is no metadata.
+    """
+    size = "2" if vocab_size <= 2**16 else "4"
+    metadata = path.with_name(f"{path.name}.metadata")
+    if metadata.is_file():
+        with usable(metadata):
+            size = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
+        if size not in DATATROVE_TYPES:
+            raise DataError(f"{metadata}: tokens of {size!r} bytes are not known; 2 or 4")
+    content = array_in(path, DATATROVE_TYPES[size])
+    index = path.with_name(f"{path.name}.index")
+    if not index.is_file():
+        raise DataError(f"{index}: no such file; {path.name} needs its index")
+    ends = array_in(index, "<u8")
+    if not len(ends):
+        raise DataError(f"{index}: it has no documents")
+    return whole_file(
+        path, index, content, lambda i: ends[i].astype("int64"), len(ends), vocab_size
+    )
+
+
+OPENERS = {".bin": open_megatron, ".ds": open_datatrove}
+
+
+def whole_file(
+    path: Path,
+    index: Path,
+    content: FileArray,
+    end_of: Callable[[Any], Any],
+    documents: int,
+    vocab_size: int,
+) -> TokenFile:
+    """Make a TokenFile; raises DataError unless the last document ends where the tokens do. The
+    ends before it are too many to be read at every start."""
+    if (end := int(end_of(documents - 1))) != len(content):
+        raise DataError(
+            f"{index}: its documents end at token {end:,}, its tokens at {len(content):,}"
+        )
+    return TokenFile(path, content, end_of, documents, vocab_size)
+
+
+def documents_in(file: Tokens, start: int, stop: int) -> int:
+    """Count the documents of the index that have tokens in [start, stop)."""
+    found = begin = 0
+    for first in range(0, file.documents, BLOCK):
+        ends = file.end_of(np.arange(first, min(first + BLOCK, file.documents)))
+        begins, begin = np.append(begin, ends[:-1]), ends[-1]
+        found += int((np.minimum(ends, stop) > np.maximum(begins, start)).sum())
+    return found
+
+
+def check_pieces(path: Path, tokens: np.ndarray, pieces: int) -> None:
+    """Raise DataError for a token outside the tokenizer's vocabulary."""
+    if tokens.max(initial=0) >= pieces or tokens.min(initial=0) < 0:
+        wrong = tokens[(tokens >= pieces) | (tokens < 0)][0]
+        raise DataError(
+            f"{path}: token {wrong} is none of the tokenizer's {pieces:,} pieces: it was written "
+            "with another one, or the file has changed"
+        )
+
+
+def fingerprint(path: Path) -> str:
+    """Hash a file's size, its ends, and blocks spread evenly over it."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    starts = np.unique(np.linspace(0, max(0, size - BLOCK), SAMPLED).astype(np.int64))
+    with usable(path), open_regular(path, 2**63, follow=True) as file:
+        for start in starts.tolist():
+            file.seek(start)
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def array_in(path: Path, dtype: str, offset: int = 0, count: int | None = None) -> FileArray:
+    """Open a file as an array; raises DataError if it is too short, or not of whole numbers."""
+    kind = np.dtype(dtype)
+    try:
+        size = path.stat().st_size - offset
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    there = size // kind.itemsize
+    if size < 0 or (count is None and size % kind.itemsize) or (count or 0) > there:
+        wanted = f"{count:,} numbers" if count is not None else "whole numbers"
+        raise DataError(
+            f"{path}: {max(size, 0):,} bytes where {wanted} of {kind.itemsize} are expected: it is "
+            "cut off, or of another type"
+        )
+    return FileArray(path, kind, offset, count)
+
+
+def index_files(path: Path) -> list[Path]:
+    """List the files next to a file of tokens that say where its documents lie."""
+    sisters = [path.with_suffix(".idx")]
+    if path.suffix == ".ds":
+        sisters = [path.with_name(f"{path.name}.{end}") for end in ("index", "metadata")]
+    return [sister for sister in sisters if sister.is_file()]
+
+
+def rows_of_tokens(path: Path, column: str, vocab_size: int) -> Iterator[list[np.ndarray]]:
+    """Yield the tokens of each row, (n,) int64, many rows at a time; raises DataError."""
+    import pyarrow
+    from pyarrow import parquet, types
+
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    try:
+        file = parquet.ParquetFile(path)
+        kinds = {field.name: field.type for field in file.schema_arrow}
+        usable_names = [
+            name for name, kind in kinds.items()
+            if any(is_list(kind) for is_list in lists) and types.is_integer(kind.value_type)
+        ]  # fmt: skip
+        if column not in usable_names:
+            hint = ", none of them tokens"
+            if usable_names:
+                hint = f": use data.text_column={' or '.join(usable_names)}"
+            known = ", ".join(kinds)
+            raise DataError(f"{path}: no column {column!r} of tokens; it has {known}{hint}")
+        for batch in file.iter_batches(ROWS, columns=[column]):
+            rows = [
+                np.asarray(row.values if row.is_valid else [], dtype=np.int64)
+                for row in batch.column(0)
+            ]
+            for tokens in rows:
+                check_pieces(path, tokens, vocab_size)
+            yield rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: {str(error).splitlines()[0]}") from error
