@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_json, sync
-from diffllm.data.mixture.place import check_place
+from diffllm.data.mixture_order import check_place
 from diffllm.metrics.spikes import SpikeMonitor
 
 if TYPE_CHECKING:

@@ -6,71 +6,51 @@ from typing import TYPE_CHECKING, Any
 import diffllm.data.text.files
 import diffllm.data.text.hub
 import diffllm.data.text.packages
-import diffllm.data.text.synthetic  # noqa: F401  register our sources
+import diffllm.data.text.stdlib
+import diffllm.data.text.synthetic
 
-if TYPE_CHECKING:
-    from diffllm.data.heldout import HeldoutDocuments, heldout_documents, heldout_tokens
-    from diffllm.data.loader import (
-        TrainLoader,
+if TYPE_CHECKING:  # for those who check types; `__getattr__` finds the same names
+    # ruff: noqa: F401
+    from diffllm.data.heldout import (
+        HeldoutDocuments,
         heldout_batches,
+        heldout_documents,
+        heldout_tokens,
         predicts_something,
-        training_samples,
     )
-    from diffllm.data.mixture.prepared import MixtureData, Prepared
+    from diffllm.data.loader import TrainLoader
+    from diffllm.data.mixture import MixtureData, Prepared
     from diffllm.data.preparation.prepare import prepare
-    from diffllm.data.sequences import sequences_in
-    from diffllm.data.shards import TokenStream
-    from diffllm.data.token_data import TokenData
-    from diffllm.data.tokenizer import Tokenizer
-    from diffllm.data.training_sequences import (
+    from diffllm.data.samples import training_samples
+    from diffllm.data.sequences import (
         ignores_targets,
         packing_counts,
+        sequences_in,
         sequences_of_epoch,
     )
-
-__all__ = [
-    "HeldoutDocuments",
-    "MixtureData",
-    "Prepared",
-    "TokenData",
-    "TokenStream",
-    "Tokenizer",
-    "TrainLoader",
-    "heldout_batches",
-    "heldout_documents",
-    "heldout_tokens",
-    "ignores_targets",
-    "packing_counts",
-    "predicts_something",
-    "prepare",
-    "sequences_in",
-    "sequences_of_epoch",
-    "training_samples",
-]
+    from diffllm.data.streams import TokenStream
+    from diffllm.data.token_data import TokenData
+    from diffllm.data.tokenizer import Tokenizer
 
 _HOMES = {
-    "HeldoutDocuments": "heldout",
-    "MixtureData": "mixture.prepared",
-    "Prepared": "mixture.prepared",
-    "TokenData": "token_data",
-    "TokenStream": "shards",
-    "Tokenizer": "tokenizer",
-    "TrainLoader": "loader",
-    "heldout_batches": "loader",
-    "heldout_documents": "heldout",
-    "heldout_tokens": "heldout",
-    "ignores_targets": "training_sequences",
-    "packing_counts": "training_sequences",
-    "predicts_something": "loader",
-    "prepare": "preparation.prepare",
-    "sequences_in": "sequences",
-    "sequences_of_epoch": "training_sequences",
-    "training_samples": "loader",
-}
+    "heldout": (
+        "HeldoutDocuments", "heldout_batches", "heldout_documents", "heldout_tokens",
+        "predicts_something",
+    ),
+    "loader": ("TrainLoader",),
+    "mixture": ("MixtureData", "Prepared"),
+    "preparation.prepare": ("prepare",),
+    "samples": ("training_samples",),
+    "sequences": ("ignores_targets", "packing_counts", "sequences_in", "sequences_of_epoch"),
+    "streams": ("TokenStream",),
+    "token_data": ("TokenData",),
+    "tokenizer": ("Tokenizer",),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import torch, numpy and sentencepiece only when something that needs them is used."""
-    if name in _HOMES:
-        return getattr(import_module(f"diffllm.data.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"diffllm.data.{module}"), name)
     raise AttributeError(f"module 'diffllm.data' has no attribute {name!r}")

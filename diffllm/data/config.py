@@ -1,7 +1,7 @@
 """The config of the ``data`` group."""
 
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -201,6 +201,11 @@ class DataConfig(TextConfig):
     def whole_documents(self) -> bool:
         """Whether a document that fits into a sequence is kept in one."""
         return self.packing is Packing.best_fit
+
+    def for_source(self, source: SourceConfig) -> "DataConfig":
+        """Return the config of one source of a mixture as a corpus of its own."""
+        text = {each.name: getattr(source, each.name) for each in fields(TextConfig)}
+        return replace(self, **text, sources={}, curriculum=[])
 
     def validate(self) -> None:
         """Raise ConfigError for values that no corpus can satisfy."""

@@ -1,27 +1,26 @@
-"""The held-out documents that a run ends with the loss of, and the sequences that hold them.
+"""Held-out sequences, which are measured during training, and documents, with which a run ends.
 
 Shapes: n documents, N tokens of them all, r sequences of T tokens, b of them in a batch, W ranks.
 """
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.joined import Readable
-from diffllm.data.shards import Stream
+from diffllm.data.sequences import Batch, StreamSequences
+from diffllm.data.streams import Stream, document_ends, end_behind, read_joined
 from diffllm.data.tokenizer import Tokenizer
 
 BLOCK = 2**22
-"""Tokens that are searched for ends of documents at once, where all of them are."""
-STEP = 2**12
-"""The same, where the end of one document is looked for."""
+"""Tokens whose loss mask is read at once."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly over [0, 1), however many of them are taken."""
 
@@ -112,20 +111,19 @@ class HeldoutDocuments:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read the tokens [start, stop) of all these documents, (stop - start,) int64."""
-        return np.concatenate([self.stream.tokens(*span) for span in self._spans(start, stop)])
+        return self._read(start, stop, np.int64, self.stream.tokens)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
         """Read which of the same are to be predicted, (stop - start,) bool."""
-        return np.concatenate([self.stream.loss_mask(*span) for span in self._spans(start, stop)])
+        return self._read(start, stop, np.bool_, self.stream.loss_mask)
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield where the tokens [start, stop) of all these documents lie in the split."""
-        document = int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop:
-            end = int(self.ends[document])
-            place = int(self.starts[document] + self.lengths[document]) - end
-            yield place + start, place + min(end, stop)
-            start, document = end, document + 1
+    def _read(
+        self, start: int, stop: int, dtype: Any, read: Callable[[int, int], np.ndarray]
+    ) -> np.ndarray:
+        def from_document(i: int, first: int, last: int) -> np.ndarray:
+            return read(int(self.starts[i]) + first, int(self.starts[i]) + last)
+
+        return read_joined(self.ends, start, stop, dtype, from_document)
 
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
@@ -170,7 +168,9 @@ def heldout_documents(
     check_counts(least=1, most=1 if most is None else most)
     tokens = len(stream) if tokens is None else min(tokens, len(stream))
     if most is None and tokens == len(stream):
-        ends = all_ends(stream, eos_id)
+        ends = np.concatenate([ends for _, ends in document_ends(stream, eos_id)])
+        if not len(ends) or ends[-1] < len(stream):
+            ends = np.append(ends, len(stream))
         starts = np.append(0, ends[:-1])
         return HeldoutDocuments(stream, eos_id, starts, np.diff(ends, prepend=0), whole)
     found: dict[int, int] = {}
@@ -210,20 +210,48 @@ def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> 
     return count
 
 
-def all_ends(stream: Stream, eos_id: int) -> np.ndarray:
-    """Find the ends of all documents: the places behind their EOS, (n,) int64."""
-    found = [
-        start + 1 + np.flatnonzero(stream.tokens(start, min(start + BLOCK, len(stream))) == eos_id)
-        for start in range(0, len(stream), BLOCK)
-    ]
-    ends = np.concatenate(found)
-    return ends if len(ends) and ends[-1] == len(stream) else np.append(ends, len(stream))
+def heldout_batches(
+    stream: Stream,
+    seq_len: int,
+    batch_size: int,
+    sequences: int,
+    rank: int = 0,
+    world_size: int = 1,
+    eos_id: int | None = None,
+) -> Iterator[Batch]:
+    """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
+
+    Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
+    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`, and
+    ConfigError for counts and ranks that cannot be.
+
+    Args:
+        eos_id: the token that ends documents, where those that fit into a sequence are kept in one.
+    """
+    check_counts(least=1, batch_size=batch_size, sequences=sequences)
+    check_rank(rank, world_size)
+    cut = StreamSequences(stream, seq_len)
+    n = len(cut)
+    sequences = min(sequences, n)
+    if eos_id is not None:
+        chosen = heldout_documents(stream, eos_id, sequences * seq_len, whole=True)
+        borders = chosen.borders(seq_len)
+        n = len(borders) - 1
+    mine = (np.arange(sequences, dtype=np.int64) * n // sequences)[rank::world_size]
+    for start in range(0, len(mine), batch_size):
+        places = mine[start : start + batch_size]
+        if eos_id is None:
+            yield cut.read(places)
+        else:
+            yield chosen.read(borders, places, seq_len)[:2]
 
 
-def end_behind(stream: Readable, eos_id: int, place: int) -> int:
-    """Find the end of the document that a token belongs to: the place behind its EOS."""
-    for start in range(place, len(stream), STEP):
-        here = np.flatnonzero(stream.tokens(start, min(start + STEP, len(stream))) == eos_id)
-        if len(here):
-            return start + int(here[0]) + 1
-    return len(stream)
+def predicts_something(
+    stream: Stream, seq_len: int, sequences: int, eos_id: int | None = None
+) -> bool:
+    """Whether any target of the sequences that `heldout_batches` reads is to be predicted; raises
+    as it does."""
+    if not stream.masked:
+        return True
+    batches = heldout_batches(stream, seq_len, 1, sequences, eos_id=eos_id)
+    return any(bool((targets >= 0).any()) for _, targets in batches)

@@ -11,8 +11,8 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.core.printing import to_stderr
 from diffllm.data.config import DataConfig
-from diffllm.data.joined import JoinedTokens, check_range
 from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, ShardWriter, Split
+from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans
 from diffllm.data.text.file_index import (
     FileFacts,
     check_unchanged,
@@ -166,8 +166,6 @@ def counted(
     Args:
         corpus: hash of all files and indexes.
     """
-    from diffllm.data.heldout import end_behind  # imports torch, which a second start does without
-
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
     length = len(whole)
@@ -184,7 +182,7 @@ def counted(
     splits: dict[str, Split] = {}
     for name, start, stop in (("train", 0, cut), ("heldout", cut, length)):
         documents, shards = 0, []
-        for number, first, last, _ in whole.spans(start, stop):
+        for number, first, last in spans(whole.ends, start, stop):
             if last > first:
                 documents += documents_in(files[number], first, last)
                 shards.append(Shard(paths[number].name, last - first, prints[number]))

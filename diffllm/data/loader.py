@@ -1,6 +1,6 @@
 """Batches of token sequences, in an order that depends on the seed and the step alone.
 
-Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n sequences in a stream.
+Shapes: T sequence length, m micro batch (sequences a rank and micro-step).
 """
 
 import atexit
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -21,77 +20,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.config import DataConfig
-from diffllm.data.heldout import heldout_documents
-from diffllm.data.mixture.prepared import MixtureData, Prepared
-from diffllm.data.mixture.samples import MixedSequences
-from diffllm.data.samples import Samples, ShuffledSequences
-from diffllm.data.sequences import Batch, read_sequences, sequences_in
-from diffllm.data.shards import Stream
-from diffllm.data.training_sequences import training_sequences
+from diffllm.data.samples import Samples
+from diffllm.data.sequences import Batch
 
 WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-def training_samples(
-    data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
-) -> Samples:
-    """Return the samples of a run in their order; raises as `training_sequences`.
-
-    Args:
-        total: samples of the whole run, which a mixture's curriculum goes by.
-    """
-    check_counts(least=1, seq_len=seq_len, total=total)
-    if isinstance(data, MixtureData):
-        return MixedSequences(data, cfg, seq_len, seed, total)
-    bits = data.manifest.splits["train"].bits_per_byte(1.0)
-    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed, bits)
-
-
-def heldout_batches(
-    stream: Stream,
-    seq_len: int,
-    batch_size: int,
-    sequences: int,
-    rank: int = 0,
-    world_size: int = 1,
-    eos_id: int | None = None,
-) -> Iterator[Batch]:
-    """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
-
-    Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
-    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`, and
-    ConfigError for counts and ranks that cannot be.
-
-    Args:
-        eos_id: the token that ends documents, where those that fit into a sequence are kept in one.
-    """
-    check_counts(least=1, batch_size=batch_size, sequences=sequences)
-    check_rank(rank, world_size)
-    n = sequences_in(stream, seq_len)
-    sequences = min(sequences, n)
-    if eos_id is not None:
-        chosen = heldout_documents(stream, eos_id, sequences * seq_len, whole=True)
-        borders = chosen.borders(seq_len)
-        n = len(borders) - 1
-    mine = (np.arange(sequences, dtype=np.int64) * n // sequences)[rank::world_size]
-    for start in range(0, len(mine), batch_size):
-        places = mine[start : start + batch_size]
-        if eos_id is None:
-            yield read_sequences(stream, seq_len, places)
-        else:
-            yield chosen.read(borders, places, seq_len)[:2]
-
-
-def predicts_something(
-    stream: Stream, seq_len: int, sequences: int, eos_id: int | None = None
-) -> bool:
-    """Whether any target of the sequences that `heldout_batches` reads is to be predicted; raises
-    as it does."""
-    if not stream.masked:
-        return True
-    batches = heldout_batches(stream, seq_len, 1, sequences, eos_id=eos_id)
-    return any(bool((targets >= 0).any()) for _, targets in batches)
 
 
 class TrainLoader:

@@ -3,15 +3,33 @@
 Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n sequences of a source.
 """
 
+import hashlib
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset
+import torch
 
+from diffllm.core.bounds import check_counts
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.data.mixture.place import MOST
-from diffllm.data.permutation import permute
-from diffllm.data.sequences import Batch, Sequences
+from diffllm.core.typed import made
+from diffllm.data.config import DataConfig
+from diffllm.data.mixture import MixtureData, Prepared, of_source
+from diffllm.data.mixture_order import (
+    MOST_SAMPLES,
+    MixtureOrder,
+    MixturePlace,
+    Segments,
+    from_sample,
+    limited,
+    segments,
+)
+from diffllm.data.sequences import Batch, Sequences, training_sequences
+from diffllm.data.shards import Split
+
+ROUNDS = 8
+"""Rounds of the Feistel network that permutes an epoch."""
 
 
 class Samples(Protocol):
@@ -35,7 +53,7 @@ class Samples(Protocol):
         CheckpointError for one of other samples."""
 
 
-class ShuffledSequences(Dataset[Batch | DataError]):
+class ShuffledSequences:
     """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n.
 
     Args:
@@ -74,8 +92,8 @@ class ShuffledSequences(Dataset[Batch | DataError]):
                 f"the checkpoint stands at sequence {state['sample']} of an epoch, but this corpus "
                 f"has {count}: it was saved with another corpus, seq_len or data.packing"
             )
-        if (sample := state["epoch"] * count + state["sample"]) >= MOST:
-            raise CheckpointError(f"the checkpoint's sample {sample} is beyond {MOST}")
+        if (sample := state["epoch"] * count + state["sample"]) >= MOST_SAMPLES:
+            raise CheckpointError(f"the checkpoint's sample {sample} is beyond {MOST_SAMPLES}")
         return int(sample)
 
 
@@ -95,3 +113,170 @@ def check_seed(state: dict[str, Any], seed: int) -> None:
         raise CheckpointError(
             f"the checkpoint's data order has seed={state['seed']}, this run seed={seed}"
         )
+
+
+def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndarray:
+    """Map `indices` (any shape, integers in [0, n)) to their places in the order of (seed, epoch).
+
+    The shuffle is never stored: a Feistel network permutes the smallest 4**k >= n, and values that
+    fall outside [0, n) are sent through again until they land inside (cycle walking), which keeps
+    it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+
+    Returns int64 of the same shape. Integer arithmetic only: equal on every platform.
+    """
+    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    out = _feistel(np.asarray(indices, dtype=np.uint64), keys, half)
+    while (outside := out >= n).any():
+        out[outside] = _feistel(out[outside], keys, half)
+    return out.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+    """Run one pass over values (uint64, below 2**(2 * half)); keys (ROUNDS,) uint64."""
+    mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = values >> bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << bits) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Apply the finaliser of splitmix64; uint64 arrays wrap around."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class MixedSequences:
+    """Sample g of a run is a sequence of the source that the mixture's order has at place g, the
+    next one in that source's own shuffled order.
+
+    Args:
+        total: samples of the whole run, which a curriculum's shares are of.
+
+    Raises DataError for a source that is shorter than a sequence, ConfigError where no source is
+    left before the run's end.
+    """
+
+    def __init__(
+        self, data: MixtureData, cfg: DataConfig, seq_len: int, seed: int, total: int
+    ) -> None:
+        self.data, self.names = data, list(data.sources)
+        self.seq_len, self.seed, self.total = seq_len, seed, total
+        self.sources = [
+            of_source(name)(training_sequences)(each, cfg, seq_len)
+            for name, each in data.sources.items()
+        ]
+        self.sequences = [len(each) for each in self.sources]
+        limits = [source.epochs_at_most for source in cfg.sources.values()]
+        self.most = [
+            math.inf if limit is None else math.floor(limit * count)
+            for limit, count in zip(limits, self.sequences, strict=True)
+        ]
+        self.plan = segments(cfg, total, seq_len)
+        self._order_from(0, [0] * len(self.names))
+
+    def __getitem__(self, samples: range) -> Batch | DataError:
+        """Return (inputs, targets) of samples, or the error."""
+        sources, numbers = self.order.places(np.asarray(samples, np.int64))
+        inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
+        for k in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == k)
+            places = shuffled(numbers[here], self.sequences[k], f"{self.seed}/{self.names[k]}")
+            try:
+                with of_source(self.names[k]):
+                    read = self.sources[k].read(places)
+            except DataError as error:
+                return error
+            inputs[here], targets[here] = read
+        return inputs, targets
+
+    def consumed(self, sample: int) -> dict[str, float]:
+        """Return `data/tokens/<source>` and `data/epochs/<source>` before a sample."""
+        found: dict[str, float] = {}
+        for name, count, whole in zip(
+            self.names, self.order.counts(sample), self.sequences, strict=True
+        ):
+            found[f"data/tokens/{name}"] = count * self.seq_len
+            found[f"data/epochs/{name}"] = count / whole
+        return found
+
+    def bits_per_nat(self, sample: int) -> float | None:
+        splits = [data.manifest.splits["train"] for data in self.data.sources.values()]
+        return mean_bits_per_nat(splits, [n * self.seq_len for n in self.order.counts(sample)])
+
+    def state(self, sample: int) -> dict[str, Any]:
+        """Describe the place before a sample: what each source has given, the weights from here on,
+        and since when they hold."""
+        return {
+            "seed": self.seed,
+            "sample": sample,
+            "consumed": dict(zip(self.names, self.order.counts(sample), strict=True)),
+            "since": self.since,
+            "before": dict(zip(self.names, self.before, strict=True)),
+            "weights": [[start, *weights] for start, weights in self.plan],
+        }
+
+    def sample_of(self, state: dict[str, Any]) -> int:
+        """Return the sample that a state stands before, and go on from there: as it began where
+        the weights are the same, else by the new ones, each source with its next sequence.
+
+        Raises CheckpointError if it belongs to another seed or other sources.
+        """
+        check_seed(state, self.seed)
+        known = [*state.get("consumed", {})]
+        if known != self.names:
+            of = f"the sources {', '.join(known)}" if known else "no mixture"
+            raise CheckpointError(
+                f"the checkpoint is of {of}, this run of the sources {', '.join(self.names)}"
+            )
+        try:
+            place = made(MixturePlace, state)
+            place.check()
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint has no usable loop.data: {error}") from error
+        sample = place.sample
+        former: Segments = [(int(start), tuple(weights)) for start, *weights in place.weights]
+        if former and from_sample(former, sample) == from_sample(self.plan, sample):
+            self.plan = former
+            self._order_from(place.since, list(place.before.values()))
+        else:
+            self._order_from(sample, list(place.consumed.values()))
+        return sample
+
+    def _order_from(self, since: int, before: list[int]) -> None:
+        self.since, self.before = since, before
+        plan = limited(self.plan, since, self.total, before, self.most)
+        self.order = MixtureOrder(plan, before)
+
+
+def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
+    """Return the bits per byte that equal 1 nat per token, if `tokens` were read from each split.
+
+    Returns None if nothing was read or the text of a split is unknown.
+    """
+    each = [
+        (count * split.share_predicted, split.bits_per_byte(1.0))
+        for split, count in zip(splits, tokens, strict=True)
+    ]
+    known = [(count, bits) for count, bits in each if count and bits is not None]
+    if len(known) < sum(count > 0 for count, _ in each) or not known:
+        return None
+    return sum(count for count, _ in known) / sum(count / bits for count, bits in known)
+
+
+def training_samples(
+    data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
+) -> Samples:
+    """Return the samples of a run in their order; raises as `training_sequences`.
+
+    Args:
+        total: samples of the whole run, which a mixture's curriculum goes by.
+    """
+    check_counts(least=1, seq_len=seq_len, total=total)
+    if isinstance(data, MixtureData):
+        return MixedSequences(data, cfg, seq_len, seed, total)
+    bits = data.manifest.splits["train"].bits_per_byte(1.0)
+    return ShuffledSequences(training_sequences(data, cfg, seq_len), seed, bits)

@@ -1,8 +1,11 @@
-"""Sequences of tokens, read in any order, and those that are cut from a stream.
+"""The sequences of a source that training reads, in any order: cut from a stream, or packed.
 
 Shapes: T sequence length, m sequences that are read at once.
 """
 
+from functools import partial, reduce
+from operator import add
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +13,14 @@ import torch
 
 from diffllm.core.bounds import check_counts
 from diffllm.core.errors import DataError
-from diffllm.data.shards import Stream
+from diffllm.core.files import build_once
+from diffllm.data.config import DataConfig, Packing
+from diffllm.data.mixture import MixtureData, Prepared, of_source
+from diffllm.data.packing import PLAN_VERSION, WINDOW, PackingCounts, Plan, write_plan
+from diffllm.data.shards import Manifest
+from diffllm.data.streams import Stream, as_targets
+from diffllm.data.text.file_index import combined_hash
+from diffllm.data.token_data import TokenData
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, (m, T) int64 each; negative targets are ignored."""
@@ -27,7 +37,7 @@ class Sequences(Protocol):
 
 
 class StreamSequences:
-    """The sequences that a stream is cut into wherever T tokens are full."""
+    """The sequences that a stream is cut into: sequence i starts at token i * T."""
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
         """Count the sequences; raises as `sequences_in`."""
@@ -38,7 +48,12 @@ class StreamSequences:
         return self.count
 
     def read(self, places: np.ndarray) -> Batch:
-        return read_sequences(self.stream, self.seq_len, places)
+        inputs, targets = [], []
+        for start in (places * self.seq_len).tolist():
+            tokens = self.stream.tokens(start, start + self.seq_len + 1)
+            inputs.append(tokens[:-1])
+            targets.append(as_targets(self.stream, start + 1, tokens[1:]))
+        return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
 
 def sequences_in(stream: Stream, seq_len: int) -> int:
@@ -54,15 +69,90 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
     return n
 
 
-def read_sequences(stream: Stream, seq_len: int, places: np.ndarray) -> Batch:
-    """Read inputs and targets, (m, T) int64 each, at places (m,): sequence i starts at token i *
-    T."""
-    starts = [i * seq_len for i in places.tolist()]
-    rows = [stream.tokens(start, start + seq_len + 1) for start in starts]
-    tokens = torch.from_numpy(np.stack(rows))
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    if stream.masked:
-        masks = [stream.loss_mask(start + 1, start + seq_len + 1) for start in starts]
-        # In place it would change the inputs as well: both are views where there is one sequence.
-        targets = targets.masked_fill(torch.from_numpy(~np.stack(masks)), -1)
-    return inputs, targets
+class PackedSequences:
+    """Whole documents, several in a sequence, in the order of the corpus; the rest is padding.
+
+    A token's input is the token before it: the EOS before its document for a first one. So every
+    token is a target once, unless it is only context. Padding has EOS as inputs and -1 as targets.
+    """
+
+    def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: Plan) -> None:
+        self.stream, self.eos_id, self.seq_len, self.plan = stream, eos_id, seq_len, plan
+
+    def __len__(self) -> int:
+        return self.plan.counts.sequences
+
+    def read(self, places: np.ndarray) -> Batch:
+        inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
+        targets = np.full_like(inputs, -1)
+        for row, place in enumerate(places.tolist()):
+            at = 0
+            for start, length in self.plan[place]:
+                self.plan.require(0 <= start < start + length <= len(self.stream))
+                tokens = self.stream.tokens(max(start - 1, 0), start + length)
+                if not start:
+                    tokens = np.append(self.eos_id, tokens)  # an EOS is before the first token
+                if tokens[0] != self.eos_id and length < self.seq_len:
+                    at += 1  # the end of a document that was cut; an EOS parts it from the last one
+                self.plan.require(at + length <= self.seq_len)
+                inputs[row, at : at + length] = tokens[:-1]
+                targets[row, at : at + length] = as_targets(self.stream, start, tokens[1:])
+                at += length
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:
+    """Return the sequences of one source's training split; raises as `sequences_in` and
+    `packed_sequences`."""
+    if cfg.packing is Packing.best_fit:
+        return packed_sequences(data, cfg, seq_len)
+    return StreamSequences(data.split("train"), seq_len)
+
+
+def packed_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> PackedSequences:
+    """Return one source's training split packed by best fit, planned if the cache does not hold the
+    plan yet. Safe to call in any number of processes at once, and before process groups exist.
+
+    Raises DataError for tokens that cannot be read, or a cache that cannot be used.
+    """
+    stream, eos_id = data.split("train"), data.manifest.eos_id
+    cache_dir = Path(cfg.cache_dir).expanduser()
+    directory = cache_dir / "packing" / plan_key(data.manifest, seq_len)
+    try:
+        build_once(directory, partial(write_plan, stream, eos_id, seq_len))
+    except OSError as error:
+        raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
+    return PackedSequences(stream, eos_id, seq_len, Plan(directory))
+
+
+def plan_key(manifest: Manifest, seq_len: int) -> str:
+    """Return the name of a plan: a hash of the tokens of the training split and of seq_len."""
+    shards = [[shard.sha256, shard.tokens] for shard in manifest.splits["train"].shards]
+    tokens = [manifest.corpus, manifest.pieces_hash, manifest.eos_id, shards]
+    return combined_hash([PLAN_VERSION, WINDOW, *tokens, seq_len])[:32]
+
+
+def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
+    """Count the sequences of a pass over the training split, of all sources together; raises as
+    `training_sequences`."""
+    counts = packing_counts(data, cfg, seq_len)
+    return counts.sequences if counts else sequences_in(data.split("train"), seq_len)
+
+
+def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
+    """Count what packing made of the training split, of all sources together; None where nothing is
+    packed. Raises as `packed_sequences`."""
+    if cfg.packing is Packing.stream:
+        return None
+    if not isinstance(data, MixtureData):
+        return packed_sequences(data, cfg, seq_len).plan.counts
+    packed = [
+        of_source(name)(packed_sequences)(source, cfg, seq_len)
+        for name, source in data.sources.items()
+    ]
+    return reduce(add, (each.plan.counts for each in packed))
+
+
+def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:
+    """Whether targets of training may be ignored: padding, or tokens that are only context."""
+    return cfg.packing is Packing.best_fit or data.manifest.splits["train"].masked

@@ -1,29 +1,25 @@
-"""Token shards on disk: a manifest, flat binary files, and a stream that reads them."""
+"""Token shards on disk: a manifest and flat binary files."""
 
 import hashlib
 import json
 import math
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from diffllm.core.errors import ConfigError, DataError
+from diffllm.core.errors import ConfigError
 from diffllm.core.files import open_to_write, read_json, replace_file, sync
 from diffllm.core.typed import made
-from diffllm.data.file_array import FileArray
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.data.verified import again, is_at, matches, usable
+from diffllm.data.verified import usable
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
 SPLITS = ("train", "heldout")
-MOST_OPEN = 256
-"""Files that a stream has open at a time: each takes a file descriptor."""
 MANIFEST = "manifest.json"
 
 
@@ -183,36 +179,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-Numbers = np.ndarray | FileArray
-
-
-class Stream(Protocol):
-    """Tokens that can be read at any place."""
-
-    split: str
-
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens may be only context."""
-
-    def __len__(self) -> int:
-        """Count the tokens."""
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64."""
-
-    def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
-
-
-def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens of a stream from `start` on, (n,) int64, as targets: -1 for those that are
-    only context."""
-    if not stream.masked:
-        return tokens
-    return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
-
-
 class ShardWriter:
     """Writes tokens of one split in shards of at most SHARD_TOKENS, cutting documents if need be.
 
@@ -297,93 +263,3 @@ class HashedFile:
         self._file.close()
         sync(self._path)
         return self._path.name, self._digest.hexdigest()
-
-
-class TokenStream:
-    """The tokens of one split, read where they lie; cheap to pickle into loader processes.
-
-    Sizes are compared with the manifest at once, checksums when a shard is first read.
-    """
-
-    def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
-        """Open the shards; raises DataError if one is missing or its size is not the manifest's."""
-        self.split = split
-        self._directory = directory
-        self._shards = manifest.split(split).shards
-        self._dtype = token_dtype(manifest.vocab_size)
-        self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        self._open: OrderedDict[str, FileArray] = OrderedDict()
-        self.masked = manifest.splits[split].masked
-        for shard in self._shards:
-            self._check(shard.file, shard.tokens * self._dtype.itemsize)
-            if shard.mask:
-                self._check(shard.mask, shard.tokens)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64, across shard borders."""
-        return self._read(start, stop, np.dtype(np.int64), self._tokens)
-
-    def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
-        return self._read(start, stop, np.dtype(np.bool_), self._mask)
-
-    def _read(
-        self, start: int, stop: int, dtype: np.dtype[Any], content: Callable[[Shard], Numbers]
-    ) -> np.ndarray:
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens [{start}, {stop}) of a stream of {len(self)}")
-        out = np.empty(stop - start, dtype)
-        filled, number = 0, int(np.searchsorted(self._ends, start, side="right"))
-        while filled < len(out):
-            shard = self._shards[number]
-            offset = start + filled - int(self._ends[number] - shard.tokens)
-            part = content(shard)[offset : offset + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled, number = filled + len(part), number + 1
-        return out
-
-    def _tokens(self, shard: Shard) -> Numbers:
-        return self._array(shard.file, shard.tokens, self._dtype, shard.sha256)
-
-    def _mask(self, shard: Shard) -> Numbers:
-        if shard.mask is None or shard.mask_sha256 is None:
-            return np.broadcast_to(np.True_, shard.tokens)
-        return self._array(shard.mask, shard.tokens, np.dtype(np.uint8), shard.mask_sha256)
-
-    def _array(self, file: str, tokens: int, dtype: np.dtype[Any], sha256: str) -> FileArray:
-        if file not in self._open:
-            self._check(file, tokens * dtype.itemsize)
-            path, advice = self._directory / file, f"; {again(self._directory)}"
-            array = FileArray(path, dtype, count=tokens, advice=advice)
-            self._check(file, tokens * dtype.itemsize, sha256)
-            if not is_at(path, array.identity):
-                raise DataError(f"{path}: replaced while it was compared{advice}")
-            self._open[file] = array
-            if len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
-
-    def _check(self, file: str, expected: int, sha256: str | None = None) -> None:
-        path = self._directory / file
-        problem: str | None = None
-        try:
-            actual = path.stat().st_size
-            if not path.is_file():
-                problem = "not a file"
-            elif actual != expected:
-                problem = f"{actual} bytes where the manifest says {expected}"
-            elif sha256 and not matches(path, sha256):
-                problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
-        except FileNotFoundError as error:
-            problem = error.strerror
-        except OSError as error:  # of this machine, and not of the shard
-            raise DataError(f"{path}: {error.strerror or error}") from error
-        if problem:
-            raise DataError(f"{path}: {problem}; {again(self._directory)}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from diffllm.data.shards import Manifest, Stream, TokenStream
+from diffllm.data.shards import Manifest
+from diffllm.data.streams import Stream, TokenStream
 from diffllm.data.tokenizer import Tokenizer, check_tokenizer, tokenizer_in
 
 

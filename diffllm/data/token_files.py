@@ -21,7 +21,7 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import open_regular, read_text
-from diffllm.data.file_array import FileArray
+from diffllm.data.streams import FileArray
 from diffllm.data.verified import usable
 
 SAMPLED = 64

@@ -21,7 +21,7 @@ from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
 from diffllm.data import Prepared, Tokenizer, prepare, sequences_in
-from diffllm.data.sequences import read_sequences
+from diffllm.data.sequences import StreamSequences
 from diffllm.data.tokenizer import tokenizer_of
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
@@ -115,10 +115,9 @@ class FirstSequences:
         return min(self.most, sequences_in(self.data.split("heldout"), self.cfg.seq_len))
 
     def __iter__(self) -> Iterator[HeldoutSequence]:
+        sequences = StreamSequences(self.data.split("heldout"), self.cfg.seq_len)
         for i in range(len(self)):
-            inputs, targets = read_sequences(
-                self.data.split("heldout"), self.cfg.seq_len, np.array([i])
-            )
+            inputs, targets = sequences.read(np.array([i]))
             documents = None
             if self.cfg.data.mask_documents:
                 documents = Documents.of(inputs, self.data.manifest.eos_id).to(self.device)

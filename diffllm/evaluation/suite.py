@@ -17,8 +17,7 @@ from diffllm.config.saved import yaml_dict
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.data import Tokenizer
-from diffllm.data.tasks.own_file import OwnFile
-from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, levels_of
+from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
 from diffllm.evaluation.answers import Answers, line, questions, share
 from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject

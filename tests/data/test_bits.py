@@ -9,7 +9,7 @@ from sample_texts import sample_documents
 
 from diffllm.data import MixtureData, TokenData, prepare, training_samples
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
-from diffllm.data.mixture.samples import mean_bits_per_nat
+from diffllm.data.samples import mean_bits_per_nat
 
 
 def test_bits_per_nat_of_corpus_uses_mean_bytes_per_token(

@@ -13,9 +13,8 @@ from sample_texts import sample_documents
 from diffllm.core.errors import DataError
 from diffllm.data import prepare
 from diffllm.data.config import DataConfig, Packing, SampleBy
-from diffllm.data.packing.sequences import PackedSequences
 from diffllm.data.preparation.tokens import TokensJob
-from diffllm.data.training_sequences import packed_sequences
+from diffllm.data.sequences import PackedSequences, packed_sequences
 
 
 @pytest.fixture(scope="module")

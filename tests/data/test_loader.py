@@ -16,8 +16,7 @@ from tiers import slow_but
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
-from diffllm.data.permutation import permute
-from diffllm.data.samples import ShuffledSequences
+from diffllm.data.samples import ShuffledSequences, permute
 from diffllm.data.sequences import StreamSequences
 
 SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12

@@ -16,11 +16,10 @@ from diffllm.core.errors import DataError
 from diffllm.data import TokenStream, heldout_documents, heldout_tokens, ignores_targets
 from diffllm.data.config import DataConfig
 from diffllm.data.imported import FilesStream
-from diffllm.data.mixture.prepared import JoinedStream
-from diffllm.data.packing.plan import Plan, write_plan
-from diffllm.data.packing.sequences import PackedSequences
-from diffllm.data.sequences import StreamSequences
+from diffllm.data.packing import Plan, write_plan
+from diffllm.data.sequences import PackedSequences, StreamSequences
 from diffllm.data.shards import Manifest
+from diffllm.data.streams import JoinedStream
 from diffllm.training.checks import corpus_facts
 
 EOS, TOKENS = 0, 400

@@ -13,10 +13,9 @@ from diffllm.checkpoint.manifest import is_place
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
-from diffllm.data.joined import JoinedStream
-from diffllm.data.mixture.naming import of_source
-from diffllm.data.mixture.prepared import MixtureData
-from diffllm.data.mixture.samples import MixedSequences
+from diffllm.data.mixture import MixtureData, of_source
+from diffllm.data.samples import MixedSequences
+from diffllm.data.streams import JoinedStream
 
 SEQ_LEN, SEED, BATCH, STEPS = 8, 5, 12, 40
 SIZES = {"code": 50, "web": 700, "books": 90}

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from diffllm.core.errors import ConfigError
 from diffllm.data.config import Between, DataConfig, Point, SourceConfig
-from diffllm.data.mixture.curriculum import from_sample, limited, segments
-from diffllm.data.mixture.order import MixtureOrder, in_parts, laid_out, shared_out
+from diffllm.data.mixture_order import (
+    MixtureOrder,
+    from_sample,
+    in_parts,
+    laid_out,
+    limited,
+    segments,
+    shared_out,
+)
 
 SHARES = st.lists(st.floats(0.002, 1), min_size=1, max_size=8)
 
@@ -65,7 +72,7 @@ def test_one_sample_or_many_are_read_alike():
 
 
 def test_random_access_walks_no_further_than_a_block(monkeypatch):
-    import diffllm.data.mixture.order as module
+    import diffllm.data.mixture_order as module
 
     laid: list[int] = []
     real = module.laid_out

@@ -18,20 +18,22 @@ from hypothesis import strategies as st
 
 from diffllm.config.compose import steps_of_epochs
 from diffllm.core.errors import DataError
-from diffllm.data import TokenData, TokenStream, TrainLoader, packing_counts, sequences_of_epoch
+from diffllm.data import (
+    TokenData,
+    TokenStream,
+    TrainLoader,
+    packing,
+    packing_counts,
+    sequences_of_epoch,
+    streams,
+)
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream
-from diffllm.data.loader import training_samples
-from diffllm.data.mixture.prepared import MixtureData
-from diffllm.data.packing import pieces as pieces_module
-from diffllm.data.packing import plan as plan_module
-from diffllm.data.packing.best_fit import best_fit_decreasing
-from diffllm.data.packing.plan import Plan, write_plan
-from diffllm.data.packing.sequences import PackedSequences
-from diffllm.data.permutation import permute
-from diffllm.data.samples import ShuffledSequences
+from diffllm.data.mixture import MixtureData
+from diffllm.data.packing import Plan, best_fit_decreasing, write_plan
+from diffllm.data.samples import ShuffledSequences, permute, training_samples
+from diffllm.data.sequences import PackedSequences, packed_sequences, plan_key
 from diffllm.data.shards import Manifest
-from diffllm.data.training_sequences import packed_sequences, plan_key
 from diffllm.model.attention.ops import Documents
 from diffllm.training.state import LoopState
 
@@ -122,10 +124,10 @@ def test_the_pieces_are_the_documents_whole_where_they_can_be(
 ) -> None:
     stream, seq_len = drawn
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "WINDOW", window)
+        patch.setattr(packing, "WINDOW", window)
         other = packed(stream, seq_len, directory)
         whole = [other.plan[i] for i in range(len(other))]
-        patch.setattr(pieces_module, "BLOCK", block)
+        patch.setattr(streams, "BLOCK", block)
         sequences = packed(stream, seq_len, directory)
         rows = [sequences.plan[i] for i in range(len(sequences))]
     assert rows == whole, "what is read at once has no part in it"
@@ -192,7 +194,7 @@ def test_masked_documents_see_no_other(drawn: tuple[Tokens, int]) -> None:
 def test_all_pieces_of_a_window_are_packed_by_best_fit(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "WINDOW", window)
+    monkeypatch.setattr(packing, "WINDOW", window)
     lengths = np.random.default_rng(0).integers(1, 60, 300).tolist()
     sequences = packed(Tokens(lengths), 32, tmp_path)
     slots = [m for n in lengths for m in ([n] if n <= 32 else [32, n - 32 + (n - 32 < 32)])]
@@ -280,7 +282,7 @@ def test_they_travel_without_tokens_and_plan(sequences: PackedSequences) -> None
     assert torch.equal(again[1], targets)
 
 
-@pytest.mark.parametrize("name", list(plan_module.ARRAYS))
+@pytest.mark.parametrize("name", list(packing.ARRAYS))
 def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, name: str) -> None:
     file = tmp_path / "plan" / name
     content = bytearray(file.read_bytes())
@@ -300,7 +302,7 @@ def test_forged_piece_that_does_not_fit_is_refused(
     sequences: PackedSequences, tmp_path: Path, name: str, value: int
 ) -> None:
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"
-    content = np.fromfile(file, plan_module.ARRAYS[name])
+    content = np.fromfile(file, packing.ARRAYS[name])
     content[:] = value
     content.tofile(file)
     said = json.loads(record.read_text())
@@ -314,12 +316,12 @@ def test_forged_piece_that_does_not_fit_is_refused(
 # From the config
 
 
-def packing(cache: Path, **changes: Any) -> DataConfig:
+def config(cache: Path, **changes: Any) -> DataConfig:
     return DataConfig(packing=Packing.best_fit, cache_dir=str(cache), **changes)
 
 
 def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_path: Path) -> None:
-    cfg = packing(tmp_path)
+    cfg = config(tmp_path)
     first = packed_sequences(prepared, cfg, 32)
     (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
     made = (plan / "plan.json").stat().st_mtime_ns
@@ -338,7 +340,7 @@ def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_pa
 def test_a_plan_that_was_just_made_is_not_hashed_again(
     prepared: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = packed_sequences(prepared, packing(tmp_path), 32)
+    made = packed_sequences(prepared, config(tmp_path), 32)
     prepared.split("train").tokens(0, 1)
 
     def refuse(*_: Any) -> None:
@@ -351,7 +353,7 @@ def test_a_plan_that_was_just_made_is_not_hashed_again(
 def test_a_cache_that_cannot_be_written_is_one_line(prepared: TokenData, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir=.*file: Not a directory"):
-        packed_sequences(prepared, packing(tmp_path / "file"), 32)
+        packed_sequences(prepared, config(tmp_path / "file"), 32)
 
 
 def test_a_checkpoint_from_before_there_was_packing_is_of_a_stream() -> None:
@@ -369,7 +371,7 @@ def mixture_of(
         manifest = Manifest.load(stream._directory)
         parts[name] = SimpleNamespace(split=lambda _, stream=stream: stream, manifest=manifest)
     sources = {name: SourceConfig(epochs_at_most=limits.get(name)) for name in parts}
-    return MixtureData(parts), packing(cache, source="mixture", sources=sources)
+    return MixtureData(parts), config(cache, source="mixture", sources=sources)
 
 
 def test_sources_of_a_mixture_are_packed_on_their_own(
@@ -395,7 +397,7 @@ def test_sources_of_a_mixture_are_packed_on_their_own(
 
 
 def test_epochs_are_of_packed_sequences(corpus_file: Path, tmp_path: Path) -> None:
-    data = packing(
+    data = config(
         tmp_path / "cache",
         source="files",
         paths=[str(corpus_file)],

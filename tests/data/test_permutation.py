@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffllm.data.permutation import permute
+from diffllm.data.samples import permute
 
 SEEDS = st.integers(min_value=0, max_value=2**63)
 EPOCHS = st.integers(min_value=0, max_value=2**31)

@@ -12,9 +12,9 @@ from sample_texts import sample_documents
 from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, Packing
-from diffllm.data.loader import training_samples
 from diffllm.data.preparation import encoding
 from diffllm.data.preparation.workers import PrepareConfig
+from diffllm.data.samples import training_samples
 from diffllm.data.text import files
 
 MakeConfig = Callable[..., DataConfig]

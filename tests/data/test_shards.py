@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diffllm.core.errors import DataError
-from diffllm.data import TokenStream, shards
+from diffllm.data import TokenStream, streams
 from diffllm.data.shards import Manifest, token_dtype
 
 MakeStream = Callable[..., TokenStream]
@@ -92,7 +92,7 @@ def test_a_stream_has_few_files_open(
     make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them takes a file descriptor: a large corpus has more shards than there are."""
-    monkeypatch.setattr(shards, "MOST_OPEN", 3)
+    monkeypatch.setattr(streams, "MOST_OPEN", 3)
     stream = make_stream(list(range(1000)), shard_tokens=50)
     for start in [*range(0, 1000, 37), 0, 990]:
         stop = min(start + 60, 1000)

@@ -27,7 +27,7 @@ from runs.command import (
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.config import load_config
 from diffllm.data import prepare, shards
-from diffllm.data.permutation import permute
+from diffllm.data.samples import permute
 from diffllm.data.shards import Manifest
 
 SEQ_LEN, SEED = 32, 0

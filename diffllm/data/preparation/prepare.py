@@ -12,8 +12,7 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported import prepare_tokens
-from diffllm.data.mixture.naming import of_source
-from diffllm.data.mixture.prepared import MixtureData, Prepared, config_of
+from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.preparation.tokens import TokensJob, remove_unless_held
 from diffllm.data.preparation.workers import PrepareConfig, available_cores
 from diffllm.data.progress import said_if_long
@@ -83,7 +82,7 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
     If none is given, the tokenizer is trained on an equal number of bytes of each source. Weights,
     which may change during a run, do not matter.
     """
-    each = {name: config_of(cfg, source) for name, source in cfg.sources.items()}
+    each = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
     texts = {
         name: of_source(name)(open_corpus)(own, cache_dir)
         for name, own in each.items()

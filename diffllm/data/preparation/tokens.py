@@ -32,7 +32,8 @@ from diffllm.data.preparation.workers import (
     work_through,
 )
 from diffllm.data.progress import held
-from diffllm.data.shards import SPLITS, Manifest, TokenStream, as_targets, entropy, together
+from diffllm.data.shards import SPLITS, Manifest, entropy, together
+from diffllm.data.streams import TokenStream, as_targets
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in, write_tokenizer

@@ -1,18 +1,24 @@
-"""A task: examples with a right answer, generated from a seed, at settings of difficulty."""
+"""A task: examples with a right answer, generated from a seed or read from a file, at settings of
+difficulty.
+"""
 
 import hashlib
 import inspect
+import math
 import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from diffllm.core.bounds import at_most
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import parse_json, read_bytes, readable
 
 Level = Mapping[str, int | float | str]
 """The settings of difficulty that examples have in common."""
@@ -25,6 +31,8 @@ SPARE = 1.03
 """Tokens that another example may have, over the longest of those that are measured."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
+LARGEST = 2**28
+"""Bytes of a file of examples."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +75,15 @@ class Task(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
     """Settings that a level may have beside those that `levels` lists."""
 
-    @property
+    @cached_property
     def version(self) -> str:
-        """A hash of the code that makes the examples, so that no older result is taken for one of
-        these."""
+        """A hash of a user's own code or file, so that no result of older examples is taken for one
+        of these; empty for tasks of the package, which have `tasks.VERSION`."""
+        module = type(self).__module__
+        if module.partition(".")[0] == "diffllm":
+            return ""
         try:
-            source = inspect.getsource(sys.modules[type(self).__module__])
+            source = inspect.getsource(sys.modules[module])
         except OSError:
             return ""
         return hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -199,3 +210,82 @@ def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tu
     candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
     rng.shuffle(candidates)
     return tuple(candidates), candidates.index(right)
+
+
+class OwnFile(Task):
+    """Each line is an example: {"prompt": ..., "answer": ...}, and, where the model is to choose,
+    "candidates", a list with the answer in it; "level" may be an object of settings, by which
+    results are told apart. Without candidates an answer is right if the model would generate it.
+
+    Raises ConfigError, which names the line, for a file that is none of these.
+    """
+
+    def __init__(self, path: Path):
+        self.name, self.path = path.stem, path
+        try:
+            with readable(path):
+                content = read_bytes(path, LARGEST, follow=True)
+        except CheckpointError as error:
+            raise ConfigError(f"tasks: {error}") from None
+        self.version = hashlib.sha256(content).hexdigest()
+        self.by_level: dict[str, tuple[Level, list[Example]]] = {}
+        for number, line in enumerate(content.splitlines(), 1):
+            if line.strip():
+                level, example = self.parsed(line, number)
+                key = repr(sorted(level.items()))
+                self.by_level.setdefault(key, (level, []))[1].append(example)
+        if not self.by_level:
+            raise ConfigError(f"tasks: {path} has no examples")
+
+    def parsed(self, line: bytes, number: int) -> tuple[Level, Example]:
+        """Read a line."""
+        try:
+            content: dict[str, Any] = parse_json(line.decode())
+            if not isinstance(content, dict):
+                raise ValueError("it is not an object")
+            prompt, answer = text_of(content, "prompt"), text_of(content, "answer")
+            candidates = content.get("candidates", [answer])
+            if not isinstance(candidates, list) or not all(
+                isinstance(each, str) and each for each in candidates
+            ):
+                raise ValueError("candidates are no list of texts")
+            if answer not in candidates or len(set(candidates)) < len(candidates):
+                raise ValueError("candidates have to differ, and the answer has to be one of them")
+            level = content.get("level", {})
+            if not isinstance(level, dict) or not all(
+                isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+                for value in level.values()
+            ):
+                raise ValueError("level is no object of finite numbers and texts")
+        except ValueError as error:
+            raise ConfigError(f"tasks: {self.path}, line {number}: {error}") from None
+        return level, Example(prompt, tuple(candidates), candidates.index(answer))
+
+    def levels(self, length: int) -> list[Level]:
+        return [level for level, _ in self.by_level.values()]
+
+    def number(self, level: Level) -> int:
+        return len(self.of_level(level))
+
+    def of_level(self, level: Level) -> list[Example]:
+        return self.by_level[repr(sorted(level.items()))][1]
+
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        return rng.choice(self.of_level(level))
+
+    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        yield from self.of_level(level)[:number]
+
+    def longest(self, level: Level, count: Count) -> int:
+        """Return the tokens of the shortest example: those that do not fit are left out."""
+        own = self.of_level(level)
+        return min(count(example.prompt + example.candidates[0]) for example in own)
+
+
+def text_of(content: dict[str, Any], key: str) -> str:
+    """Return a text of a line; raises ValueError."""
+    if key not in content:
+        raise ValueError(f"it has no {key}")
+    if not isinstance(content[key], str) or not content[key]:
+        raise ValueError(f"{key} is no text")
+    return str(content[key])

@@ -1,19 +1,40 @@
 """The prepared sources of a mixture: tokens of one tokenizer, each under a key of its own."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from diffllm.core.errors import DataError
-from diffllm.data.config import DataConfig, SourceConfig, TextConfig
-from diffllm.data.joined import JoinedStream
-from diffllm.data.mixture.naming import of_source
+from diffllm.core.errors import ConfigError, DataError
+from diffllm.data.config import TextConfig
 from diffllm.data.shards import Manifest, together
+from diffllm.data.streams import JoinedStream
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
+
+KEYS = "|".join(f.name for f in fields(TextConfig))
+OWN = re.compile(rf"(?<![\w./-])data\.(?=(?:{KEYS})\b(?![./-]\w))")
+"""Matches the prefix of a key that each source has one of, unless it is part of a path."""
+
+
+@contextmanager
+def of_source(name: str) -> Iterator[None]:
+    """Raise a ConfigError or DataError anew, its keys as those of the source, whose name is said.
+
+    A decorator as well.
+    """
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        where = f"data.sources.{name}"
+        text = OWN.sub(f"{where}.", str(error))
+        named = text.startswith((f"{where}.", f"{where}:"))
+        raise type(error)(text if named else f"{where}: {text}") from error
 
 
 @dataclass(frozen=True)
@@ -34,23 +55,23 @@ class MixtureData:
         The unigram entropy is the mean over held-out tokens of those of the sources: the loss of a
         model that knows a token's source alone.
         """
-        each = {name: data.manifest for name, data in self.sources.items()}
-        first, *others = each.values()
-        heldout = [manifest.splits["heldout"].tokens for manifest in each.values()]
-        entropies = [manifest.heldout_unigram_entropy for manifest in each.values()]
+        named = {name: data.manifest for name, data in self.sources.items()}
+        each = list(named.values())
+        entropies = [manifest.heldout_unigram_entropy for manifest in each]
+        heldout = [manifest.splits["heldout"].tokens for manifest in each]
         return replace(
-            first,
-            source=f"a mixture of {', '.join(each)}",
-            corpus=combined_hash([[name, manifest.corpus] for name, manifest in each.items()]),
-            skipped_empty=sum(manifest.skipped_empty for manifest in each.values()),
-            skipped_undecodable=sum(manifest.skipped_undecodable for manifest in each.values()),
+            each[0],
+            source=f"a mixture of {', '.join(named)}",
+            corpus=combined_hash([[name, manifest.corpus] for name, manifest in named.items()]),
+            skipped_empty=sum(manifest.skipped_empty for manifest in each),
+            skipped_undecodable=sum(manifest.skipped_undecodable for manifest in each),
             heldout_unigram_entropy=float(np.average(entropies, weights=heldout)),
             splits={
-                name: together([manifest.splits[name] for manifest in each.values()])
-                for name in first.splits
+                split: together([manifest.splits[split] for manifest in each])
+                for split in each[0].splits
             },
-            cut=any(manifest.cut for manifest in (first, *others)),
-            note="; ".join(f"{name}: {each[name].note}" for name in each if each[name].note),
+            cut=any(manifest.cut for manifest in each),
+            note="; ".join(f"{name}: {each.note}" for name, each in named.items() if each.note),
         )
 
     @property
@@ -84,9 +105,3 @@ class MixtureData:
 
 Prepared = TokenData | MixtureData
 """A prepared corpus, or several of them: `prepare` returns either."""
-
-
-def config_of(cfg: DataConfig, source: SourceConfig) -> DataConfig:
-    """The config of one source as a corpus of its own."""
-    text = {f.name: getattr(source, f.name) for f in fields(TextConfig)}
-    return replace(cfg, **text, sources={}, curriculum=[])

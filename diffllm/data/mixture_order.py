@@ -1,4 +1,4 @@
-"""The source of every sample of a mixture, by its number alone.
+"""The source of every sample of a mixture by its number alone, from weights that may change.
 
 A run is cut into segments of constant weights, a segment into blocks. How many samples of each
 source come before a block follows from its number: the weights times the samples, rounded to whole
@@ -15,9 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from diffllm.core.errors import ConfigError
+from diffllm.core.typed import made
+from diffllm.data.config import Between, DataConfig
+
+Segments = list[tuple[int, tuple[float, ...]]]
+"""First samples and the weights from there on, one a source."""
 WHOLE = 10**9
 """Parts that weights are rounded to."""
 LEAST_WEIGHT = 1e-4
@@ -26,6 +34,10 @@ SHORTEST, LONGEST = 64, 65_536
 """Samples of a block."""
 ENOUGH = 8
 """Samples that a block has at least of the rarest source, times the number of the others."""
+STAIRS = 256
+"""Most steps that a slope of weights is made of."""
+MOST_SAMPLES = 2**53
+"""Every count in a place is below it."""
 
 
 @dataclass(frozen=True)
@@ -177,3 +189,138 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
         if n + 1 < counts[k]:
             heapq.heappush(waiting, (first_place(counts[k], n + 1, 1), k, n + 1))
     return order
+
+
+def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
+    """The segments of a run.
+
+    A slope is made of at most 256 steps, each with the weights of its middle; those below the least
+    weight are 0 there.
+
+    Args:
+        samples: of the whole run.
+        seq_len: tokens of a sample.
+    """
+    points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
+    for point in cfg.curriculum:
+        place = round(point.at * samples) if point.at <= 1 else round(point.at / seq_len)
+        weights = [point.weights.get(name, 0.0) for name in cfg.sources]
+        points.append((max(place, points[-1][0]), as_shares(weights)))
+    if cfg.between is Between.constant:
+        return points
+    found: Segments = []
+    for (start, first), (stop, last) in pairwise(points):
+        steps = min(STAIRS, max(1, (stop - start) // SHORTEST))
+        for i in range(steps):
+            at = (2 * i + 1) / (2 * steps)
+            between = [a + at * (b - a) for a, b in zip(first, last, strict=True)]
+            found.append((start + i * (stop - start) // steps, as_shares(between)))
+    return [*found, points[-1]]
+
+
+def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
+    """Weights over their sum; 0 for one below the least that is read at all."""
+    total = sum(weights)
+    kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
+    return tuple(weight / sum(kept) for weight in kept)
+
+
+def limited(
+    plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
+) -> Segments:
+    """The segments from sample `first` on, in which a source that has been read as often as it may
+    leaves its weight to the others.
+
+    Args:
+        last: the run's end; what would happen behind it does not count.
+        before: samples of each source before `first`.
+        most: samples that each source may have in all; infinite for no limit.
+
+    Raises ConfigError where no source is left.
+    """
+    plan = from_sample(plan, first)
+    spent: set[int] = set()
+    while True:
+        order = MixtureOrder(plan, before)
+        ends = {k: order.reaches(k, most[k]) for k in range(len(most)) if k not in spent}
+        reached = {k: end for k, end in ends.items() if end is not None and end < last}
+        if not reached:
+            return plan
+        end = min(reached.values())
+        spent |= {k for k, place in reached.items() if place == end}
+        later = []
+        for start, weights in from_sample(plan, end):
+            left = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
+            if not any(left):
+                raise ConfigError(
+                    f"data.sources: after {end:,} samples no source with a weight is left that "
+                    "epochs_at_most lets be read again"
+                )
+            later.append((start, as_shares(left)))
+        plan = [segment for segment in plan if segment[0] < end] + later
+
+
+def from_sample(plan: Segments, first: int) -> Segments:
+    """The segments from a sample on, the one that it lies in cut."""
+    past = [weights for start, weights in plan if start <= first]
+    return [(first, past[-1]), *(segment for segment in plan if segment[0] > first)]
+
+
+@dataclass(frozen=True)
+class EpochPlace:
+    """The place before a sample of one source."""
+
+    seed: int
+    epoch: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class MixturePlace:
+    """The place before a sample of a mixture."""
+
+    seed: int
+    sample: int
+    consumed: dict[str, int]
+    """Samples of each source before `sample`."""
+    since: int
+    """First sample of the order that `weights` define."""
+    before: dict[str, int]
+    """Samples of each source before `since`."""
+    weights: list[list[float]]
+    """First samples of segments, rising, each with the shares of all sources."""
+
+    def check(self) -> None:
+        """Raise ValueError for counts and weights that no mixture can have."""
+        check_sample_counts(
+            [self.sample, self.since, *self.consumed.values(), *self.before.values()]
+        )
+        if [*self.before] != [*self.consumed]:
+            raise ValueError("before and consumed must have the same sources")
+        if sum(self.consumed.values()) != self.sample or sum(self.before.values()) != self.since:
+            raise ValueError("the samples of all sources must add up to sample and since")
+        for row in self.weights:
+            start, *shares = row or [0.5]
+            whole = len(shares) == len(self.consumed) and abs(sum(shares) - 1) < 1e-6
+            if not (whole and start == int(start)):
+                raise ValueError(f"weights has {row}, not a start and the shares of all sources")
+            in_parts(shares)
+        starts = [int(start) for start, *_ in self.weights]
+        check_sample_counts(starts)
+        if sorted(starts) != starts or starts[:1] > [self.since] or self.since > self.sample:
+            raise ValueError("the starts in weights, since and sample must rise")
+
+
+def check_sample_counts(counts: list[int]) -> None:
+    """Raise ValueError for a negative or a very large count."""
+    if not 0 <= min(counts, default=0) <= max(counts, default=0) < MOST_SAMPLES:
+        raise ValueError(f"sample counts must be from 0 to {MOST_SAMPLES - 1}")
+
+
+def check_place(state: Any) -> None:
+    """Raise ValueError unless this is the JSON of a place, or empty, as before the first step."""
+    if isinstance(state, dict) and "consumed" in state:
+        made(MixturePlace, state).check()
+    elif state != {}:
+        place = made(EpochPlace, state)
+        check_sample_counts([place.epoch, place.sample])

@@ -1,7 +1,14 @@
-"""The plan of a packed split on disk: which pieces lie in which sequence.
+"""Packing by best fit: documents whole, several in a sequence, those longer than a sequence cut.
 
-Documents are packed window by window, so that memory is bounded however many there are; the plan
-follows from the tokens and the length of a sequence alone.
+Items go into bins largest first, each into the fullest bin that still has room for it, as in
+"Fewer Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830). Bins with the
+same room are alike, and the fullest that takes one item of a size takes the next one too, as long
+as there is room: so items of a size are put into bins of a room all at once, and the number of
+steps hangs on the sizes and rooms that there are, not on the items.
+
+The plan of a split, on disk, says which pieces of documents lie in which sequence. Documents are
+packed window by window, so that memory is bounded however many there are; the plan follows from
+the tokens and the length of a sequence alone.
 
 Shapes: T sequence length, n sequences, k pieces.
 """
@@ -9,7 +16,8 @@ Shapes: T sequence length, n sequences, k pieces.
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,20 +27,126 @@ import numpy as np
 
 from diffllm.core.printing import to_stderr
 from diffllm.core.typed import read_typed
-from diffllm.data.file_array import FileArray
-from diffllm.data.packing.best_fit import best_fit_decreasing
-from diffllm.data.packing.pieces import pieces, windows
 from diffllm.data.progress import track
-from diffllm.data.shards import Stream
+from diffllm.data.streams import FileArray, Stream, document_ends
 from diffllm.data.verified import again, identity_of, is_at, leave_mark, matches, usable
 
-VERSION = 1
+PLAN_VERSION = 1
 WINDOW = 2**20
 """Pieces that are packed together."""
 PLAN = "plan.json"
 ARRAYS = {"starts.bin": "<i8", "lengths.bin": "<i4", "firsts.bin": "<i8"}
 """First token and tokens of each piece, sequence by sequence, (k,) each; the first piece of each
 sequence, and k, (n + 1,)."""
+
+
+def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Pack items of `sizes` (n,), integers from 1 to `capacity`, into bins.
+
+    Of items of one size the first comes first, and of equally full bins the one that was begun
+    first is filled. Returns the bin of each item, (n,) int64, and the number of bins, which are
+    numbered as they were begun.
+    """
+    assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
+    bins = np.empty(len(sizes), np.int64)
+    open_bins, count = Bins(), 0
+    for items in by_size(sizes, capacity):
+        size = int(sizes[items[0]])
+        while len(items):
+            room = open_bins.least_room(size)
+            if room is not None:
+                here = open_bins.take(room)
+            else:
+                room = capacity
+                here = np.arange(count, count - (-len(items) // (capacity // size)))
+                count += len(here)
+            each = room // size
+            used = min(len(here), -(-len(items) // each))
+            taken = min(len(items), used * each)
+            bins[items[:taken]] = np.repeat(here[:used], each)[:taken]
+            items = items[taken:]
+            last = taken - (used - 1) * each  # items of the last of these bins
+            open_bins.put(room - each * size, here[: used - 1])
+            open_bins.put(room - last * size, here[used - 1 : used])
+            open_bins.put(room, here[used:])
+    return bins, count
+
+
+def by_size(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Group the numbers of items by size, largest first; those of one size rise."""
+    # numpy sorts 16 bits by radix
+    dtype = np.uint16 if capacity <= 2**16 else np.int64
+    order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
+    counts = np.bincount(sizes, minlength=capacity + 1)[::-1]
+    return np.split(order, np.cumsum(counts[counts > 0])[:-1]) if len(sizes) else []
+
+
+class Bins:
+    """Bins that have room left, by their room."""
+
+    def __init__(self) -> None:
+        self._rooms: list[int] = []
+        """The rooms that there are, rising."""
+        self._bins: dict[int, list[np.ndarray]] = {}
+        """The bins of a room, in parts that rise each."""
+
+    def least_room(self, size: int) -> int | None:
+        """Return the least room of a bin that is at least `size`; None where there is none."""
+        place = bisect_left(self._rooms, size)
+        return self._rooms[place] if place < len(self._rooms) else None
+
+    def take(self, room: int) -> np.ndarray:
+        """Take out all bins with this room, rising."""
+        del self._rooms[bisect_left(self._rooms, room)]
+        parts = self._bins.pop(room)
+        if len(parts) == 1:
+            return parts[0]
+        return np.sort(np.concatenate(parts), kind="stable")
+
+    def put(self, room: int, bins: np.ndarray) -> None:
+        """Add bins with this room, rising; full ones are never asked for again."""
+        if not room or not len(bins):
+            return
+        if room not in self._bins:
+            insort(self._rooms, room)
+            self._bins[room] = []
+        self._bins[room].append(bins)
+
+
+def pieces(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
+    """Cut the documents of a stream into pieces of at most T tokens, in their order.
+
+    Yields, block by block, (3, k) int64: the first token of each piece, its tokens, and how many of
+    its document lie before it.
+    """
+    document = place = 0  # begin of the open document, and of the piece that it goes on with
+    for stop, ends in document_ends(stream, eos_id):
+        documents, places = np.append(document, ends), np.append(place, ends)
+        open_end = stop  # of the document that goes on behind the block, whole pieces are cut off
+        if stop < len(stream):
+            open_end -= (stop - int(places[-1])) % seq_len
+        tokens = np.append(ends, open_end) - places
+        counts = -(-tokens // seq_len)
+        cut = seq_len * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+        starts = np.repeat(places, counts) + cut
+        lengths = np.minimum(np.repeat(tokens, counts) - cut, seq_len)
+        yield np.stack((starts, lengths, starts - np.repeat(documents, counts)))
+        document, place = int(documents[-1]), open_end
+
+
+def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Join parts (r, any) and cut them into windows (r, size), the last of which is shorter."""
+    held: list[np.ndarray] = []
+    for part in parts:
+        held.append(part)
+        if sum(each.shape[1] for each in held) >= size:
+            joined = np.concatenate(held, axis=1)
+            whole = joined.shape[1] // size * size
+            yield from np.split(joined[:, :whole], whole // size, axis=1)
+            held = [joined[:, whole:]]
+    rest = np.concatenate(held, axis=1)
+    if rest.size:
+        yield rest
 
 
 @dataclass(frozen=True)

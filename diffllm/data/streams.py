@@ -1,0 +1,302 @@
+"""Streams of tokens, which are read where they lie on disk: those of shards, and several joined.
+
+Files are read and not mapped: where a mapped file is cut off, or its disk fails, the kernel ends
+the process, and with it what has not been saved.
+"""
+
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from diffllm.core.errors import DataError
+from diffllm.core.files import open_regular
+from diffllm.data.shards import Manifest, Shard, token_dtype
+from diffllm.data.verified import again, identity_in, is_at, matches
+
+MOST_OPEN = 256
+"""Files that a stream has open at a time: each takes a file descriptor."""
+BLOCK = 2**22
+"""Tokens that are searched for ends of documents at once, where all of them are."""
+STEP = 2**12
+"""The same, where the end of one document is looked for."""
+
+
+class FileArray:
+    """The numbers of a file, (n,), which are read where they are asked for.
+
+    Processes that are forked share the open file and nothing else.
+    """
+
+    def __init__(
+        self, path: Path, dtype: Any, offset: int = 0, count: int | None = None, advice: str = ""
+    ) -> None:
+        """Open the file; raises DataError.
+
+        Args:
+            offset: bytes before the first number.
+            count: how many there are; None: as many as the file holds.
+            advice: ends the line that says what is wrong with the file.
+        """
+        self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
+        try:
+            stream = open_regular(path, 2**63, follow=True)
+        except (OSError, ValueError) as error:
+            raise self._unusable(getattr(error, "strerror", None) or str(error)) from error
+        weakref.finalize(self, stream.close)
+        self._file = stream.fileno()
+        found = os.fstat(self._file)
+        self.identity = identity_in(found)
+        """The file's size and times as it was opened: they change when it is written to."""
+        self._written = found.st_size, found.st_mtime_ns
+        there = max(0, found.st_size - offset) // self.itemsize
+        self._count = there if count is None else count
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        """Read a number, a slice without steps, (m,), or the numbers at places (m,)."""
+        if isinstance(place, slice):
+            start, stop, _ = place.indices(self._count)
+            return self._read(start, max(start, stop))
+        if isinstance(place, np.ndarray):
+            least, most = int(place.min(initial=self._count)), int(place.max(initial=0))
+            if 0 <= least <= most < min(self._count, least + 64 * len(place)):  # close together
+                return self._read(least, most + 1)[place - least]
+            return np.array([self[int(i)] for i in place], self.dtype)
+        start = place + self._count * (place < 0)
+        if not 0 <= start < self._count:
+            raise self._unusable(f"place {place} of {self._count}")
+        return self._read(start, start + 1)[0]
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        out = np.empty(stop - start, self.dtype)
+        place = self.offset + start * self.itemsize
+        try:
+            read = os.preadv(self._file, [out.data], place) if len(out) else 0
+            while read < out.nbytes:  # a system call reads 2 GiB at most
+                more = os.preadv(self._file, [out.view(np.uint8)[read:].data], place + read)
+                if not more:
+                    raise self._unusable("cut off since it was opened")
+                read += more
+            now = os.fstat(self._file)
+        except OSError as error:
+            raise self._unusable(error.strerror or str(error)) from error
+        if (now.st_size, now.st_mtime_ns) != self._written:
+            raise self._unusable("changed since it was opened")
+        return out
+
+    def _unusable(self, problem: str) -> DataError:
+        return DataError(f"{self.path}: {problem}{self.advice}")
+
+
+class Readable(Protocol):
+    """Tokens that can be read at any place, of a stream or of a file."""
+
+    def __len__(self) -> int:
+        """Count the tokens."""
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64."""
+
+
+class Stream(Readable, Protocol):
+    """The tokens of one split, some of which may be only context."""
+
+    split: str
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens may be only context."""
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+
+
+def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
+    """Return the tokens of a stream from `start` on, (n,) int64, as targets: -1 for those that are
+    only context."""
+    if not stream.masked:
+        return tokens
+    return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
+
+
+def document_ends(
+    stream: Readable, eos_id: int, start: int = 0, block: int = 0
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Search a stream for ends of documents, the places behind their EOS, from `start` on.
+
+    Yields, for each of the blocks that are read at once, its own end and the ends in it, (n,).
+    """
+    block = block or BLOCK
+    for begin in range(start, len(stream), block):
+        stop = min(begin + block, len(stream))
+        yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
+
+
+def end_behind(stream: Readable, eos_id: int, place: int) -> int:
+    """Find the end of the document that a token belongs to: the place behind its EOS."""
+    found = (ends for _, ends in document_ends(stream, eos_id, place, STEP) if len(ends))
+    return int(next(found, [len(stream)])[0])
+
+
+def check_range(start: int, stop: int, length: int) -> None:
+    """Raise IndexError unless tokens [start, stop) lie in a stream of that length."""
+    if not 0 <= start <= stop <= length:
+        raise IndexError(f"tokens [{start}, {stop}) of a stream of {length}")
+
+
+def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield what [start, stop) is of each of several parts, one behind the other: the part's
+    number, and the first token and the one behind the last in it.
+
+    Args:
+        ends: the place behind each part's last token, (parts,).
+    """
+    number = int(np.searchsorted(ends, start, side="right"))
+    while start < stop:
+        begin, end = int(ends[number - 1]) if number else 0, int(ends[number])
+        if end > start:  # an empty part has none of it
+            yield number, start - begin, min(end, stop) - begin
+        start, number = end, number + 1
+
+
+def read_joined(
+    ends: np.ndarray, start: int, stop: int, dtype: Any, read: Callable[[int, int, int], np.ndarray]
+) -> np.ndarray:
+    """Read [start, stop) of several parts, one behind the other, (stop - start,).
+
+    Args:
+        ends: as for `spans`.
+        read: reads from a part of a number, from one place to another.
+    """
+    check_range(start, stop, int(ends[-1]) if len(ends) else 0)
+    out, filled = np.empty(stop - start, dtype), 0
+    for number, first, last in spans(ends, start, stop):
+        out[filled : filled + last - first] = read(number, first, last)
+        filled += last - first
+    return out
+
+
+class JoinedTokens:
+    """The tokens of several streams or files, one behind the other."""
+
+    def __init__(self, parts: Sequence[Readable]) -> None:
+        self.parts = list(parts)
+        self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        """The place behind each part's last token, (parts,)."""
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64, across the borders of parts."""
+        return read_joined(
+            self.ends, start, stop, np.int64, lambda i, a, b: self.parts[i].tokens(a, b)
+        )
+
+
+class JoinedStream(JoinedTokens):
+    """Several streams of one split, one behind the other."""
+
+    def __init__(self, split: str, streams: Sequence[Stream]) -> None:
+        super().__init__(streams)
+        self.split, self.streams = split, list(streams)
+        self.masked = any(stream.masked for stream in streams)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        return read_joined(
+            self.ends, start, stop, np.bool_, lambda i, a, b: self.streams[i].loss_mask(a, b)
+        )
+
+
+class TokenStream:
+    """The tokens of one split's shards, read where they lie; cheap to pickle into loader processes.
+
+    Sizes are compared with the manifest at once, checksums when a shard is first read.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
+        """Open the shards; raises DataError if one is missing or its size is not the manifest's."""
+        self.split = split
+        self._directory = directory
+        self._shards = manifest.split(split).shards
+        self._dtype = token_dtype(manifest.vocab_size)
+        self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        self._open: OrderedDict[str, FileArray] = OrderedDict()
+        self.masked = manifest.splits[split].masked
+        for shard in self._shards:
+            self._check(shard.file, shard.tokens * self._dtype.itemsize)
+            if shard.mask:
+                self._check(shard.mask, shard.tokens)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), (stop - start,) int64, across shard borders."""
+        return read_joined(self._ends, start, stop, np.int64, self._tokens)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        return read_joined(self._ends, start, stop, np.bool_, self._mask)
+
+    def _tokens(self, number: int, start: int, stop: int) -> np.ndarray:
+        shard = self._shards[number]
+        return self._array(shard, shard.file, self._dtype, shard.sha256)[start:stop]
+
+    def _mask(self, number: int, start: int, stop: int) -> np.ndarray:
+        shard = self._shards[number]
+        if shard.mask is None or shard.mask_sha256 is None:
+            return np.ones(stop - start, np.bool_)
+        return self._array(shard, shard.mask, np.dtype(np.uint8), shard.mask_sha256)[start:stop]
+
+    def _array(self, shard: Shard, file: str, dtype: np.dtype[Any], sha256: str) -> FileArray:
+        if file not in self._open:
+            size = shard.tokens * dtype.itemsize
+            self._check(file, size)
+            path, advice = self._directory / file, f"; {again(self._directory)}"
+            array = FileArray(path, dtype, count=shard.tokens, advice=advice)
+            self._check(file, size, sha256)
+            if not is_at(path, array.identity):
+                raise DataError(f"{path}: replaced while it was compared{advice}")
+            self._open[file] = array
+            if len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(file)
+        return self._open[file]
+
+    def _check(self, file: str, expected: int, sha256: str | None = None) -> None:
+        path = self._directory / file
+        problem: str | None = None
+        try:
+            actual = path.stat().st_size
+            if not path.is_file():
+                problem = "not a file"
+            elif actual != expected:
+                problem = f"{actual} bytes where the manifest says {expected}"
+            elif sha256 and not matches(path, sha256):
+                problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
+        except FileNotFoundError as error:
+            problem = error.strerror
+        except OSError as error:  # of this machine, and not of the shard
+            raise DataError(f"{path}: {error.strerror or error}") from error
+        if problem:
+            raise DataError(f"{path}: {problem}; {again(self._directory)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
