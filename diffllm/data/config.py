@@ -40,9 +40,12 @@ class Packing(Enum):
     best_fit = "best_fit"
 
 
+MIXTURE, TOKENS = "mixture", "tokens"
+PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
+"""Sources that are no text of documents: their preparation is another one."""
 READ_BY = {
     "paths": "files", "dataset": "hub", "name": "hub", "data_dir": "hub", "revision": "hub",
-    "sources": "mixture",
+    "sources": MIXTURE,
 }  # fmt: skip
 """The fields that not every source of ours reads, each with the source that it implies."""
 COLUMNS = ("text_column", "prompt_column")
@@ -52,19 +55,23 @@ READ = {
     "synthetic": (),
     "files": ("paths", *COLUMNS, "sample_by"),
     "hub": ("dataset", "name", "data_dir", "split", "revision", *COLUMNS),
-    "tokens": ("paths", "text_column"),
-    "mixture": ("sources",),
+    TOKENS: ("paths", "text_column"),
+    MIXTURE: ("sources",),
 }
 """The fields of a source of text that each source of ours reads."""
+NEEDED = {
+    "files": ("paths", "[file, glob, ...]"),
+    TOKENS: ("paths", "[file.bin, file.ds, ...]"),
+    "hub": ("dataset", "<owner/name>"),
+}
+"""The field that a source must have, and an example of it."""
 TABLES = (*(suffix for suffix in FORMATS if suffix != ".txt"), ".bin", ".ds")
 """Ends of names of files that are no plain text, as far as they are not packed."""
 MOST_WEIGHT = 1e18
-MIXTURE, TOKENS = "mixture", "tokens"
-PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
-"""Sources that are no text of documents: their preparation is another one."""
-OURS = ("stdlib", "packages", "files", "hub", *PREPARED_ELSEWHERE)
 MOST_SOURCES, MOST_POINTS, MOST_WEIGHTS = 500, 500, 10_000
 """Largest mixture and curriculum. Every point has a weight for each source."""
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Names of sources, which stand in those of metrics."""
 
 
 @dataclass
@@ -100,25 +107,20 @@ class TextConfig:
         Args:
             where: what stands before the names of keys.
         """
-        if self.source not in (*SOURCES, *PREPARED_ELSEWHERE):
-            known = ", ".join((*SOURCES, *PREPARED_ELSEWHERE))
-            raise ConfigError(f"{where}source={self.source!r} is not one of {known}")
+        if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
+            raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
         for name, source in READ_BY.items():
             value = getattr(self, name, None)
-            read = (source, TOKENS) if name == "paths" else (source,)
-            if value and self.source in OURS and self.source not in read:
+            if value and name not in READ.get(self.source, READ_BY):
                 needs = f"data={source}" if where == "data." else f"{where}source={source}"
                 raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
         if self.prompt_column and self.source in ("stdlib", "packages", TOKENS):
             raise ConfigError(f"{where}prompt_column is not supported with data={self.source}")
         if self.prompt_column == self.text_column:
             raise ConfigError(f"{where}prompt_column has to be another than {where}text_column")
-        if self.source == "files" and not self.paths:
-            raise ConfigError(f"{where}source=files needs {where}paths=[file, glob, ...]")
-        if self.source == TOKENS and not self.paths:
-            raise ConfigError(f"{where}source=tokens needs {where}paths=[file.bin, file.ds, ...]")
-        if self.source == "hub" and not self.dataset:
-            raise ConfigError(f"{where}source=hub needs {where}dataset=<owner/name>")
+        name, example = NEEDED.get(self.source, ("source", ""))
+        if not getattr(self, name):
+            raise ConfigError(f"{where}source={self.source} needs {where}{name}={example}")
 
     def check_read(self, where: str) -> None:
         """Raise ConfigError for a key that has been set and that the source does not read.
@@ -136,13 +138,9 @@ class TextConfig:
                 if self.source == MIXTURE:
                     instead = f"each source has its own, {where}sources.NAME.{each.name}"
                 raise ConfigError(f"{said} is not read with source={self.source}; {instead}")
-            if each.name == "sample_by" and all(is_table(path) for path in self.paths):
+            names = [path.lower().removesuffix(".gz").removesuffix(".zst") for path in self.paths]
+            if each.name == "sample_by" and all(name.endswith(TABLES) for name in names):
                 raise ConfigError(f"{said} is of .txt files, and {where}paths names none")
-
-
-def is_table(path: str) -> bool:
-    """Whether the files of this name, or glob, are surely no plain text."""
-    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith(TABLES)
 
 
 @dataclass
@@ -248,10 +246,6 @@ class DataConfig(TextConfig):
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:
                 raise ConfigError(f"data.curriculum[{i}].at={point.at:g} has to rise, above 0")
-
-
-NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Names of sources, which stand in those of metrics."""
 
 
 def check_sizes(sources: int, points: int) -> None:

@@ -164,7 +164,8 @@ def heldout_documents(
     Args:
         whole: as in `HeldoutDocuments`.
     """
-    check_wanted(tokens)
+    if tokens is not None and not tokens > 0:
+        raise ConfigError(f"tokens={tokens} has to be above 0")
     check_counts(least=1, most=1 if most is None else most)
     tokens = len(stream) if tokens is None else min(tokens, len(stream))
     if most is None and tokens == len(stream):
@@ -188,17 +189,10 @@ def heldout_documents(
     return HeldoutDocuments(stream, eos_id, starts, lengths, whole)
 
 
-def check_wanted(tokens: float | None) -> None:
-    """Raise ConfigError for a number of tokens that is not above 0; None is all there are."""
-    if tokens is not None and not tokens > 0:
-        raise ConfigError(f"tokens={tokens} has to be above 0")
-
-
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
     """Count the tokens of `heldout_documents` that are predicted, without reading those of a whole
     split; raises DataError where there are none."""
-    check_wanted(tokens)
-    if tokens is not None and tokens < len(stream):
+    if tokens is not None and not tokens >= len(stream):  # a NaN is refused, too
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     elif stream.masked:
         starts = range(0, len(stream), BLOCK)

@@ -225,7 +225,8 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
             for (name, file), values in zip(files.items(), arrays, strict=True):
                 file.write(values.astype(ARRAYS[name]).tobytes())
 
-        for window in windows(tracked(stream, eos_id, seq_len), WINDOW):
+        advance = stack.enter_context(track("packing", len(stream)))
+        for window in windows(pieces(stream, eos_id, seq_len), WINDOW):
             bins, count = best_fit_decreasing(slots(window, seq_len), seq_len)
             # A stable sort: in a sequence, pieces lie in the order of the corpus.
             starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
@@ -234,6 +235,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
             documents += int((before == 0).sum())
             cut += int((before == seq_len).sum())
             sequences, packed = sequences + count, packed + len(bins)
+            advance(int(lengths.sum()))
         files["firsts.bin"].write(np.array([packed], ARRAYS["firsts.bin"]).tobytes())
     padding = sequences * seq_len - len(stream)
     counts = PackingCounts(documents, cut, len(stream), sequences, padding)
@@ -241,14 +243,6 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     plan = asdict(PlanRecord(counts, described))
     (directory / PLAN).write_text(json.dumps(plan, indent=2) + "\n")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
-
-
-def tracked(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
-    """Yield `pieces`, and show how far they are."""
-    with track("packing", len(stream)) as advance:
-        for part in pieces(stream, eos_id, seq_len):
-            yield part
-            advance(int(part[1].sum()))
 
 
 def slots(window: np.ndarray, seq_len: int) -> np.ndarray:

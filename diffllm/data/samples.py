@@ -6,7 +6,7 @@ Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n se
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,29 +32,9 @@ ROUNDS = 8
 """Rounds of the Feistel network that permutes an epoch."""
 
 
-class Samples(Protocol):
-    """All samples that a run may read; a pure function of their numbers, which have no end."""
-
-    def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return (inputs, targets), (m, T) int64 each, or the error: a worker would wrap it."""
-
-    def consumed(self, sample: int) -> dict[str, float]:
-        """Say what has been read before a sample, as metrics."""
-
-    def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte that equal 1 nat per token, from split means weighted by the
-        tokens read before `sample`; None if the text is unknown."""
-
-    def state(self, sample: int) -> dict[str, Any]:
-        """Describe the place before a sample, as JSON values."""
-
-    def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample that a state stands before, and go on in its order; raises
-        CheckpointError for one of other samples."""
-
-
 class ShuffledSequences:
-    """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n.
+    """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n. A pure
+    function of the numbers of samples, which have no end.
 
     Args:
         bits: bits per byte of the source's text that equal 1 nat per token, if known.
@@ -64,7 +44,7 @@ class ShuffledSequences:
         self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return (inputs, targets) of samples, or the error."""
+        """Return (inputs, targets), (m, T) int64 each, or the error: a worker would wrap it."""
         places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
         try:
             return self.sequences.read(places)
@@ -72,13 +52,16 @@ class ShuffledSequences:
             return error
 
     def consumed(self, sample: int) -> dict[str, float]:
+        """Return metrics of the data before a sample."""
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
+        """Return the bits per byte that equal 1 nat per token, from split means weighted by the
+        tokens read before `sample`; None if the text is unknown."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
-        """Describe the place before a sample: seed, epoch, and sample of the epoch."""
+        """Describe the place before a sample, as JSON values: seed, epoch, sample of the epoch."""
         epoch, within = divmod(sample, len(self.sequences))
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
@@ -265,6 +248,10 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
     if len(known) < sum(count > 0 for count, _ in each) or not known:
         return None
     return sum(count for count, _ in known) / sum(count / bits for count, bits in known)
+
+
+Samples = ShuffledSequences | MixedSequences
+"""All samples that a run may read."""
 
 
 def training_samples(

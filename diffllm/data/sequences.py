@@ -6,7 +6,6 @@ Shapes: T sequence length, m sequences that are read at once.
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,16 +25,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, (m, T) int64 each; negative targets are ignored."""
 
 
-class Sequences(Protocol):
-    """The sequences of a pass over a source, which can be read at any place."""
-
-    def __len__(self) -> int:
-        """Count them; at least 1."""
-
-    def read(self, places: np.ndarray) -> Batch:
-        """Read inputs and targets, (m, T) int64 each, of places (m,); raises DataError."""
-
-
 class StreamSequences:
     """The sequences that a stream is cut into: sequence i starts at token i * T."""
 
@@ -48,6 +37,7 @@ class StreamSequences:
         return self.count
 
     def read(self, places: np.ndarray) -> Batch:
+        """Read the sequences at `places` (m,); raises DataError."""
         inputs, targets = [], []
         for start in (places * self.seq_len).tolist():
             tokens = self.stream.tokens(start, start + self.seq_len + 1)
@@ -83,6 +73,7 @@ class PackedSequences:
         return self.plan.counts.sequences
 
     def read(self, places: np.ndarray) -> Batch:
+        """Read the sequences at `places` (m,); raises DataError."""
         inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
         targets = np.full_like(inputs, -1)
         for row, place in enumerate(places.tolist()):
@@ -99,6 +90,10 @@ class PackedSequences:
                 targets[row, at : at + length] = as_targets(self.stream, start, tokens[1:])
                 at += length
         return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+Sequences = StreamSequences | PackedSequences
+"""The sequences of a pass over a source, at least one, which can be read at any place."""
 
 
 def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:

@@ -1,6 +1,5 @@
 """Mixtures: what their samples are, whatever reads them, and where they go on."""
 
-import math
 import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -308,10 +307,7 @@ def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None
         ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
         ({"curriculum": [Point(0, {"a": 1})]}, "data.curriculum[0].at=0 has to rise, above 0"),
-        ({"curriculum": [Point(1e21, {"a": 1})]}, "data.curriculum[0].at=1e+21 must be at most"),
         ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
-        ({"curriculum": [Point(0.5, {"a": math.inf})]}, "weights.a=inf must be from 0 to 1e+18"),
-        ({"sources": {"a": SourceConfig(weight=1e308)}}, "data.sources.a.weight=1e+308 must be at"),
         (
             {"curriculum": [Point(2e9, {"a": 1}), Point(1e9, {"a": 1})]},
             "data.curriculum[1].at=1e+09",

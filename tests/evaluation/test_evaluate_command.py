@@ -211,16 +211,12 @@ def test_a_file_of_prompts_and_answers_is_a_task(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"prompt": "a"}, "line 2: it has no answer"),
-        ({"prompt": 1, "answer": "b"}, "line 2: prompt is no text"),
-        ([], "line 2: it is not an object"),
-        ({"prompt": "a", "answer": "b", "candidates": ["c"]}, "line 2: candidates have to differ"),
-        ({"prompt": "a", "answer": "b", "candidates": "b"}, "line 2: candidates are no list"),
-        ({"prompt": "a", "answer": "b", "level": 3}, "line 2: level is no object"),
-        (
-            {"prompt": "a", "answer": "b", "level": {"x": float("nan")}},
-            "line 2: level is no object",
-        ),
+        ({"prompt": "a"}, "line 2: answer is missing"),
+        ({"prompt": 1, "answer": "b"}, "line 2: prompt=1 must be text"),
+        ([], "line 2: its content must be a mapping"),
+        ({"prompt": "a", "answer": ""}, "line 2: prompt, answer and candidates must not be empty"),
+        ({"prompt": "a", "answer": "b", "candidates": ["c"]}, "line 2: candidates must differ"),
+        ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
 def test_a_bad_line_of_a_file_is_named(

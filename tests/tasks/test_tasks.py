@@ -181,16 +181,9 @@ def test_icl_asks_the_same_in_other_orders_and_names() -> None:
     assert last_line(given[0]) != last_line(given[ways])
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, and the m"):
         TASKS["mqar"].fitting(10, count)
-    with pytest.raises(ConfigError, match="tasks: nedle must be one of icl, mqar, needle"):
-        suite.chosen("claims", ["nedle"], [])
-    for name in ("phonebook", "noisy_kv", "induction"):
-        with pytest.raises(ConfigError, match=f"tasks: {name} was removed; use needle, mqar, icl"):
-            suite.chosen("claims", [name], [])
-    with pytest.raises(ConfigError, match="suite=claim must be one of claims"):
-        suite.chosen("claim", [], {})
 
     class Other(Task):
         def levels(self, length: int) -> list[Level]:
@@ -222,3 +215,12 @@ def test_levels_of_refuses_too_many_combinations() -> None:
     assert len(levels_of({"pairs": [*range(10)], "words": [*range(100)]})) == 1000
     with pytest.raises(ConfigError, match="1,001 are too many; at most 1,000"):
         levels_of({"pairs": [*range(1001)], "words": 3})
+
+
+def test_version_is_a_hash_of_own_code_and_empty_for_tasks_of_the_package() -> None:
+    class Own(Task):
+        def example(self, rng: random.Random, level: Level, count: object) -> Example:
+            raise NotImplementedError
+
+    assert len(Own().version) == 16
+    assert {task.version for task in TASKS.values()} == {""}

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from diffllm.core.bounds import at_most
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import parse_json, read_bytes, readable
+from diffllm.core.files import made, parse_json, read_bytes, readable
 
 Level = Mapping[str, int | float | str]
 """The settings of difficulty that examples have in common."""
@@ -114,23 +114,17 @@ class Task(ABC):
 
     def fitting(self, length: int, count: Count) -> list[Level]:
         """List the levels whose examples fit into so many tokens; raises ConfigError for none."""
-        levels = self.levels(length)
-        found = []
-        for level in levels:
-            if (tokens := self.longest(level, count)) <= length:
+        found, sizes = [], []
+        for level in self.levels(length):
+            sizes.append(self.longest(level, count))
+            if sizes[-1] <= length:
                 found.append(level)
-            elif tokens > 4 * length:
+            elif sizes[-1] > 4 * length:
                 break  # those behind it are longer still
-        if found:
-            return found
-        if not levels:
-            raise ConfigError(
-                f"the task {self.name} has no level for the {length} tokens that the model reads"
-            )
-        least = min(self.longest(level, count) for level in levels)
-        raise ConfigError(
-            f"the task {self.name} needs {least} tokens, and the model reads {length}"
-        )
+        if not found:
+            needs = f"{min(sizes)} tokens" if sizes else "more"
+            raise ConfigError(f"the task {self.name} needs {needs}, and the model reads {length}")
+        return found
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
         """Raise ConfigError for a level that cannot be, or does not fit into so many tokens."""
@@ -158,7 +152,8 @@ class Task(ABC):
     def longest(self, level: Level, count: Count) -> int:
         """Return the tokens of the longest of some examples with their candidates."""
         some = self.examples(level, SAMPLES, 0, count)
-        return round(SPARE * max(tokens_of(example, count) for example in some))
+        sizes = [count(each.prompt) + max(map(count, each.candidates)) for each in some]
+        return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         """Make examples; each depends on the task, the level, the seed and its place alone."""
@@ -175,10 +170,6 @@ class Task(ABC):
     def generator(self, level: Level, seed: Seed, place: int) -> random.Random:
         named = ",".join(f"{key}={value}" for key, value in sorted(level.items()))
         return random.Random(f"{self.name}/{named}/{seed}/{place}")
-
-
-def tokens_of(example: Example, count: Count) -> int:
-    return count(example.prompt) + max(count(candidate) for candidate in example.candidates)
 
 
 TASKS: dict[str, Task] = {}
@@ -212,6 +203,15 @@ def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tu
     return tuple(candidates), candidates.index(right)
 
 
+@dataclass(frozen=True)
+class OwnExample:
+    """A line of a user's file of examples, but for its level."""
+
+    prompt: str
+    answer: str
+    candidates: list[str] | None = None
+
+
 class OwnFile(Task):
     """Each line is an example: {"prompt": ..., "answer": ...}, and, where the model is to choose,
     "candidates", a list with the answer in it; "level" may be an object of settings, by which
@@ -231,35 +231,14 @@ class OwnFile(Task):
         self.by_level: dict[str, tuple[Level, list[Example]]] = {}
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
-                level, example = self.parsed(line, number)
+                try:
+                    level, example = example_in(line)
+                except ValueError as error:
+                    raise ConfigError(f"tasks: {path}, line {number}: {error}") from None
                 key = repr(sorted(level.items()))
                 self.by_level.setdefault(key, (level, []))[1].append(example)
         if not self.by_level:
             raise ConfigError(f"tasks: {path} has no examples")
-
-    def parsed(self, line: bytes, number: int) -> tuple[Level, Example]:
-        """Read a line."""
-        try:
-            content: dict[str, Any] = parse_json(line.decode())
-            if not isinstance(content, dict):
-                raise ValueError("it is not an object")
-            prompt, answer = text_of(content, "prompt"), text_of(content, "answer")
-            candidates = content.get("candidates", [answer])
-            if not isinstance(candidates, list) or not all(
-                isinstance(each, str) and each for each in candidates
-            ):
-                raise ValueError("candidates are no list of texts")
-            if answer not in candidates or len(set(candidates)) < len(candidates):
-                raise ValueError("candidates have to differ, and the answer has to be one of them")
-            level = content.get("level", {})
-            if not isinstance(level, dict) or not all(
-                isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-                for value in level.values()
-            ):
-                raise ValueError("level is no object of finite numbers and texts")
-        except ValueError as error:
-            raise ConfigError(f"tasks: {self.path}, line {number}: {error}") from None
-        return level, Example(prompt, tuple(candidates), candidates.index(answer))
 
     def levels(self, length: int) -> list[Level]:
         return [level for level, _ in self.by_level.values()]
@@ -278,14 +257,22 @@ class OwnFile(Task):
 
     def longest(self, level: Level, count: Count) -> int:
         """Return the tokens of the shortest example: those that do not fit are left out."""
-        own = self.of_level(level)
-        return min(count(example.prompt + example.candidates[0]) for example in own)
+        return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
 
 
-def text_of(content: dict[str, Any], key: str) -> str:
-    """Return a text of a line; raises ValueError."""
-    if key not in content:
-        raise ValueError(f"it has no {key}")
-    if not isinstance(content[key], str) or not content[key]:
-        raise ValueError(f"{key} is no text")
-    return str(content[key])
+def example_in(line: bytes) -> tuple[Level, Example]:
+    """Read a line of a user's file; raises ValueError."""
+    content = parse_json(line.decode())
+    own = made(OwnExample, content)
+    candidates = [own.answer] if own.candidates is None else own.candidates
+    if not own.prompt or not all(candidates):
+        raise ValueError("prompt, answer and candidates must not be empty")
+    if own.answer not in candidates or len(set(candidates)) < len(candidates):
+        raise ValueError("candidates must differ, and answer must be one of them")
+    level = content.get("level", {})
+    if not isinstance(level, dict) or not all(
+        isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
+        for value in level.values()
+    ):
+        raise ValueError("level must map names to finite numbers and texts")
+    return level, Example(own.prompt, tuple(candidates), candidates.index(own.answer))
