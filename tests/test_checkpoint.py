@@ -1,8 +1,6 @@
 """Checkpoints of a real (single-rank, sharded) training: exact, complete or absent, and safe."""
 
 import json
-import os
-import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +10,14 @@ import pytest
 import torch
 from runs.one_rank import gloo_group, resume
 from tiers import slow_but
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemWriter
 
 from diffllm import load_config
 from diffllm.checkpoint.directory import CheckpointConfig, list_checkpoints, step_of
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import Checkpointer, needed_bytes
-from diffllm.core.errors import AgreedByAll, CheckpointError, ConfigError
+from diffllm.core.errors import AgreedByAll, CheckpointError
 from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, save
@@ -161,32 +158,6 @@ def test_values_that_are_not_numbers_and_every_dtype_survive(checkpointer):
         assert bits[0] == bits[1], name
 
 
-def test_state_json_is_saved_as_it_was_at_save(checkpointer):
-    path = saved(checkpointer, 12)
-    state = read_state(path)
-    assert state["step"] == 12
-    assert {key: state[key] for key in STATE} == STATE
-
-
-def test_no_entry_of_the_saved_state_would_be_unpickled(checkpointer, tmp_path):
-    t = training("diff_v1")
-    step(t, 0)
-    save(t, LoopState(step=1), checkpointer)
-    checkpointer.wait()
-    entries = FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
-    assert set(entries) == {*t.tensors(), "rng.cpu.0"}
-    kinds = {type(entry) for entry in entries.values()}
-    assert kinds == {TensorStorageMetadata}
-
-
-def test_tensors_have_stable_flat_names():
-    t = training("diff_v1")
-    names = set(t.tensors())
-    for parameter in ("tok_embeddings.weight", "layers.1.attention.lambda_q1", "norm.weight"):
-        for name in ("model.{}", "optim.{}.exp_avg", "optim.{}.exp_avg_sq", "optim.{}.step"):
-            assert name.format(parameter) in names
-
-
 def test_the_space_that_is_asked_for_is_a_bit_more_than_it_takes(checkpointer, tmp_path):
     t = training("diff_v1", "model.dim=128", "model.ffn_dim=512", "model.vocab_size=2048")
     save(t, LoopState(step=1), checkpointer)
@@ -316,24 +287,6 @@ def test_only_visible_checkpoints_count_in_order_of_steps(checkpointer, tmp_path
     assert list_checkpoints(tmp_path / "nowhere") == []
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4]), (0, [1, 2, 3, 4])]
-)
-def test_keep_last(tmp_path, keep, left):
-    checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=keep))
-    for number in (1, 2, 3, 4):
-        saved(checkpointer, number)
-    checkpointer.close()
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == left
-    assert len(visible(tmp_path)) == len(left)
-
-
-def test_intervals_and_counts_outside_their_range_are_refused():
-    for changes, key in (({"interval": 0}, "interval=0"), ({"keep_last": -1}, "keep_last=-1")):
-        with pytest.raises(ConfigError, match=rf"checkpoint\.{key}"):
-            CheckpointConfig(**changes).validate()
-
-
 # What is refused
 
 
@@ -371,6 +324,9 @@ GARBAGE = {
     "null": b"null",
     "another format": b'{"format": 999, "step": 1, "parameters": {}}',
     "no format": b'{"step": 1, "parameters": {}}',
+    "no step": b'{"format": 2, "ranks": 1, "parameters": {}, "loop": null}',
+    "no ranks": b'{"format": 2, "step": 1, "parameters": {}, "loop": null}',
+    "parameters in a list": b'{"format": 2, "step": 1, "ranks": 1, "parameters": [], "loop": null}',
 }
 
 
@@ -384,64 +340,10 @@ def test_a_garbage_state_json_is_refused(checkpointer, content):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"format": 2},
-        {"format": 2, "step": 1, "parameters": None},
-        {"format": 2, "step": 1, "parameters": ["w"]},
-        {"format": 2, "step": 1, "parameters": "w"},
-    ],
-)
-def test_a_state_json_of_our_format_without_parameters_is_refused(checkpointer, content):
-    path = saved(checkpointer)
-    (path / "state.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError):
-        check_parameters(path, read_state(path), {"w": torch.zeros(2, 3)})
-
-
-@pytest.mark.parametrize(
-    "missing", slow_but(["ranks", "loop.step"], ["loop", "ranks", "loop.spikes", "loop.step"])
-)
-def test_a_state_json_with_a_part_missing_is_refused(checkpointer, tmp_path, missing):
-    t = training("standard")
-    save(t, LoopState(step=1), checkpointer)
-    checkpointer.wait()
-    file = tmp_path / "step-00000001" / "state.json"
-    state = json.loads(file.read_text())
-    parent, _, key = missing.rpartition(".")
-    del (state[parent] if parent else state)[key]
-    file.write_text(json.dumps(state))
-    with pytest.raises(CheckpointError):
-        resume(t, file.parent)
-
-
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             check_parameters(path, read_state(path), {})
-
-
-def damage(path: Path, how: str) -> None:
-    file = path / (".metadata" if "metadata" in how else "__0_0.distcp")
-    if how.startswith("no "):
-        file.unlink()
-    elif how.startswith("cut "):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    elif how.startswith("empty "):
-        file.write_bytes(b"")
-    else:
-        file.write_bytes(b"garbage" * 1000)
-
-
-@pytest.mark.parametrize("part", ["metadata", "tensors"])
-@pytest.mark.parametrize("how", ["no", "cut", "empty", "garbage"])
-def test_missing_or_damaged_files_are_refused(checkpointer, how, part):
-    path = saved(checkpointer)
-    damage(path, f"{how} {part}")
-    with pytest.raises(CheckpointError, match="cannot read") as caught:
-        load_tensors(path, {name: torch.zeros_like(t) for name, t in small().items()})
-    assert "\n" not in str(caught.value)
 
 
 def test_a_tensor_that_is_not_there_is_refused(checkpointer):
@@ -454,17 +356,3 @@ def test_a_tensor_of_another_shape_is_refused(checkpointer):
     path = saved(checkpointer)
     with pytest.raises(CheckpointError, match="cannot read"):
         load_tensors(path, {"model.w": torch.zeros(5, 3)})
-
-
-def test_a_pickle_in_the_metadata_is_not_run(checkpointer, tmp_path):
-    """`resume=<path>` and `diffllm generate run=<dir>` take checkpoints from elsewhere."""
-
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "marker"),)
-
-    path = saved(checkpointer)
-    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(BaseException):  # noqa: B017, PT011
-        load_tensors(path, small())
-    assert not (tmp_path / "marker").exists()

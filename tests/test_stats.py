@@ -11,10 +11,7 @@ from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import variants
-from diffllm.core.bounds import check_bounds
-from diffllm.core.errors import ConfigError
-from diffllm.metrics.diagnostics import DiagnosticsConfig, merge, named_values, reduce_stats
-from diffllm.model.attention.ops import attend
+from diffllm.metrics.diagnostics import merge, named_values, reduce_stats
 from diffllm.model.stats import block_stats
 
 WRITES = ("residual_rms", "attn_write_rms", "ffn_write_rms")
@@ -136,84 +133,6 @@ def test_a_scalar_lambda_is_its_own_mean_minimum_and_maximum():
     assert {stats[name].item() for name in LAMBDA} == {torch.tensor(0.37).item()}
 
 
-def context_rms(q, k, v):
-    """Mean, minimum and maximum that diagnostics report for a map over all positions."""
-    n = q.shape[1]
-    context = attend(q, k, v, torch.ones(n, n, dtype=torch.bool))
-    stats = block_stats(torch.zeros(1, n, 4), {"context": context})
-    return [stats[f"context_rms{what}"].item() for what in ("", "_min", "_max")]
-
-
-@pytest.mark.parametrize("n", [16, 64, 256])
-def test_context_rms_of_uniform_heads_is_one_over_root_n_and_of_one_hot_heads_one(n):
-    d = 512  # wide, so that the n values are nearly uncorrelated
-    v = torch.randn(1, n, 2, d)
-    v = v / v.square().mean(-1, keepdim=True).sqrt()
-    uniform = context_rms(torch.zeros(1, n, 2, d), torch.randn(1, n, 2, d), v)
-    assert uniform == pytest.approx([n**-0.5] * 3, rel=0.15)
-    one_hot = torch.eye(n, d).view(1, n, 1, d).expand(1, n, 2, d) * 1000.0
-    assert context_rms(one_hot, one_hot, v) == pytest.approx([1.0] * 3, abs=1e-4)
-
-
-N, WIDE = 8192, 256
-
-
-def values(heads, width):
-    """Draw values of RMS 1 that are nearly uncorrelated over N positions."""
-    v = torch.randn(1, N, heads, width)
-    return v / v.square().mean(-1, keepdim=True).sqrt()
-
-
-def looking(attention, q, k, v):
-    """(what enters wo, context RMS that is shown) of queries (1, T, heads, d) that see all keys."""
-    aux, x = {}, torch.zeros(1, q.shape[1], 128)
-    everything = torch.ones(q.shape[1], N, dtype=torch.bool)
-    with torch.no_grad():
-        out = attention.context(x, q, k, v, everything, aux)
-    return out, block_stats(x, aux)["context_rms"].item()
-
-
-def one_hot(positions, keys):
-    """A query head for each position, which sees it alone among random keys (1, N, K, d)."""
-    group = len(positions) // keys.shape[2]
-    rows = [100 * keys[0, at, i // group] for i, at in enumerate(positions)]
-    return torch.stack(rows).view(1, 1, len(positions), -1)
-
-
-def test_context_rms_of_diff_v2_at_lambda_one_half_follows_theory():
-    attention = tiny("diff_v2_lambda_fixed", f"model.head_dim={WIDE}").layers[0].attention
-    k = torch.nn.functional.normalize(torch.randn(1, N, 2, WIDE), dim=-1)
-    v, uniform = values(2, WIDE), torch.zeros(1, 1, 8, WIDE)
-    _, rms = looking(attention, uniform, k, v)
-    assert rms == pytest.approx(0.5 / math.sqrt(N), rel=0.1)
-    same = one_hot([7, 7, 9, 9, 7, 7, 9, 9], k)
-    assert looking(attention, 8 * same, k, v)[1] == pytest.approx(0.5, abs=1e-3)
-    different = one_hot([7, 8, 9, 10, 11, 12, 13, 14], k)
-    _, rms = looking(attention, 8 * different, k, v)
-    assert rms == pytest.approx(math.sqrt(1 + 0.5**2), rel=0.05)  # below sqrt(2), V2's bound
-
-
-def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n():
-    wide, eps = f"model.head_dim={WIDE}", "model.attention.head_norm_eps=1e-12"  # 1e-5 dampens it
-    attention = tiny("diff_v1", wide, eps).layers[1].attention
-    for name in attention.fp32_parameters:  # lambda is then lambda_init
-        torch.nn.init.zeros_(getattr(attention, name))
-    k, v = torch.randn(1, N, 2, WIDE), values(1, 2 * WIDE)
-    out, rms = looking(attention, torch.zeros(1, 1, 4, WIDE), k, v)
-    kept = 1 - attention.lambda_init.item()
-    assert rms == pytest.approx(kept / math.sqrt(N), rel=0.1)
-    after = rms_over_channels(out).mean().item()
-    assert after == pytest.approx(kept, rel=1e-3)
-    assert after / rms == pytest.approx(math.sqrt(N), rel=0.1)  # 90
-
-
-def test_context_rms_is_a_mean_over_tokens_and_heads_of_roots():
-    context = torch.tensor([0.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 8)
-    stats = block_stats(torch.zeros(1, 2, 4), {"context": context})
-    assert stats["context_rms"] == 1.0  # not sqrt(2), the root of the mean square
-    assert (stats["context_rms_min"], stats["context_rms_max"]) == (0.0, 2.0)
-
-
 def kurtosis_of(x):
     return block_stats(x, {"context": torch.zeros(1, 1, 1, 1)})["hidden_kurtosis"].item()
 
@@ -254,11 +173,6 @@ def test_merging_leaves_the_parts_as_they_were():
     assert a["context_rms"].tolist() == b["context_rms"].tolist() == [1.0, 1.0]
 
 
-def test_reducing_no_statistics_gives_none():
-    assert reduce_stats({}, 3) == {}
-    assert named_values({}) == {}
-
-
 def test_named_values_put_the_quantity_first_and_the_layer_in_two_digits():
     stats = {"context_rms": torch.arange(12.0), "hidden_top1": torch.arange(12.0) + 100}
     values = named_values(stats)
@@ -290,19 +204,6 @@ def test_diagnosing_changes_neither_objective_nor_gradients(variant):
     ]
     for mine, other in zip(*grads, strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("variant", slow_but(families(EXPECTED), EXPECTED))
-def test_a_models_micro_batches_combine_to_the_whole_batch(variant):
-    model, (inputs, targets) = tiny(variant), batch(6)
-    whole = model(inputs, targets, diagnose=True).stats
-    merged = {}
-    for i in range(3):
-        rows = slice(2 * i, 2 * i + 2)
-        merged = merge(merged, model(inputs[rows], targets[rows], diagnose=True).stats)
-    reduced = reduce_stats(merged, 3)
-    for name, value in whole.items():
-        torch.testing.assert_close(reduced[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def heard(module, where, run):
@@ -432,11 +333,6 @@ def test_rms_combine_by_the_root_of_the_mean_of_squares():
     assert first == pytest.approx(math.sqrt((9 + 16) / 2))  # not 3.5, the mean of roots
     assert math.isnan(second)
     assert third == pytest.approx(1e-3)
-
-
-def test_a_negative_interval_is_refused():
-    with pytest.raises(ConfigError, match=r"diagnostics.interval=-1"):
-        check_bounds("diagnostics.", DiagnosticsConfig(interval=-1))
 
 
 def reduced_with_nan(values):

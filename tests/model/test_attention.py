@@ -1,7 +1,5 @@
 """Each variant against a float64 reference with explicit maps, and the identities it must obey."""
 
-import math
-
 import pytest
 import torch
 from references import (
@@ -15,7 +13,7 @@ from variants import SHAPES, VARIANTS, refused, small_config
 
 from diffllm import build_model
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention.diff_v1 import clamped, lambda_init_at
+from diffllm.model.attention.diff_v1 import clamped
 from diffllm.model.attention.ops import attend, attention_weights
 
 
@@ -136,79 +134,6 @@ def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients(
     assert out.tolist() == [[0, 0], [1, 0]]
     (grad,) = torch.autograd.grad((out * torch.randn(2, 2)).sum(), weights)
     assert torch.isfinite(grad).all()
-
-
-def test_a_standard_model_of_2h_heads_computes_diff_v2_at_constant_lambda():
-    v2, tables, _ = layer_of("diff_v2_lambda_fixed", 4, 2, 8)
-    wide, _, _ = layer_of("standard", 8, 2, 8)
-    with torch.no_grad():
-        for name in ("wq", "wk", "wv"):
-            getattr(wide, name).weight.copy_(getattr(v2, name).weight)
-        blocks = wide.wo.weight.view(24, 8, 8)
-        blocks[:, 0::2] = v2.wo.weight.view(24, 4, 8)
-        blocks[:, 1::2] = -0.5 * v2.wo.weight.view(24, 4, 8)
-    x = torch.randn(2, 9, 24, dtype=torch.float64)
-    rope_tables = tables(0, 9)
-    torch.testing.assert_close(v2(x, rope_tables), wide(x, rope_tables), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_later_tokens_never_change_earlier_logits(variant):
-    model = build_model(small_config(variant).model).double()
-    tokens = torch.randint(0, 64, (2, 12))
-    torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_cached_decoding_equals_the_full_forward_pass(variant):
-    model = build_model(small_config(variant).model).double()
-    tokens = torch.randint(0, 64, (3, 12))
-    caches = model.new_caches(3, 12)
-    steps = [model(tokens[:, :5], caches=caches), model(tokens[:, 5:8], caches=caches)]
-    steps += [model(tokens[:, i : i + 1], caches=caches) for i in range(8, 12)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_caches_hold_what_the_baseline_holds(variant):
-    model = build_model(small_config(variant).model)
-    baseline = build_model(small_config("standard").model)
-    held = [
-        sum(t.nbytes for c in m.new_caches(2, 9) for t in (c.k, c.v)) for m in (model, baseline)
-    ]
-    assert held[0] == held[1]
-    assert model.kv_cache_bytes_per_token() * 2 * 9 * 2 == held[0]  # caches above are float32
-
-
-def test_diff_v2_at_zero_w_lambda_subtracts_half():
-    attention, tables, _ = layer_of("diff_v2", 4, 2, 8)
-    attention.w_lambda.weight.data.zero_()
-    x = torch.randn(1, 6, 24, dtype=torch.float64)
-    q, k, v = attention.project(x, tables(0, 6))
-    maps = attend(q, k, v)
-    aux = {}
-    attention(x, tables(0, 6), aux=aux)
-    expected = maps[:, :, 0::2] - 0.5 * maps[:, :, 1::2]
-    torch.testing.assert_close(aux["context"], expected, rtol=0, atol=1e-10)
-    assert (aux["lambda"] == 0.5).all()
-
-
-def test_diff_v2_with_equal_pairs_scales_attention_by_one_minus_lambda():
-    attention, tables, _ = layer_of("diff_v2", 4, 2, 8)
-    rows = attention.wq.weight.data.view(8, 8, 24)
-    rows[1::2] = rows[0::2]
-    x = torch.randn(1, 6, 24, dtype=torch.float64)
-    aux = {}
-    attention(x, tables(0, 6), aux=aux)
-    maps = attend(*attention.project(x, tables(0, 6)))[:, :, 0::2]
-    expected = (1 - aux["lambda"].unsqueeze(-1)) * maps
-    torch.testing.assert_close(aux["context"], expected, rtol=0, atol=1e-10)
-
-
-def test_lambda_init_runs_from_one_fifth_towards_four_fifths():
-    assert lambda_init_at(0) == pytest.approx(0.2)
-    assert lambda_init_at(1) == pytest.approx(0.8 - 0.6 * math.exp(-0.3))
-    assert lambda_init_at(200) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (3, 1), (4, 1)])

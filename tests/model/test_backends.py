@@ -14,7 +14,6 @@ import pytest
 import torch
 from stand_ins import (
     END,
-    MAIN,
     Cuda,
     assert_close_in_bf16,
     explicit,
@@ -52,19 +51,6 @@ def test_flex_attends_as_sdpa_does(monkeypatch, shape, wide, masked):
     expected = attend(q, k, v, documents and documents.mask())
     assert out.shape == expected.shape == (2, 40, shape[0], wide * shape[2])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("variant", MAIN)
-def test_a_model_through_flex_computes_what_it_does_through_sdpa(monkeypatch, variant, masked):
-    monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
-    model, tokens = build_model(small_config(variant).model), tokens_with_documents(length=32)
-    documents = Documents.of(tokens, END) if masked else None
-    expected = model(tokens, documents=documents)
-    for layer in model.layers:
-        layer.attention.backend = Backend.flex
-    torch.testing.assert_close(model(tokens, documents=documents), expected, rtol=0, atol=1e-5)
 
 
 def stand_in_for_varlen_attn(calls, *args, **kwargs):

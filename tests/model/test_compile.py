@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from stand_ins import END
-from tiers import slow_but
+from tiers import families, slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from variants import VARIANTS, small_config
@@ -15,7 +15,16 @@ from diffllm.model.attention.ops import Backend, Documents
 
 CASES = [(variant, ()) for variant in VARIANTS]
 SPLIT = ("diff_v1", ("model.attention.values=split",))
+MIXTURE = (
+    "model.moe.n_experts=4",
+    "model.moe.expert_dim=16",
+    "model.moe.n_shared=1",
+    "model.moe.balance_loss=0.1",
+    "model.moe.balance_over=sequence",
+    "model.moe.router_z_loss=0.01",
+)
 CASES += [SPLIT, ("diff_v2", ("model.qk_norm=true",))]
+CASES += [(variant, MIXTURE) for variant in families(VARIANTS)]
 FAST = [("diff_v2", ())]
 
 
@@ -27,18 +36,20 @@ def _fresh_compiler():
 
 
 def forward_and_backward(block, x, *arguments):
-    """Output, statistics and every gradient of a block, compiled or not; all are finite."""
+    """Output, statistics, every gradient and routing of a block, compiled or not; all finite."""
     x = x.clone().requires_grad_()
-    out, stats, _ = block(x, *arguments)
+    out, stats, routed = block(x, *arguments)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-    grads = torch.autograd.grad((out * weights).sum(), [x, *block.parameters()])
+    loss = (out * weights).sum() + (routed.balance + routed.z if routed else 0)
+    grads = torch.autograd.grad(loss, [x, *block.parameters()])
     assert [i for i, values in enumerate((out, *grads)) if not values.isfinite().all()] == []
-    return out, stats, grads
+    return out, stats, grads, list(routed or [])
 
 
 def assert_same(found, expected):
-    """Outputs, statistics and gradients of `forward_and_backward` agree."""
-    (out, stats, grads), (other, other_stats, other_grads) = found, expected
+    """Outputs, statistics, gradients and routing of `forward_and_backward` agree."""
+    (out, stats, grads, routed), (other, other_stats, other_grads, other_routed) = found, expected
+    torch.testing.assert_close(routed, other_routed)
     torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
     assert stats.keys() == other_stats.keys()
     for name, value in other_stats.items():

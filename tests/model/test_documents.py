@@ -75,30 +75,6 @@ def test_documents_are_those_of_a_plain_loop(rows, end):
     assert documents.positions.dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("row", "ids", "boundaries"),
-    [
-        ([1, 2, 3], [0, 0, 0], [0, 3]),
-        ([END, 2, 3], [0, 1, 1], [0, 1, 3]),
-        ([1, 2, END], [0, 0, 0], [0, 3]),
-        ([END, END, END], [0, 1, 2], [0, 1, 2, 3]),
-        ([1, END, 3], [0, 0, 1], [0, 2, 3]),
-        ([END], [0], [0, 1]),
-    ],
-)
-def test_an_end_belongs_to_what_it_ends(row, ids, boundaries):
-    documents = Documents.of(torch.tensor([row]), END)
-    assert documents.ids.tolist() == [ids]
-    assert documents.boundaries.tolist() == boundaries
-
-
-def test_an_end_does_not_reach_into_the_next_row():
-    documents = Documents.of(torch.tensor([[1, END], [2, 3]]), END)
-    assert documents.boundaries.tolist() == [0, 2, 4]
-    documents = Documents.of(torch.tensor([[1, 2], [3, END]]), END)
-    assert documents.boundaries.tolist() == [0, 2, 4]
-
-
 def test_documents_move_to_another_device_whole():
     moved = Documents.of(TOKENS, END).to(torch.device("meta"))
     assert isinstance(moved, Documents)
@@ -186,12 +162,3 @@ def test_a_token_changes_its_own_document_and_no_other(variant, extra):
     unmasked = (model(changed) - free)[0].abs().amax(-1)
     assert unmasked[11:].max() > 1e-6, "nothing to mask"
     assert (free - masked)[0, 4:].abs().max() > 1e-6
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
-def test_one_document_a_row_is_no_mask_at_all(variant):
-    model = shared_model(variant)
-    tokens = torch.randint(1, 64, (2, 9))
-    masked = model(tokens, documents=Documents.of(tokens, END))
-    torch.testing.assert_close(masked, model(tokens), rtol=0, atol=1e-10)

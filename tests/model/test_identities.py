@@ -6,14 +6,13 @@ All in float64 over drawn shapes, weights, layer indices and lambdas. Maps come 
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from references import diff_v1, lambda_init_schedule, rope, standard
+from references import lambda_init_schedule, rope, standard
 from tiers import families, slow_but
 from torch.func import functional_call
 
@@ -237,25 +236,6 @@ def test_diff_v2_without_sigmoid_is_linear_in_w_lambda_and_unbounded(shape, scal
     assert run(attention, x, shape)[1]["lambda"].abs().max() > 1e3
 
 
-@given(shape=shapes(), scale=st.floats(0.01, 3))
-@many
-def test_lambda_through_a_sigmoid_lies_between_0_and_1_for_each_token_and_head(shape, scale):
-    attention, x = layer_of("diff_v2", shape), scale * x_of(shape)
-    lam = run(attention, x, shape)[1]["lambda"]
-    assert lam.shape == (shape.batch, shape.tokens, shape.heads)
-    assert ((lam > 0) & (lam < 1)).all()
-    close(torch.log(lam) - torch.log1p(-lam), x @ attention.w_lambda.weight.T, atol=1e-8)
-
-
-@given(shape=shapes())
-@many
-def test_a_scalar_lambda_is_one_number_between_0_and_1_a_head(shape):
-    attention = layer_of("diff_v2_lambda_scalar", shape)
-    aux = run(attention, x_of(shape), shape)[1]
-    close(aux["lambda"].expand(1, 1, -1)[0, 0], 1 / (1 + torch.exp(-attention.lambda_logit)))
-    assert ((aux["lambda"] > 0) & (aux["lambda"] < 1)).all()
-
-
 @given(shape=shapes())
 @many
 def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
@@ -268,18 +248,6 @@ def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
     x = x_of(shape)
     mine, other = run(adjacent, x, shape)[0], run(halves, x, shape)[0]
     assert torch.allclose(mine, other, rtol=0, atol=1e-10) == (shape.kv_heads == 1)
-
-
-@given(shape=shapes())
-@many
-def test_the_norm_of_a_diff_v2_head_leaves_it_with_an_rms_of_one(shape):
-    attention, x = layer_of("diff_v2_head_norm", shape), x_of(shape)
-    attention.head_norm.weight.fill_(1)
-    aux = {}
-    normed = attention.context(x, *attention.project(x, tables(shape)), None, aux)
-    square = aux["context"].square().mean(-1, keepdim=True)
-    close(normed.square().mean(-1, keepdim=True), square / (square + 1e-5))
-    close(normed, aux["context"] / torch.sqrt(square + 1e-5))
 
 
 # diff_v1
@@ -296,15 +264,6 @@ def test_diff_v1_without_lambda_vectors_has_exactly_lambda_init(variant, data):
     lam = run(attention, x_of(shape), shape)[1]["lambda"]
     constant = variant == "diff_v1_lambda_const"
     assert lam.item() == (0.8 if constant else lambda_init_schedule(shape.layer))
-
-
-@given(shape=shapes("diff_v1"))
-@many
-def test_diff_v1_with_equal_lambda_vectors_has_exactly_lambda_init(shape):
-    attention = layer_of("diff_v1", shape)
-    attention.lambda_q2.copy_(attention.lambda_q1)
-    attention.lambda_k2.copy_(attention.lambda_k1)
-    assert attention.lambda_value().item() == lambda_init_schedule(shape.layer)
 
 
 @given(shape=shapes("diff_v1"), step=st.floats(0.01, 2))
@@ -347,48 +306,6 @@ def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
     close(aux["context"], (aux["lambda"] < 1) * torch.cat(halves, -1))
-
-
-@given(shape=shapes("diff_v1"))
-@many
-def test_wide_values_and_values_split_in_two_are_the_same_diff_v1(shape):
-    attention, x = layer_of("diff_v1", shape), x_of(shape)
-    q, k, v = projected(attention, x)
-    vectors = [getattr(attention, f"lambda_{n}") for n in ("q1", "k1", "q2", "k2")]
-    lambda_init = lambda_init_schedule(shape.layer)
-    lam = torch.exp(vectors[0] @ vectors[1]) - torch.exp(vectors[2] @ vectors[3]) + lambda_init
-    split = torch.cat(
-        [
-            standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2])
-            - lam * standard(q[:, :, 1::2], k[:, :, 1::2], v[:, :, i::2])
-            for i in (0, 1)
-        ],
-        dim=-1,
-    )
-    close(diff_v1(q, k, v, vectors, lambda_init) / (1 - lambda_init), split)
-    close(run(attention, x, shape)[1]["context"], split)
-
-
-@given(shape=shapes("diff_v1"))
-@many
-def test_the_norm_of_a_diff_v1_head_leaves_it_with_an_rms_of_one_minus_lambda_init(shape):
-    attention, x = layer_of("diff_v1", shape), x_of(shape)
-    attention.head_norm.weight.fill_(1)
-    aux, factor = {}, 1 - lambda_init_schedule(shape.layer)
-    context = attention.context(x, *attention.project(x, tables(shape)), None, aux)
-    assert context.shape[2:] == (shape.heads // 2, 2 * shape.head_dim)
-    square = aux["context"].square().mean(-1)
-    close(context.square().mean(-1), factor**2 * square / (square + 1e-5))
-    close(context.norm(dim=-1) * aux["context"].norm(dim=-1), (context * aux["context"]).sum(-1))
-
-
-@given(shape=shapes("diff_v1"))
-@many
-def test_diff_v1_without_head_norm_keeps_the_factor(shape):
-    attention, x = layer_of("diff_v1_no_head_norm", shape), x_of(shape)
-    aux = {}
-    context = attention.context(x, *attention.project(x, tables(shape)), None, aux)
-    close(context, (1 - lambda_init_schedule(shape.layer)) * aux["context"])
 
 
 @given(layer=st.integers(0, 120))
@@ -439,21 +356,6 @@ def test_a_headwise_gate_is_an_elementwise_one_repeated_over_a_heads_channels(sh
     close(run(headwise, x, shape)[0], run(elementwise, x, shape)[0])
 
 
-@pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
-@given(data=st.data())
-@few
-def test_a_gate_is_the_sigmoid_of_its_own_head_and_channel(variant, data):
-    shape = data.draw(shapes())
-    attention, x = layer_of(variant, shape), x_of(shape)
-    q, k, v = attention.project(x, tables(shape))
-    aux = {}
-    context = attention.context(x, q, k, v, None, aux)
-    gate = torch.sigmoid(x @ attention.w_gate.weight.T).unflatten(-1, (shape.heads, -1))
-    assert gate.shape[-1] == (1 if variant == "gated_headwise" else shape.head_dim)
-    close(aux["gate"], gate)
-    close(context, gate * standard(q, k, v))
-
-
 # sinks
 
 
@@ -489,14 +391,6 @@ def test_a_sink_of_minus_infinity_is_standard_attention_and_one_of_zero_is_off_b
         close(run(sink, x, shape)[0], run(other, x, shape)[0])
 
 
-@given(shape=shapes())
-@many
-def test_a_large_sink_takes_everything(shape):
-    sink = layer_of("standard_sink", shape)
-    sink.sink.fill_(1e3)
-    close(run(sink, x_of(shape), shape)[0], torch.zeros(shape.batch, shape.tokens, DIM).double())
-
-
 @pytest.mark.parametrize("variant", SINKS)
 @given(data=st.data())
 @many
@@ -515,28 +409,6 @@ def test_rows_of_a_map_with_a_sink_sum_to_the_share_that_the_keys_have(variant, 
 
 
 TINY = {"head_dims": (2, 4), "tokens": (1, 4)}
-
-
-@pytest.mark.parametrize("variant", SINKS)
-@given(data=st.data())
-@unshrunk
-def test_gradients_of_q_k_v_and_sink_are_those_of_finite_differences(variant, data):
-    shape = data.draw(shapes(variant, **TINY))
-    attention, x = layer_of(variant, shape), x_of(shape)
-    q, k = drawn_qk(shape, shape.heads)
-    v = normal(shape, *k.shape, what=4)
-    inputs = [q, k, v]
-    if variant == "standard_sink":
-        inputs.append(attention.sink)
-        del attention.sink  # a plain tensor in its place can be a leaf of the check
-
-    def context(q, k, v, *sink):
-        if sink:
-            attention.sink = sink[0]
-        return attention.context(x, q, k, v, None, None)
-
-    inputs = [t.detach().clone().requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(context, inputs, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
@@ -577,35 +449,7 @@ def test_clamped_rows_are_distributions_or_zeros(lam, rows):
     assert (weights[~positive] == 0).all()
 
 
-@given(shape=shapes("diff_v1", head_dims=(8,), tokens=(1, 12)), lam=st.floats(-0.5, 2.5))
-@many
-def test_the_map_of_diff_v1_clamped_has_rows_that_sum_to_one_or_are_zeros(shape, lam):
-    attention = layer_of("diff_v1_clamped", shape, lambda_init=lam)
-    for name in attention.fp32_parameters:
-        getattr(attention, name).zero_()
-    q, k = drawn_qk(shape, shape.heads)
-    v = torch.eye(shape.tokens, 16, dtype=torch.float64).view(1, -1, 1, 16)
-    v = v.expand(shape.batch, -1, shape.kv_heads // 2, -1)
-    aux = {}
-    attention.context(x_of(shape), by_map(q), by_map(k), v, None, aux)
-    weights = aux["context"][..., : shape.tokens]
-    first = torch.softmax(scores_of(q[:, :, 0::2], k[:, :, 0::2]), dim=-1)
-    second = torch.softmax(scores_of(q[:, :, 1::2], k[:, :, 1::2]), dim=-1)
-    difference = first - lam * second
-    assume((difference.abs() > 1e-9).logical_or(first == 0).all())
-    assert torch.equal(weights > 0, difference > 0)
-    close(weights.sum(-1), (difference > 0).any(-1).double())
-    assert (weights >= 0).all()
-
-
 # causality, caches, positions, documents
-
-
-@st.composite
-def chunked(draw, total):
-    """`total` as a list of positive parts."""
-    cuts = draw(st.sets(st.integers(1, total - 1))) if total > 1 else set()
-    return [b - a for a, b in pairwise([0, *sorted(cuts), total])]
 
 
 def model_of(variant, shape, **fields):
@@ -629,20 +473,6 @@ def test_appending_tokens_never_changes_earlier_logits(variant, data):
     tokens = drawn_tokens(shape, shape.tokens)
     kept = data.draw(st.integers(1, shape.tokens - 1))
     close(model(tokens)[:, :kept], model(tokens[:, :kept]))
-
-
-@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-@given(data=st.data())
-@few
-def test_decoding_in_any_chunks_equals_the_full_forward_pass(variant, data):
-    shape = data.draw(shapes(variant, tokens=(1, 12)))
-    model = model_of(variant, shape, qk_norm=data.draw(st.booleans()))
-    tokens = drawn_tokens(shape, shape.tokens)
-    chunks = data.draw(chunked(shape.tokens))
-    caches = model.new_caches(shape.batch, shape.tokens)
-    logits = [model(part, caches=caches) for part in tokens.split(chunks, dim=1)]
-    close(torch.cat(logits, dim=1), model(tokens))
-    assert [cache.length for cache in caches] == [sum(chunks)] * 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -691,23 +521,6 @@ def test_rotated_scores_depend_on_the_difference_of_positions_only(shape, theta,
     assert i == j or not torch.allclose(score(i, j), score(i, i), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@given(data=st.data())
-@few
-def test_masking_documents_equals_running_them_one_by_one(variant, data):
-    shape = data.draw(shapes(variant, tokens=(2, 12)))
-    lengths = data.draw(chunked(shape.tokens))
-    attention, x = layer_of(variant, shape), x_of(shape)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    mask = (document[:, None] == document).tril()
-    starts = [0, *accumulate(lengths)]
-    alone = [
-        attention(part, tables(shape, start, length))
-        for part, start, length in zip(x.split(lengths, dim=1), starts, lengths, strict=False)
-    ]
-    close(attention(x, tables(shape), mask), torch.cat(alone, dim=1))
-
-
 # context RMS: with orthogonal values of RMS 1 it is the length of the row of weights
 
 
@@ -750,13 +563,6 @@ def test_context_rms_of_standard_attention_lies_between_one_over_root_n_and_one(
     close(values[:, 0], torch.ones_like(values[:, 0]))
 
 
-@given(shape=shapes(**WIDE))
-@many
-def test_context_rms_of_uniform_standard_attention_is_one_over_root_n(shape):
-    values, _ = context_rms("standard", shape, 0.0)
-    close(values, (positions(shape) ** -0.5).expand_as(values))
-
-
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
 @given(data=st.data())
 @few
@@ -783,32 +589,6 @@ def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
     assert (values <= (1 + lam**2).sqrt() + ROUNDING).all()
     assert ((values > 0) & (values < math.sqrt(2))).all()
-
-
-@given(shape=shapes(**WIDE), lam=lambdas(0.5, 0.998046875))
-@many
-def test_the_bound_of_diff_v2_is_reached_by_opposed_one_hot_maps(shape, lam):
-    attention = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
-    eye = 20 * torch.eye(shape.tokens, shape.head_dim, dtype=torch.float64)
-    k = eye.view(1, -1, 1, shape.head_dim).expand(shape.batch, -1, shape.kv_heads, -1)
-    q = eye[:, None].repeat(1, 2 * shape.heads, 1)
-    q[:, 1::2] = eye[0]
-    v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
-    q = q.expand(shape.batch, -1, -1, -1)
-    values = rms(attention.context(x_of(shape), q, k, v, None, None))
-    close(values[:, 1:], torch.full_like(values[:, 1:], math.sqrt(1 + lam**2)))
-    close(values[:, 0], torch.full_like(values[:, 0], 1 - lam))
-
-
-@given(shape=shapes(**WIDE), sharpness=SHARPNESS, bound=st.floats(10, 1e4))
-@many
-def test_context_rms_of_diff_v2_without_sigmoid_exceeds_any_bound(shape, sharpness, bound):
-    attention = layer_of("diff_v2_no_sigmoid", shape)
-    q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
-    v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
-    x = torch.ones(shape.batch, shape.tokens, DIM, dtype=torch.float64)
-    attention.w_lambda.weight.fill_((bound + 1) * math.sqrt(shape.tokens) / DIM)
-    assert (rms(attention.context(x, q, k, v, None, None)) >= bound - 1e-6).all()
 
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))

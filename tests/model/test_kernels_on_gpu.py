@@ -146,28 +146,6 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
         assert relative(mine, other) < (0.02 if name == "out" else 0.03), name
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_kernels_agree_with_each_other_at_4096_tokens(masked):
-    """However many of them this machine has."""
-    parts = long_heads(1)
-    documents = long_documents() if masked else None
-    tokens, results = torch.empty(1, 4096, device=CUDA), {}
-    for backend in BACKENDS:
-        try:
-            prepare_backend(Backend[backend], CUDA, 128, torch.bfloat16, masked)
-        except ConfigError:
-            continue
-        mask = mask_for(documents, tokens, Backend[backend], torch.bfloat16, 128)
-        results[backend] = out_and_grads(
-            parts, lambda *qkv, mask=mask, name=backend: attend(*qkv, mask, Backend[name])
-        )
-    first = results.pop("sdpa")
-    assert results
-    for name, others in results.items():
-        for mine, other in zip(others, first, strict=True):
-            assert relative(mine, other) < 0.03, name
-
-
 # Graphs and plans
 
 

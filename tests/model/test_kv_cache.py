@@ -120,14 +120,6 @@ def test_keeping_rows_drops_the_others_and_no_longer_reads_their_length():
     assert torch.equal(all_v[1, :4], torch.cat((v[2, :3], v1[1])))
 
 
-def test_rows_that_are_kept_and_equally_long_are_no_longer_ragged():
-    held, k, _ = filled((4, 1, 3, 1))
-    held.keep([1, 3])
-    assert (held.length, held.lengths) == (1, None)
-    k2, v2 = new(2, 2)  # more than one position at once again
-    assert torch.equal(held.append(k2, v2)[0], torch.cat((k[[1, 3], :1], k2), 1))
-
-
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 2)])
 def test_a_full_cache_takes_no_more(lengths):
     held, _, _ = filled(lengths)

@@ -1,4 +1,4 @@
-"""The nearest change where the user fixed a mesh or a batch."""
+"""A plan on a cluster: nearest changes with a fixed mesh or batch, and the cost of shared nodes."""
 
 import pytest
 
