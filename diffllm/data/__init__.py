@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import diffllm.data.text.files
 import diffllm.data.text.hub
 import diffllm.data.text.packages
-import diffllm.data.text.stdlib
 import diffllm.data.text.synthetic
 
 if TYPE_CHECKING:  # for those who check types; `__getattr__` finds the same names

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, TypeVar
 
 from diffllm.core.bounds import at_most
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import made, parse_json, read_bytes, readable
+from diffllm.core.files import parse_json, read_bytes, readable
+from diffllm.core.typed import made
 
 Level = Mapping[str, int | float | str]
 """The settings of difficulty that examples have in common."""
