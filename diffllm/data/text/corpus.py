@@ -1,8 +1,9 @@
 """A corpus: documents in parts, each of which can be read on its own."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -137,8 +138,17 @@ def kinds_of(dataset: "Dataset | IterableDataset") -> dict[str, str]:
     """Return the types of a dataset's columns by name, those of its first row if it has none."""
     if dataset.features:
         return {name: str(getattr(k, "dtype", k)) for name, k in dataset.features.items()}
-    first: dict[str, Any] = next(iter(dataset), {})
-    return {name: "string" if isinstance(v, str) else type(v).__name__ for name, v in first.items()}
+    return kinds_of_rows(islice(dataset, 1))
+
+
+def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
+    """Return the types of the columns of JSON objects by name; text if it may be text."""
+    kinds: dict[str, str] = {}
+    for row in rows:
+        for name, value in row.items() if isinstance(row, dict) else ():
+            known = isinstance(value, str) or value is None
+            kinds.setdefault(name, "string" if known else type(value).__name__)
+    return kinds
 
 
 def columns_of(cfg: DataConfig) -> list[str]:
@@ -158,36 +168,26 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     return replace(corpus, identity=identity, has_prompts=True)
 
 
-def check_columns(
-    kinds: dict[str, str], columns: Sequence[str], where: str, several: bool = False
-) -> None:
+def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:
     """Raise DataError unless the columns exist and contain text.
 
     Args:
         kinds: the types of all columns.
         columns: the columns that are read, that of the text first.
-        several: whether other files need the same columns.
     """
-    for column in columns:
-        if kinds.get(column) in TEXT_TYPES:
+    texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
+    for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
+        if column in texts:
             continue
-        is_prompt = column != columns[0]
-        texts = [
-            name for name, kind in kinds.items()
-            if kind in TEXT_TYPES and not (is_prompt and name == columns[0])
-        ]  # fmt: skip
-        usual = [name for name in texts if name.lower() in USUAL_COLUMNS]
-        key = "prompt_column" if is_prompt else "text_column"
-        plausible = usual if len(usual) == 1 else texts
-        hint = " or ".join(f"data.{key}={name}" for name in plausible)
-        if not is_prompt and {"prompt", "completion"} <= set(texts):
+        others = [name for name in texts if key == "text_column" or name != columns[0]]
+        usual = [name for name in others if name.lower() in USUAL_COLUMNS]
+        hint = " or ".join(f"data.{key}={name}" for name in (usual if len(usual) == 1 else others))
+        if key == "text_column" and {"prompt", "completion"} <= set(texts):
             hint = "data.prompt_column=prompt data.text_column=completion"
         problem = f"no column {column!r}; it has {', '.join(kinds)}"
         if column in kinds:
             problem = f"column {column!r} holds {kinds[column]}, not text"
-        advice = f": use {hint}" if hint else ", none of them text"
-        of_all = ", which all of the files need to have" if several and hint else ""
-        raise DataError(f"{where}: {problem}{advice}{of_all}")
+        raise DataError(f"{where}: {problem}{f': use {hint}' if hint else ', none of them text'}")
 
 
 def reason(error: BaseException) -> str:

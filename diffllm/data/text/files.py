@@ -100,10 +100,10 @@ def parts_of(
     parts: list[Part] = []
     collected: list[Slice] = []
     size = 0
-    columns, several = tuple(columns_of(cfg)), len(paths) > 1
+    columns = tuple(columns_of(cfg))
     for path, of_file, form in zip(paths, facts, formats, strict=True):
         try:
-            slices = list(slices_of(path, of_file, form, cfg.sample_by, columns, least, several))
+            slices = list(slices_of(path, of_file, form, cfg.sample_by, columns, least))
         except DataError:
             raise
         except Exception as error:

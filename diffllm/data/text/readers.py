@@ -10,7 +10,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,7 @@ import zstandard
 
 from diffllm.core.errors import DataError
 from diffllm.data.config import SampleBy
-from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, reason
+from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, kinds_of_rows, reason
 from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 
 COMPRESSED_TEXT = 4
@@ -32,7 +32,6 @@ COMPRESSED_TEXT = 4
 BLOCK_BYTES = 1 << 22
 PACKED_BYTES = 1 << 12
 """Bytes of a .zst file that are unpacked at a time; the unpacked text is at most 128 MiB."""
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
 """Errors of lines that are no JSON, or have no text in a column of text."""
 LEADING_NULL = re.compile(rb"\s*null")
@@ -48,8 +47,6 @@ class Slice:
     facts: FileFacts
     """Size, time and hash of the file as it was when it was hashed."""
     columns: tuple[str, ...]
-    several: bool
-    """Whether other files need the same columns."""
     size: int
     """About how many bytes of text it has."""
     read_with: Callable[["Slice"], Iterator[TextBatch]]
@@ -69,17 +66,15 @@ def slices_of(
     sample_by: SampleBy,
     columns: tuple[str, ...],
     least: int,
-    several: bool,
 ) -> Iterator[Slice]:
     """Cut a file into slices of at least `least` bytes, if it can be cut.
 
     Args:
         form: "parquet", "json" or "text".
-        several: whether other files need the same columns.
     """
-    start = path, facts, columns, several
+    start = path, facts, columns
     if form == "parquet":
-        for size, first, last in row_groups(path, columns, several, least):
+        for size, first, last in row_groups(path, columns, least):
             yield Slice(*start, size, read_rows, first, last)
         return
     compressed = path.suffix.lower() in COMPRESSIONS
@@ -96,9 +91,7 @@ def slices_of(
     yield Slice(*start, size, read_with)
 
 
-def row_groups(
-    path: Path, columns: tuple[str, ...], several: bool, least: int
-) -> Iterator[tuple[int, int, int]]:
+def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
     """Yield stretches of row groups with at least `least` bytes in the columns: bytes, first group
     and the group after the last."""
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
@@ -106,7 +99,7 @@ def row_groups(
         for field in file.schema_arrow:
             is_dictionary = pyarrow.types.is_dictionary(field.type)
             kinds[field.name] = str(field.type.value_type if is_dictionary else field.type)
-        check_columns(kinds, columns, str(path), several)
+        check_columns(kinds, columns, str(path))
         size = first = 0
         for i in range(file.num_row_groups):
             group = file.metadata.row_group(i)
@@ -135,7 +128,7 @@ def read_json_lines(part: Slice) -> Iterator[TextBatch]:
         block = whole if place else whole.removeprefix(codecs.BOM_UTF8)
         if block.strip():
             if not seen and (kinds := kinds_in(block)):
-                check_columns(kinds, part.columns, str(part.path), part.several)
+                check_columns(kinds, part.columns, str(part.path))
             seen = True
             try:
                 yield parsed(block, known)
@@ -151,16 +144,15 @@ def read_json_array(part: Slice) -> Iterator[TextBatch]:
     """Read a JSON file that is an array of objects at once; None if one lacks a column."""
     with opened(part.path) as file:
         rows = json.load(file)
-    types = sorted({"objects" if isinstance(r, dict) else type(r).__name__ for r in rows})
-    if types != ["objects"]:
-        needed = f"arrays of objects, with the text under data.text_column={part.columns[0]}"
-        what = f"an array of {', '.join(types)}" if types else "an empty array"
-        raise ValueError(f"{what}; data=files reads {needed}")
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        column = part.columns[0]
+        raise ValueError(f"must be an array of objects, with text under data.text_column={column}")
     if kinds := kinds_of_rows(rows[:SEEN_LINES]):
-        check_columns(kinds, part.columns[:1], str(part.path), part.several)
+        check_columns(kinds, part.columns[:1], str(part.path))
     for start in range(0, len(rows), ROWS):
-        some = rows[start : start + ROWS]
-        yield TextBatch(*([text_of(row, name) for row in some] for name in part.columns))
+        columns = [[row.get(name) for row in rows[start : start + ROWS]] for name in part.columns]
+        # A value that is no text, or has half of a surrogate pair, raises.
+        yield TextBatch(*(pyarrow.array(each, pyarrow.string()).to_pylist() for each in columns))
 
 
 def read_lines(part: Slice) -> Iterator[TextBatch]:
@@ -323,24 +315,3 @@ def kinds_in(block: bytes) -> dict[str, str]:
         with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return kinds_of_rows(rows)
-
-
-def kinds_of_rows(rows: Sequence[Any]) -> dict[str, str]:
-    """Return the types of the columns of JSON objects by name; text if it may be text."""
-    kinds: dict[str, str] = {}
-    for row in rows:
-        for name, value in row.items() if isinstance(row, dict) else ():
-            known = isinstance(value, str) or value is None
-            kinds.setdefault(name, "string" if known else type(value).__name__)
-    return kinds
-
-
-def text_of(row: dict[str, Any], name: str) -> str | None:
-    """Return the text of a JSON object's column, None if it is missing; raises ValueError for any
-    other value."""
-    value = row.get(name)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{json.dumps(row)[:80]} has no text under {name!r}")
-    if value and LONE_SURROGATE.search(value):
-        raise ValueError(f"{json.dumps(row)[:80]} has half a character, which no text has")
-    return value

@@ -5,9 +5,8 @@ not those that a checkpoint is asked: their seeds are others.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from diffllm.core.bounds import bounded
@@ -15,8 +14,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.tasks import VERSION
-from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level, Task
-from diffllm.data.text.corpus import Corpus, Part, TextBatch
+from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level
+from diffllm.data.text.corpus import Corpus, TextBatch
 from diffllm.data.text.file_index import combined_hash
 
 A_PART = 10_000
@@ -64,28 +63,24 @@ class SyntheticConfig(DataConfig):
 
 @dataclass(frozen=True)
 class ExamplesPart:
-    """A stretch of examples; its seed is its own."""
+    """A stretch of examples with a seed of its own."""
 
-    task: Task
+    cfg: SyntheticConfig
     level: Level
     number: int
-    count: int
-    seed: int
-    answers_only: bool
+    size = 0
 
     @property
     def name(self) -> str:
-        return f"{self.task.name}, part {self.number + 1}"
-
-    @property
-    def size(self) -> int:
-        return 0
+        return f"{self.cfg.task}, part {self.number + 1}"
 
     def read(self) -> Iterator[TextBatch]:
         """Yield the examples, one at a time."""
-        seed = f"training/{self.seed}/{self.number}"
-        for *before, answer in self.task.documents(self.level, self.count, seed, words_of):
-            if self.answers_only:
+        count = min(A_PART, self.cfg.examples - self.number * A_PART)
+        seed = f"training/{self.cfg.task_seed}/{self.number}"
+        examples = TASKS[self.cfg.task].documents(self.level, count, seed, words_of)
+        for *before, answer in examples:
+            if self.cfg.answers_only:
                 yield TextBatch([f"{answer}\n"], [before])
             else:
                 yield TextBatch([f"{''.join(before)}{answer}\n"])
@@ -114,16 +109,6 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     return Corpus(
         description=f"{cfg.examples:,} examples of {cfg.task}, {', '.join(settings)}",
         identity=combined_hash([*what, str(cfg.answers_only)]),
-        list_parts=partial(parts, cfg, task, level),
+        list_parts=lambda: [ExamplesPart(cfg, level, i) for i in range(-(-cfg.examples // A_PART))],
         has_prompts=cfg.answers_only,
     )
-
-
-def parts(cfg: SyntheticConfig, task: Task, level: Mapping[str, Any]) -> list[Part]:
-    """Share the examples out."""
-    return [
-        ExamplesPart(
-            task, level, i, min(A_PART, cfg.examples - i * A_PART), cfg.task_seed, cfg.answers_only
-        )
-        for i in range(-(-cfg.examples // A_PART))
-    ]
