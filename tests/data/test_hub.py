@@ -1,4 +1,7 @@
-"""A dataset of the hub, streamed from a server on this machine."""
+"""Datasets of the hub, streamed from a server on this machine, and directories as datasets.
+
+Files that are not read are named, damaged files are refused.
+"""
 
 import json
 import os
@@ -7,17 +10,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 from fake_hub import NAME, SHA
 from sample_texts import sample_documents
 
+from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.text.corpus import open_corpus
 
+MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(300)
+LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(40))
 PREPARE = """
 import sys
 from diffllm.data import progress
@@ -69,7 +78,7 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
 
 
 def test_the_files_of_a_commit_are_streamed(
-    tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: Callable[..., DataConfig]
+    tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: MakeConfig
 ) -> None:
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
     result = subprocess.run(words, env=serve(), capture_output=True, text=True)
@@ -123,7 +132,7 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_many_files_has_a_part_for_each(
-    repository: Path, make_config: Callable[..., DataConfig]
+    repository: Path, make_config: MakeConfig
 ) -> None:
     data = prepare(
         make_config(
@@ -132,3 +141,87 @@ def test_a_directory_of_many_files_has_a_part_for_each(
     )
     assert len(data.manifest.splits["train"].shards) == 3
     assert sum(split.documents for split in data.manifest.splits.values()) == 300
+
+
+def read(cfg: DataConfig) -> list[str | None]:
+    parts = open_corpus(cfg, Path(cfg.cache_dir)).parts
+    return [text for part in parts for some in part.read() for text in some.texts]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "dataset"
+    path.mkdir()
+    (path / "a.jsonl").write_bytes(LINES)
+    return path
+
+
+def test_files_that_are_not_read_are_said(
+    directory: Path, make_config: MakeConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["p"]}), directory / "b.parquet")
+    (directory / "c.txt").write_text("text")
+    (directory / "notes.md").write_text("no text of a dataset")
+    assert read(make_config(source="hub", dataset=str(directory))) == ["p"]
+    said = [line for line in capfd.readouterr().err.splitlines() if "not read" in line]
+    assert said == [
+        f"data.dataset={directory}: these files are not read: a.jsonl, c.txt; data.paths reads them"
+    ]
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def cut_off(path: Path) -> None:
+    packed = zstandard.compress(LINES)
+    path.with_name("b.jsonl.zst").write_bytes(packed[: len(packed) // 2])
+
+
+def bad_line(path: Path) -> None:
+    path.write_bytes(LINES + b'{"text": \n')
+
+
+@pytest.mark.parametrize("damage", [dangling, os.mkfifo, cut_off, bad_line])
+def test_a_damaged_file_is_named(
+    directory: Path, make_config: MakeConfig, damage: Callable[[Path], Any]
+) -> None:
+    damage(directory / "b.jsonl")
+    with pytest.raises(DataError, match=str(directory / "b.jsonl")):
+        read(make_config(source="hub", dataset=str(directory)))
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/nowhere", "a/b/c"])
+def test_a_directory_that_is_not_there(make_config: MakeConfig, name: str) -> None:
+    with pytest.raises(DataError, match=f"data.dataset={name}: no such directory, and no name of"):
+        read(make_config(source="hub", dataset=name))
+
+
+def rewrite(path: Path) -> None:
+    """Neither its size nor its time shows it."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"line", b"LINE"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("split", ["train", "train[:30]"])
+def test_a_file_of_the_same_size_and_time_gives_its_new_text(
+    directory: Path, make_config: MakeConfig, split: str
+) -> None:
+    cfg = make_config(source="hub", dataset=str(directory), split=split)
+    before = read(cfg)
+    rewrite(directory / "a.jsonl")
+    assert read(cfg) == [str(text).replace("line", "LINE") for text in before]
+
+
+def test_a_file_that_is_written_over_while_it_is_read(
+    directory: Path, make_config: MakeConfig
+) -> None:
+    cfg = make_config(source="hub", dataset=str(directory))
+    (part,) = open_corpus(cfg, Path(cfg.cache_dir)).parts
+    some = part.read()
+    next(some)
+    rewrite(directory / "a.jsonl")
+    with pytest.raises(DataError, match=r"a.jsonl: changed since it was hashed; start again"):
+        list(some)
+    assert prepare(make_config(source="hub", dataset=str(directory), vocab_size=265))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
 from diffllm.core.errors import DataError
-from diffllm.data import TokenData, Tokenizer, prepare, tokenizer
+from diffllm.data import Tokenizer, prepare, tokenizer
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation.prepare import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
@@ -157,16 +157,6 @@ def test_a_model_of_the_users_is_used(
     assert data.manifest.vocab_size == 450
     assert data.manifest.pieces_hash == Tokenizer.from_file(model).pieces_hash
     assert data.tokenizer().pieces_hash == data.manifest.pieces_hash
-
-
-def test_the_prepared_tokens_are_the_documents(prepared: TokenData) -> None:
-    tokenizer = prepared.tokenizer()
-    stream = prepared.split("heldout")
-    ids = stream.tokens(0, len(stream)).tolist()
-    assert ids[-1] == tokenizer.eos_id
-    assert ids.count(tokenizer.eos_id) == prepared.manifest.splits["heldout"].documents
-    first = ids[: ids.index(tokenizer.eos_id)]
-    assert tokenizer.encode(tokenizer.decode(first)) == first
 
 
 def test_unusable_models_are_named(tmp_path: Path) -> None:
