@@ -100,6 +100,25 @@ def test_a_checkpoint_without_a_manifest_is_damaged(whole):
     assert verify(whole) == [f"it has no {NAME}"]
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (7, "has no size of state.json"),
+        ({"size": 10**400, "sha256": "0" * 64}, "holds a number beyond 64 bits"),
+        ({"size": True, "sha256": "0" * 64}, "has no size of state.json"),
+        ({"size": 1, "sha256": "0"}, "has no checksum of state.json"),
+        (None, "does not name state.json"),
+    ],
+)
+def test_manifest_with_a_forged_record_is_refused(whole, record, said):
+    content = json.loads((whole / NAME).read_text())
+    content["files"].pop("state.json")
+    content["files"] |= {} if record is None else {"state.json": record}
+    (whole / NAME).write_text(json.dumps(content))
+    (problem,) = verify(whole)
+    assert said in problem
+
+
 def test_a_checkpoint_of_the_format_before_says_so(tmp_path):
     path = tmp_path / "checkpoints" / "step-00000003"
     path.mkdir(parents=True)

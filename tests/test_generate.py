@@ -84,14 +84,6 @@ def test_a_prompt_that_cannot_be_read_is_refused(length):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_texts_end_where_the_model_does():
-    model = tiny()
-    whole, nearly = prompts(1, SEQ_LEN)[0], prompts(1, SEQ_LEN - 2)[0]
-    out = generate(model, [whole, nearly], 10, temperature=0)
-    assert out == [whole, greedily(model, nearly, 2)]
-    assert generate(model, [whole], 10) == [whole]
-
-
 def test_the_prompts_are_left_as_they_were_and_come_first():
     prompt = prompts()
     before = [list(row) for row in prompt]

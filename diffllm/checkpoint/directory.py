@@ -63,7 +63,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removesuffix(".incomplete").rpartition("-")[2])
 
 
-def path_of(directory: Path, step: int) -> Path:
+def checkpoint_path(directory: Path, step: int) -> Path:
     """Return the path of a step's checkpoint once it is complete."""
     return directory / f"step-{step:08d}"
 
@@ -109,7 +109,7 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
     return None
 
 
-def check_whole(path: Path) -> None:
+def check_checkpoint(path: Path) -> None:
     """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
     read_manifest(path)
     if problems := faults(path):
@@ -129,7 +129,7 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
     if step not in (0, *found):
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
     if step:
-        check_whole(found[step])
+        check_checkpoint(found[step])
         return found[step]
     return newest_good(list(found.values())) or find_checkpoint(run)  # all are deleted by now
 

@@ -46,7 +46,7 @@ Manifest = dict[str, FileRecord]
 """The records of every file of a checkpoint but the manifest, by name."""
 
 
-def describe(files: Iterable[Path]) -> Manifest:
+def file_records(files: Iterable[Path]) -> Manifest:
     return {file.name: FileRecord(file.stat().st_size, sha256_of(file)) for file in files}
 
 
@@ -59,7 +59,7 @@ def sha256_of(file: Path) -> str:
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     """Write a checkpoint's state.json, and its manifest of that, .metadata and `files`."""
     write_synced(path / "state.json", state)
-    write_manifest(path, step, files | describe(path / name for name in REQUIRED))
+    write_manifest(path, step, files | file_records(path / name for name in REQUIRED))
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
@@ -78,7 +78,7 @@ def read_manifest(path: Path) -> Manifest:
     if not os.path.lexists(path / NAME):
         raise CheckpointError(f"{path} is not a checkpoint: {why_missing(path)}")
     with reading(path, NAME) as content:
-        return checked(content)
+        return manifest_from(content)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
         raise CheckpointError(f"{path} is not a checkpoint: {why}") from error
 
 
-def checked(content: dict[str, Any]) -> Manifest:
+def manifest_from(content: dict[str, Any]) -> Manifest:
     """Build a manifest from JSON; raises ValueError unless every part is what it must be."""
     entries = content.get("files")
     if not isinstance(entries, dict):

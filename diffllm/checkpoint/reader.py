@@ -124,15 +124,15 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader, **kwargs)
     except (Exception, CheckpointException) as error:
-        why = reason(reader.refused or error)
+        why = failure_reason(reader.refused or error)
         raise CheckpointError(f"cannot read {path}: {why}") from error
 
 
-def reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Describe a failure in one line; DCP wraps those of the ranks, and not in an Exception."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {reason(error)}"
+        return f"rank {rank}: {failure_reason(error)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())[:300]

@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from diffllm.checkpoint.directory import (
     SAVED,
     CheckpointConfig,
+    checkpoint_path,
     delete,
     hidden_path,
     list_checkpoints,
     outdated,
-    path_of,
     remove,
     set_aside,
     step_of,
 )
-from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, describe
-from diffllm.checkpoint.reader import reason
+from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, file_records
+from diffllm.checkpoint.reader import failure_reason
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import publish, replace_file
 from diffllm.core.printing import to_stderr
@@ -155,7 +155,7 @@ class Checkpointer:
         except Exception as error:
             raise CheckpointError(
                 f"the ranks lost each other over a checkpoint under {self.directory}: "
-                f"{reason(error)}"
+                f"{failure_reason(error)}"
             ) from error
 
     def settle(self, seconds: float) -> None:
@@ -176,9 +176,9 @@ class Checkpointer:
         """Write, agree, publish: on a thread of its own, on every rank."""
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
-            part: Part = describe(hidden.glob(f"__{self.rank}_*.distcp"))
+            part: Part = file_records(hidden.glob(f"__{self.rank}_*.distcp"))
         except (Exception, CheckpointException) as error:
-            part = reason(error)
+            part = failure_reason(error)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
         failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, text))
@@ -187,7 +187,7 @@ class Checkpointer:
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
         """On rank 0, write the manifest, publish, delete old checkpoints; return any failure."""
-        final, files = path_of(self.directory, step), Manifest()
+        final, files = checkpoint_path(self.directory, step), Manifest()
         try:
             for part in parts:
                 if isinstance(part, str):
@@ -199,7 +199,7 @@ class Checkpointer:
             publish(hidden, final, files_synced=True)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
-            return reason(error)
+            return failure_reason(error)
         self._note(step)
         self.skipped.discard(final)
         mine = [p for p in list_checkpoints(self.directory) if p not in self.skipped]
@@ -239,7 +239,7 @@ class Checkpointer:
                 hidden.rmdir()
                 return f"it needs {needed:,} bytes and {disk.free:,} are free"
         except OSError as error:
-            return reason(error)
+            return failure_reason(error)
         return None
 
     def _failed(self, step: int, why: str, final: bool) -> None:
@@ -281,7 +281,7 @@ def write_parameters(
         tensors: parameters and what routers have learnt, by their names in the decoder; float32.
         parameters: the names of the parameters.
     """
-    path = path_of(directory, 0)
+    path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -292,5 +292,5 @@ def write_parameters(
         )
     shapes = {name: list(tensors[name].shape) for name in parameters}
     state = {"format": FORMAT, "step": 0, "parameters": shapes, "ranks": 1, "loop": None}
-    complete(path, 0, json.dumps(state), describe(path.glob("*.distcp")))
+    complete(path, 0, json.dumps(state), file_records(path.glob("*.distcp")))
     return path

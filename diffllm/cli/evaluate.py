@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from diffllm.checkpoint.directory import list_checkpoints, path_of, step_of
+from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import ascii_minus, in_digits
 from diffllm.config.saved import load_run_config
@@ -108,7 +108,7 @@ def open_subject(run: Path, step: int) -> Subject:
     model, step = decoder(run, step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
-    checkpoint = path_of(run / "checkpoints", step)
+    checkpoint = checkpoint_path(run / "checkpoints", step)
     return Subject(model.to(device), tokenizer, checkpoint, run, load_run_config(run))
 
 

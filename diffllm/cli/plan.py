@@ -14,7 +14,7 @@ from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.plan.estimate import DAY, GIB, Cluster, Plan, idealised, nearest_change, plan
+from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, nearest_change, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 
@@ -36,7 +36,7 @@ def plan_command(argv: list[str]) -> None:
         print_plan(made, change)
 
 
-def plan_numbers(made: Plan, change: Plan | None) -> dict[str, Any]:
+def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     """Return everything a plan says, in bytes, seconds and FLOPs."""
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
@@ -86,11 +86,11 @@ def plan_numbers(made: Plan, change: Plan | None) -> dict[str, Any]:
     }
 
 
-def values(made: Plan, *names: str) -> dict[str, float]:
+def values(made: RunPlan, *names: str) -> dict[str, float]:
     return {name: getattr(made, name) for name in names}
 
 
-def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
+def policy_numbers(made: RunPlan, step: Step) -> dict[str, Any]:
     return {
         "activations": step.activations,
         "peak": step.peak.total,
@@ -101,7 +101,7 @@ def policy_numbers(made: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def print_plan(made: Plan, change: Plan | None) -> None:
+def print_plan(made: RunPlan, change: RunPlan | None) -> None:
     """Print a plan for people."""
     said, cluster = plan_numbers(made, change), made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
@@ -133,7 +133,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def memory_table(made: Plan) -> Table:
+def memory_table(made: RunPlan) -> Table:
     """Tabulate the parts of the peak with each policy, in GiB."""
     policies = (False, True)
     chosen = made.cfg.activation_checkpointing
@@ -157,7 +157,7 @@ def memory_table(made: Plan) -> Table:
     return Table.of(["GiB a rank, activation_checkpointing=", *names], rows)
 
 
-def flow_table(made: Plan) -> Table:
+def flow_table(made: RunPlan) -> Table:
     """Tabulate the bytes that one rank sends in a step."""
     rows = []
     for kind, ranks, near, calls, sent, seconds in made.flows:
@@ -167,7 +167,7 @@ def flow_table(made: Plan) -> Table:
     return Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
 
 
-def fit_text(made: Plan, change: Plan | None) -> str:
+def fit_text(made: RunPlan, change: RunPlan | None) -> str:
     """Say whether it fits, and what would make it fit."""
     free, device = made.free(made.step), made.cluster.device.name
     if free >= 0:
@@ -182,7 +182,7 @@ def fit_text(made: Plan, change: Plan | None) -> str:
     )
 
 
-def time_lines(made: Plan) -> list[str]:
+def time_lines(made: RunPlan) -> list[str]:
     """List seconds, tokens a second, and, where tokens are stated, days."""
     cluster, step = made.cluster, made.step
     lines = [

@@ -24,7 +24,7 @@ from diffllm.distributed.experts import Splits, exchanged_splits, expert_ranks, 
 from diffllm.distributed.gradients import local
 from diffllm.distributed.mesh import Meshes, Reduce
 from diffllm.model.auto_setting import ASKED, AutoSetting
-from diffllm.model.init import LocalBlock, whole
+from diffllm.model.init import LocalBlock, unsharded
 
 
 def parallelize(
@@ -153,7 +153,7 @@ def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
 def local_block(param: Tensor) -> LocalBlock:
     """Return the block of a parameter, sharded or not, that this rank holds."""
     if not isinstance(param, DTensor):
-        return whole(param)
+        return unsharded(param)
     _, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
@@ -214,7 +214,7 @@ class OneRank(Weights):
                 setattr(module, name, copy)
 
     def block(self, param: Tensor) -> LocalBlock:
-        return whole(self.origins.get(param, param))
+        return unsharded(self.origins.get(param, param))
 
     @torch.no_grad()
     def changed(self) -> None:

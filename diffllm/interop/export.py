@@ -66,7 +66,7 @@ def export(
         with writing(f"out={out}"), new_directory(out) as hidden:
             ours = tensors_of(cfg.model, checkpoint, dtype)
             write_safetensors(hidden, "model", checkpoint, ours, shard_size, layout.exported)
-            tokenizer = write_tokenizer(run, hidden, cfg.model)
+            tokenizer = export_tokenizer(run, hidden, cfg.model)
             write_configs(hidden, layout, tokenizer, dtype)
             write_card(run, checkpoint, hidden, cfg, layout, out.name)
         return step_of(checkpoint)
@@ -74,7 +74,7 @@ def export(
     return layout, with_checkpoint(run, step, write)
 
 
-def write_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
+def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
     """Write the run's tokenizer, as a fast one and as it is; return it."""
     path = tokenizer_of(run)
     try:
@@ -315,11 +315,11 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
         "weights from": weights,
         "step": f"{step:,}",
         "tokens trained on": f"{step * cfg.global_batch_size * cfg.seq_len:,}",
-        "data": data_text(cfg.data),
+        "data": corpus_text(cfg.data),
     }
 
 
-def data_text(data: DataConfig) -> str:
+def corpus_text(data: DataConfig) -> str:
     """Name a corpus: hub datasets with their revision, files without their directories."""
     if data.sources:
         return "; ".join(f"{name}: {source_text(of)}" for name, of in data.sources.items())

@@ -42,7 +42,7 @@ def import_model(
             `seed`.
     """
     check_absent(out, "out")
-    path, facts = located(source)
+    path, facts = locate_model(source)
     origin = origin_of(path)
     checkpoint = origin.checkpoint()
     new, made = origin, None
@@ -64,7 +64,7 @@ def import_model(
         write_parameters(hidden / "checkpoints", tensors, names)
         for file, content in tokenizer_files(tokenizer).items():
             (hidden / file).write_bytes(content)
-        (hidden / "config.yaml").write_text(config_of(new, out, tokenizer))
+        (hidden / "config.yaml").write_text(config_yaml(new, out, tokenizer))
         counted = sum(tensors[name].numel() for name in names)
         facts["step"] = step_of(checkpoint) if checkpoint else None
         facts = {"parameters": counted, "imported": facts}
@@ -72,7 +72,7 @@ def import_model(
     return new
 
 
-def located(source: str) -> tuple[Path, dict[str, Any]]:
+def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
     """Return a model's directory on this machine, fetched from the hub if it is there alone, and
     what is to be told of it; raises ConfigError."""
     path = user_path(source, "hf")
@@ -120,7 +120,7 @@ def remade(tensors: dict[str, Tensor], made: Sequence[Mapped]) -> dict[str, Tens
     return {**{n: t for n, t in tensors.items() if ".router." in n}, **found}
 
 
-def config_of(origin: Origin, out: Path, tokenizer: Path) -> str:
+def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
     """Write the config of a run that has this model, as YAML."""
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])

@@ -28,7 +28,7 @@ Shard = Callable[[Tensor], LocalBlock]
 """A function that finds the block of a parameter."""
 
 
-def whole(param: Tensor) -> LocalBlock:
+def unsharded(param: Tensor) -> LocalBlock:
     """Return the block of an unsharded parameter: all of it."""
     return param, (0,) * param.ndim, param.shape
 
@@ -40,7 +40,7 @@ class Initializer:
     seed: int
     names: Mapping[Tensor, str]
     """The names of the parameters to fill."""
-    shard: Shard = whole
+    shard: Shard = unsharded
     """A function that finds the block that this process holds, for sharded models."""
     filled: set[Tensor] = field(default_factory=set)
     """The parameters that have been filled."""
@@ -72,10 +72,10 @@ class Initializer:
             generator = torch.Generator(device="cpu")
             generator.manual_seed(self._seed(self.names[param], start // rows))
             if complete and in_place:
-                draw(target[low:high].view(-1), std, truncate, generator)
+                fill_normal(target[low:high].view(-1), std, truncate, generator)
                 return
             values = torch.empty((stop - start, row_size), dtype=torch.float32, device="cpu")
-            draw(values.view(-1), std, truncate, generator)
+            fill_normal(values.view(-1), std, truncate, generator)
             if not complete:
                 values = values[held[low:high] - start, column : column + width]
             target[low:high].copy_(values)
@@ -118,7 +118,9 @@ def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) ->
     return held
 
 
-def draw(values: Tensor, std: float, truncate: float | None, generator: torch.Generator) -> None:
+def fill_normal(
+    values: Tensor, std: float, truncate: float | None, generator: torch.Generator
+) -> None:
     """Fill values (n,), contiguous float32 on the CPU, from N(0, std^2).
 
     Values beyond `truncate` standard deviations are replaced from n further ones, each by the one

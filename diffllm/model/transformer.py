@@ -21,7 +21,7 @@ from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
-from diffllm.model.init import Initializer, Shard, whole
+from diffllm.model.init import Initializer, Shard, unsharded
 from diffllm.model.loss import (
     Loss,
     chunk_loss,
@@ -218,7 +218,7 @@ class Transformer(nn.Module):
         """The output projection (V, D), which is the embedding when tied."""
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
-    def reset_parameters(self, shard: Shard = whole) -> None:
+    def reset_parameters(self, shard: Shard = unsharded) -> None:
         """Fill every parameter and buffer; values depend on (init_seed, name) only.
 
         `shard` finds the block that this process holds of a parameter.
@@ -259,7 +259,9 @@ class Transformer(nn.Module):
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
 
 
-def initialise(part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = whole) -> None:
+def initialise(
+    part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = unsharded
+) -> None:
     """Fill every parameter and buffer of a decoder, or of a part of one.
 
     Args:
@@ -340,15 +342,19 @@ def write_factors(
     own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
     other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
 
-    rope = made(partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope), "rope.", cfg, device)
-    embed = made(partial(nn.Embedding, cfg.vocab_size, cfg.dim), "tok_embeddings.", cfg, device)
+    rope = build_part(
+        partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope), "rope.", cfg, device
+    )
+    embed = build_part(
+        partial(nn.Embedding, cfg.vocab_size, cfg.dim), "tok_embeddings.", cfg, device
+    )
     x = reference = embed(tokens)
     positions = rope(0, tokens.shape[1]) if documents is None else rope.at(documents.positions)
     factors = []
     for i in range(cfg.n_layers):
-        goal = made(partial(Block, other, i), f"layers.{i}.", other, device)
+        goal = build_part(partial(Block, other, i), f"layers.{i}.", other, device)
         reference, wanted = with_write(goal, reference, positions, documents, tokens)
-        block = made(partial(Block, own, i), f"layers.{i}.", own, device)
+        block = build_part(partial(Block, own, i), f"layers.{i}.", own, device)
         _, written = with_write(block, x, positions, documents, tokens)
         factor = (wanted / written).item()
         if not 0 < factor < float("inf"):
@@ -362,7 +368,7 @@ def write_factors(
     return factors
 
 
-def made(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
+def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
     """Build a part of a decoder, float32 on `device`, with its initial values in the decoder."""
     with torch.device("meta"):
         part = build()

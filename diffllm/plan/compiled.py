@@ -93,22 +93,22 @@ class ActedOut(fx.Interpreter):
         self.in_memory = in_memory
 
     def run_node(self, n: fx.Node) -> Any:
-        whole = source(n)
+        whole = viewed_node(n)
         if whole.op == "call_function" and whole not in self.in_memory:
             return [self.env[read] for read in n.all_input_nodes]
         if n.op != "call_function" or is_view(n):
             return super().run_node(n)
         if fuses(n):  # such a kernel writes where it read, if it can
             self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))
-        return result(n)
+        return allocate_result(n)
 
 
-def result(node: fx.Node) -> Any:
+def allocate_result(node: fx.Node) -> Any:
     """Allocate the memory of a node's result."""
     if "val" in node.meta:
         return tree_map(memory_for, node.meta["val"])
     # An operation that might be random was wrapped to save a state; only its parts have shapes.
-    parts = {n.args[1]: result(n) for n in node.users if n.target is operator.getitem}
+    parts = {n.args[1]: allocate_result(n) for n in node.users if n.target is operator.getitem}
     return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
@@ -127,13 +127,13 @@ def written(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         kernel = node.op == "call_function" and not fuses(node)  # takes and gives whole tensors
         if kernel or node.op == "output":
-            found.update(source(n) for n in node.all_input_nodes)
+            found.update(viewed_node(n) for n in node.all_input_nodes)
         if kernel or torch.Tag.reduction in tags(node):
             found.add(node)
     return {node for node in found if node.op == "call_function"}
 
 
-def source(node: fx.Node) -> fx.Node:
+def viewed_node(node: fx.Node) -> fx.Node:
     """Return the node that `node` is a view or a part of, or itself."""
     while is_view(node):
         node = node.all_input_nodes[0]

@@ -118,7 +118,7 @@ class Assumption(NamedTuple):
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """The needs of a run: memory, time and traffic."""
 
     cfg: TrainConfig
@@ -203,7 +203,7 @@ class Plan:
         return sum(flow.seconds for flow in self.flows)
 
 
-def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
+def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
     """Plan a training config on a cluster, with and without activation checkpointing.
 
     Raises ConfigError for a wrong key or value, and where the cluster cannot run the config.
@@ -219,22 +219,22 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> Plan:
         policy: simulate(replace(cfg, activation_checkpointing=policy), cluster.gpus, cluster.rank)
         for policy in policies
     }
-    return Plan(cfg, overrides, cluster, steps, [*taken, *assumed])
+    return RunPlan(cfg, overrides, cluster, steps, [*taken, *assumed])
 
 
-def changed(made: Plan, words: tuple[str, ...], step: Step | None = None) -> Plan:
+def changed_plan(made: RunPlan, words: tuple[str, ...], step: Step | None = None) -> RunPlan:
     """Plan with other words, simulated unless `step` is given; raises ConfigError as `plan`."""
     gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
     cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
     added = [word for word in words if not word.startswith("gpus=")]
-    keys = set(map(key_of, added))
-    overrides = [*(word for word in made.overrides if key_of(word) not in keys), *added]
+    keys = set(map(key_of_word, added))
+    overrides = [*(word for word in made.overrides if key_of_word(word) not in keys), *added]
     cfg, assumed = planned_config(cluster, overrides)
     step = step or simulate(cfg, cluster.gpus, cluster.rank)
-    return Plan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)
+    return RunPlan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)
 
 
-def key_of(word: str) -> str:
+def key_of_word(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
@@ -244,7 +244,7 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
     The batch of the default experiment is for one small machine: where no batch is given, each rank
     has one micro-batch a step, of one sequence unless the user says more.
     """
-    keys = set(map(key_of, overrides))
+    keys = set(map(key_of_word, overrides))
     try:
         cfg = load_config(overrides)
     except ConfigError as error:
@@ -304,7 +304,7 @@ Words = tuple[str, ...]
 """The words that a change puts on the command line, in place of words with the same keys."""
 
 
-def nearest_change(plan: Plan) -> Plan | None:
+def nearest_change(plan: RunPlan) -> RunPlan | None:
     """Return `plan` with the fewest changes with which it fits; None if none that is tried does.
 
     Of as many changes, smaller micro-batches come before gradients that are reduced after each of
@@ -323,7 +323,7 @@ def nearest_change(plan: Plan) -> Plan | None:
     return None
 
 
-def options(plan: Plan) -> list[list[Words]]:
+def options(plan: RunPlan) -> list[list[Words]]:
     """List the kinds of changes there are, each with its values from near to far."""
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
@@ -340,7 +340,7 @@ def options(plan: Plan) -> list[list[Words]]:
     return [kind for kind in kinds if kind]
 
 
-def more_gpus(plan: Plan, times: int) -> Words:
+def more_gpus(plan: RunPlan, times: int) -> Words:
     """Return words for more GPUs, all of which go to shards: more replicas would save nothing."""
     parallel, words = plan.cfg.parallel, (f"gpus={times * plan.cluster.gpus}",)
     if parallel.shard == -1:
@@ -353,11 +353,11 @@ def merged(values: Iterable[Words]) -> Words:
     """Join the words of several changes; of words with one key, the first counts."""
     by_key: dict[str, str] = {}
     for word in chain.from_iterable(values):
-        by_key.setdefault(key_of(word), word)
+        by_key.setdefault(key_of_word(word), word)
     return tuple(by_key.values())
 
 
-def outcome(plan: Plan, words: Words) -> Plan | None:
+def outcome(plan: RunPlan, words: Words) -> RunPlan | None:
     """Plan with other words; None if no such number of ranks can have this batch or mesh.
 
     Where the state of a rank is too big and stays as it is, nothing is simulated: `plan` fits as
@@ -370,6 +370,6 @@ def outcome(plan: Plan, words: Words) -> Plan | None:
         return plan
     known = plan.steps[True] if words == ("activation_checkpointing=true",) else None
     try:
-        return changed(plan, words, known)
+        return changed_plan(plan, words, known)
     except ConfigError:
         return None

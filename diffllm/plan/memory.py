@@ -61,7 +61,7 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
     if kind is None:
         raise NotImplementedError(f"what {func} sends cannot be counted")
     size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
-    ranks = tuple(sorted(dist.get_process_group_ranks(group_of(args))))
+    ranks = tuple(sorted(dist.get_process_group_ranks(process_group_of(args))))
     return Call(kind, size, ranks) if len(ranks) > 1 else None
 
 
@@ -69,7 +69,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def group_of(args: tuple) -> dist.ProcessGroup:
+def process_group_of(args: tuple) -> dist.ProcessGroup:
     """Find the process group among the arguments of an operation."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):

@@ -3,7 +3,13 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.checkpoint.directory import SAVED, check_whole, list_checkpoints, newest_good, step_of
+from diffllm.checkpoint.directory import (
+    SAVED,
+    check_checkpoint,
+    list_checkpoints,
+    newest_good,
+    step_of,
+)
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.schema import Changes, described, is_allowed
@@ -87,7 +93,7 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if inside:
         return newest_good(inside)
-    check_whole(path)
+    check_checkpoint(path)
     return path
 
 

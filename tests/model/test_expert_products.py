@@ -201,22 +201,6 @@ def test_one_product_is_two(monkeypatch, dtype, adjacent):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_in_bf16_one_product_is_nearer_to_float64(monkeypatch):
-    """The gradient of x is rounded once, not three times."""
-    layer, (x, weights) = small_experts(HALF), inputs(HALF)
-    exact = small_experts(torch.float64)
-    exact.load_state_dict(layer.state_dict())
-    x64 = x.detach().double().requires_grad_()
-    wanted = run(exact, x64, weights.detach().double().requires_grad_())[1]
-
-    def error():
-        return (run(layer, x, weights)[1].double() - wanted).square().mean().sqrt()
-
-    two = error()
-    as_on_cuda(monkeypatch)
-    assert error() < two
-
-
 def test_products_and_the_layout_of_gradients(monkeypatch):
     """5 products in the backward pass in place of 6; each weight's gradient is a tensor of its own,
     which accumulation takes over without a copy."""

@@ -39,16 +39,6 @@ def test_seed_and_name_decide():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("rows", [(0, 10), (3, 700), (699, 1000), (1000, 1000)])
-def test_a_rank_that_holds_some_rows_draws_what_one_process_draws(rows):
-    full = torch.empty(1000, 300)
-    Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
-    part = torch.empty(rows[1] - rows[0], 300)
-    init = Initializer(0, {part: "w"}, lambda p: (p, (rows[0], 0), full.shape))
-    init.normal_(part, 0.02, truncate=3)
-    assert torch.equal(part, full[rows[0] : rows[1]])
-
-
 @pytest.mark.parametrize(
     "block",
     [
@@ -59,7 +49,7 @@ def test_a_rank_that_holds_some_rows_draws_what_one_process_draws(rows):
         (slice(5, 5), slice(0, 90), slice(0, 500)),
     ],
 )
-def test_so_does_one_that_holds_a_block_of_stacked_matrices(block):
+def test_rank_that_holds_a_block_draws_the_values_of_one_process(block):
     full = torch.empty(5, 90, 500)  # four blocks of generators
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty_like(full[block], memory_format=torch.contiguous_format)
@@ -116,19 +106,19 @@ def test_other_dtypes_hold_the_same_values_rounded():
 
 
 def test_blocks_are_drawn_at_the_same_time_by_as_many_threads_as_torch_may_use(monkeypatch):
-    together, draw = threading.Barrier(3), init.draw
+    together, draw = threading.Barrier(3), init.fill_normal
 
     def draw_together(*args):
         together.wait(PATIENCE_S)
         draw(*args)
 
-    monkeypatch.setattr(init, "draw", draw_together)
+    monkeypatch.setattr(init, "fill_normal", draw_together)
     torch.set_num_threads(3)
     assert torch.equal(drawn((6 * BLOCK // 256, 256)), by_definition((6 * BLOCK // 256, 256), 3))
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch):
-    draw, calls = init.draw, []
+    draw, calls = init.fill_normal, []
 
     def fails_once(*args):
         calls.append(args)
@@ -136,7 +126,7 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
             raise MemoryError("no room")
         draw(*args)
 
-    monkeypatch.setattr(init, "draw", fails_once)
+    monkeypatch.setattr(init, "fill_normal", fails_once)
     torch.set_num_threads(2)
     with pytest.raises(MemoryError, match="no room"):
         drawn((8 * BLOCK // 256, 256))

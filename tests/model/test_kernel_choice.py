@@ -433,7 +433,8 @@ def test_a_variant_that_masks_documents_by_a_tensor_needs_no_kernel_for_them(
     calls = machine(packages=V2)
     cfg = small_config(variant, extra=on("flash")).model
     cfg.attention.prepare(cfg, CUDA, torch.bfloat16, documents=True)
-    assert calls == [("tried", cfg.head_dim, documents)]
+    width = cfg.attention.kernel_width(cfg, CUDA)
+    assert calls == [("tried", width, documents)]
 
 
 def test_a_flash_package_that_fails_is_refused_with_its_reason(machine):

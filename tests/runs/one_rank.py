@@ -21,7 +21,7 @@ from diffllm.checkpoint.manifest import (
     FORMAT,
     check_loop,
     check_parameters,
-    describe,
+    file_records,
     read_state,
     write_manifest,
 )
@@ -113,7 +113,7 @@ def loop_of(step: int) -> dict[str, object]:
 
 def sign(path: Path) -> None:
     """Make the manifest agree with the files, as whoever forges a checkpoint would."""
-    files = describe(file for file in path.iterdir() if file.name != "manifest.json")
+    files = file_records(file for file in path.iterdir() if file.name != "manifest.json")
     step = int(path.name.removeprefix("step-"))
     write_manifest(path, step, files)
 

@@ -56,7 +56,7 @@ def to_diff_v2(
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
         raise ConfigError(
             "attention=diff_v2 is made of softmax attention without a sink; the source has "
-            f"{described(model)}"
+            f"{attention_name(model)}"
         )
     scale = attention.context_scale
     heads = query_heads(model)
@@ -81,7 +81,7 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
     if type(attention) is not DiffV2Config or attention.head_norm:
         raise ConfigError(
             "attention=standard is made of DIFF V2 without a head norm; the source has "
-            f"{described(model)}"
+            f"{attention_name(model)}"
         )
     new = replace(
         model,
@@ -137,5 +137,5 @@ def split_output(
     return torch.stack((first, second), dim=2).flatten(1)
 
 
-def described(model: ModelConfig) -> str:
+def attention_name(model: ModelConfig) -> str:
     return type(model.attention).__name__.removesuffix("Config")

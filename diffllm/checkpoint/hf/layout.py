@@ -216,7 +216,7 @@ def llama_layout(model: ModelConfig) -> Layout | None:
     normalised; None for any other."""
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
-    exported, imported = renamed([(name, name_there(name, {})) for name in names_of(model)])
+    exported, imported = renamed([(name, name_there(name, {})) for name in parameter_names(model)])
     config = {**shape_config(model), **older_rope(model.rope), **softmax_config(model)}
     if model.qk_norm:
         return Layout("Qwen3ForCausalLM", {"model_type": "qwen3", **config}, exported, imported)
@@ -235,7 +235,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     )  # fmt: skip
     if not fits:
         return None
-    plain = [name for name in names_of(model) if ".ffn.experts." not in name]
+    plain = [name for name in parameter_names(model) if ".ffn.experts." not in name]
     router = {".ffn.router.": ".mlp.gate."}
     exported, imported = renamed([(name, name_there(name, router)) for name in plain])
     for layer in range(moe.n_dense_layers, model.n_layers):
@@ -280,7 +280,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     exported: list[Mapped] = []
     imported: list[Mapped] = []
     parts = {".attention.lambda_": ".self_attn.lambda_"}
-    for name in names_of(model):
+    for name in parameter_names(model):
         there = name_there(name, parts)
         if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
             reorder = partial(even_heads_first, head_dim=model.head_dim)
@@ -334,7 +334,7 @@ def softmax_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def names_of(model: ModelConfig) -> list[str]:
+def parameter_names(model: ModelConfig) -> list[str]:
     return [name for name, _ in without_storage(model).named_parameters()]
 
 

@@ -176,7 +176,7 @@ def own(config: Config) -> ModelConfig:
         raise ValueError(f"has attention {variant}, which is none of {', '.join(CLASSES)}")
     for key in ("variant", *OF_MACHINE):  # older exports contain OF_MACHINE
         settings.pop(key, None)
-    attention = typed(CLASSES[variant], settings, "attention")
+    attention = config_from_values(CLASSES[variant], settings, "attention")
     heads = config["num_attention_heads"]
     n_heads: float = heads
     if isinstance(attention, DiffV1Config):  # of whose heads the kernel gets two as one
@@ -188,7 +188,7 @@ def own(config: Config) -> ModelConfig:
         n_heads = heads / 2
     if n_heads != round(n_heads):
         raise ValueError(f"has num_attention_heads={heads}, which {variant} cannot have")
-    moe = typed(MoEConfig, config.get("moe", {}), "moe")
+    moe = config_from_values(MoEConfig, config.get("moe", {}), "moe")
     shape = shape_of(config, attention, round(n_heads))
     return replace(shape, moe=moe, qk_norm=config.get("qk_norm", False))
 
@@ -240,7 +240,7 @@ def rope_of(config: Config) -> RopeConfig:
     return rope
 
 
-def typed(cls: type[T], values: Any, where: str) -> T:
+def config_from_values(cls: type[T], values: Any, where: str) -> T:
     """Make a diffllm config from the plain values of its fields.
 
     OmegaConf would resolve an interpolation: `${oc.env:...}` reads this process's environment.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.checkpoint.manifest import check_parameters, read_state
-from diffllm.checkpoint.reader import load_tensors, reason
+from diffllm.checkpoint.reader import failure_reason, load_tensors
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, without_storage
@@ -41,7 +41,7 @@ def writing(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
-        raise ConfigError(f"{what} cannot be written: {reason(error)}") from error
+        raise ConfigError(f"{what} cannot be written: {failure_reason(error)}") from error
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -229,7 +229,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 def sdpa_is_flash_4() -> bool:
-    """Whether torch's flash kernels are those of flash-attn-4; see `flash.activate_flash_4`."""
+    """Whether torch's flash kernels are those of flash-attn-4; see `kernels.activate_flash_4`."""
     return torch.nn.attention.current_flash_attention_impl() == FLASH_4
 
 
