@@ -353,7 +353,7 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
     """Measure all contestants in all segments and rounds; write all results, print a table."""
     from harness.measuring import markdown, write
 
-    from diffllm.training.provenance import git_state
+    from diffllm.training.process import git_state
 
     known: Row = {"cores": os.cpu_count(), "seconds": args.seconds, "git": git_state(ROOT)}
     known |= {"attention": args.attention, "nanochat": args.nanochat and git_state(args.nanochat)}

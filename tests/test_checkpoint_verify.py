@@ -22,7 +22,7 @@ from diffllm.checkpoint.manifest import NAME, read_manifest, verify
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.training.resume import resume_checkpoint
+from diffllm.training.state import resume_checkpoint
 
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
 

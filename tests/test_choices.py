@@ -15,9 +15,15 @@ from diffllm.distributed.experts import expert_ranks
 from diffllm.distributed.fsdp import chosen_reduce
 from diffllm.distributed.mesh import Reduce
 from diffllm.plan.simulate import fake_world
-from diffllm.training import choices
-from diffllm.training.build import build, sharded_model
-from diffllm.training.choices import WORTH_COMPILING, chosen_compile, chosen_precision, for_json
+from diffllm.training import build as building
+from diffllm.training.build import (
+    WORTH_COMPILING,
+    build,
+    chosen_compile,
+    chosen_precision,
+    for_json,
+    sharded_model,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -56,7 +62,7 @@ def test_blocks_are_compiled_on_gpus_and_where_asked_for():
 def test_long_run_on_cpu_compiles_and_resume_keeps_its_mode(
     flops, kept, fault, expected, monkeypatch
 ):
-    monkeypatch.setattr(choices, "compiler_fault", lambda: fault)
+    monkeypatch.setattr(building, "compiler_fault", lambda: fault)
     value, reason = chosen_compile(None, CPU, flops, kept)
     assert value is expected
     assert reason == fault if fault else reason
@@ -64,7 +70,7 @@ def test_long_run_on_cpu_compiles_and_resume_keeps_its_mode(
 
 
 def test_broken_compiler_is_named_in_one_line(tmp_path):
-    code = "from diffllm.training.choices import compiler_fault; print(compiler_fault())"
+    code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     (line,) = done.stdout.splitlines()

@@ -11,8 +11,7 @@ from tiers import slow_but
 from diffllm.config import load_config
 from diffllm.distributed.gradients import local
 from diffllm.training.build import build
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 CPU = torch.device("cpu")
 SEQ_LEN, BATCH, EXPERTS, TOP_K, LAYERS = 64, 8, 8, 2, 2

@@ -13,7 +13,7 @@ from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.metrics.records import read_changes, read_record
-from diffllm.training.directory import RunDirectory
+from diffllm.training.directory import RunDirectory, ending
 
 FILES = {
     "own.py": "import beside, json, diffllm.optim\nfrom pack import part\ndef f(): import lazily\n",
@@ -204,7 +204,7 @@ def test_run_of_an_older_version_or_without_plugins_resumes_with_any(run):
 def test_stopped_run_that_diverged_continues_with_other_plugin_code(run):
     directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
     directory.finish({"steps": 3, "stopped": "skipped"})
-    assert directory.ending() is None
+    assert ending(directory.path, directory.cfg) is None
 
 
 def test_commands_warn_once_of_other_plugin_code(run, capsys):

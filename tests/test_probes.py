@@ -25,7 +25,7 @@ from diffllm.metrics.table import METRICS
 from diffllm.model.attention.ops import Documents
 from diffllm.model.rope import apply_rope
 from diffllm.model.stats import entropy, probe_at, probe_stats
-from diffllm.training.schedule import Due, due
+from diffllm.training.step import Due, due
 
 LENGTH, END = 12, 7
 POSITIONS = torch.tensor([1, 4, 10])

@@ -16,8 +16,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.optim import Guard, ProtectionConfig, SkipStep
 from diffllm.training.build import build
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 NAN, INF = math.nan, math.inf
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.training import provenance
-from diffllm.training.provenance import command, git_state, is_public
+from diffllm.training.process import command, git_state, is_public, provenance
 
 
 def git(directory: Path, *words: str) -> str:
@@ -79,7 +78,7 @@ def test_variables_that_matter_are_kept_and_no_others(monkeypatch):
     assert [name for name in (*kept, *left) if is_public(name)] == list(kept)
     for name in (*kept, *left):
         monkeypatch.setenv(name, f"value of {name}")
-    found = json.loads(json.dumps(provenance.provenance()))
+    found = json.loads(json.dumps(provenance()))
     assert found["environment"]["variables"].items() >= {n: f"value of {n}" for n in kept}.items()
     assert not any(f"value of {name}" in json.dumps(found) for name in left)
     assert found["environment"]["packages"]["torch"].startswith("2.")

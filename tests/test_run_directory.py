@@ -20,8 +20,8 @@ from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.metrics.records import read_summary
-from diffllm.training.directory import RunDirectory, choose_path, claim_directory
-from diffllm.training.resume import resume_checkpoint
+from diffllm.training.directory import RunDirectory, choose_path, claim_directory, ending
+from diffllm.training.state import resume_checkpoint
 
 VARIANTS = variants()
 
@@ -292,22 +292,24 @@ def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(b
 
 def test_a_finished_run_says_so(begun):
     directory = RunDirectory(begun, tiny())
-    assert directory.ending() is None
+    assert ending(directory.path, directory.cfg) is None
     directory.finish({"steps": tiny().steps})
-    assert directory.ending() == {"steps": tiny().steps}
+    assert ending(directory.path, directory.cfg) == {"steps": tiny().steps}
     directory.finish({"steps": tiny().steps - 1})
-    assert directory.ending() is None, "it was shorter"
+    assert ending(directory.path, directory.cfg) is None, "it was shorter"
 
 
 def test_a_run_that_diverged_and_stopped_has_ended_until_its_settings_are_others(begun):
     directory = RunDirectory(begun, tiny())
     (begun / "diverged.json").write_text('{"step": 3, "reason": "skipped"}\n')
-    assert directory.ending() is None, "a start of an older version: the next one goes on"
+    assert ending(directory.path, directory.cfg) is None, (
+        "a start of an older version: the next one goes on"
+    )
     directory.finish({"steps": 3, "stopped": "skipped"})
-    assert directory.ending()["steps"] == 3
+    assert ending(directory.path, directory.cfg)["steps"] == 3
     assert read_summary(begun) is None
     directory.cfg = tiny("log_interval=1", "checkpoint.interval=2")
-    assert directory.ending(), "nothing that helps"
+    assert ending(directory.path, directory.cfg), "nothing that helps"
     others = (
         "train.max_consecutive_skips=21",
         "optim.lr=1",
@@ -316,7 +318,7 @@ def test_a_run_that_diverged_and_stopped_has_ended_until_its_settings_are_others
     )
     for other in others:
         directory.cfg = tiny(other)
-        assert directory.ending() is None, other
+        assert ending(directory.path, directory.cfg) is None, other
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from diffllm.config import load_config
 from diffllm.model.attention.ops import Documents
-from diffllm.training.choices import for_json
+from diffllm.training.build import for_json
 from harness.decoding import random_model
 from harness.measuring import synchronize
 from harness.steps import DOCUMENT_END, with_documents

@@ -7,8 +7,7 @@ import torch
 from diffllm.config import TrainConfig
 from diffllm.metrics.profiling import mfu, peak_flops
 from diffllm.model import ModelConfig, Transformer
-from diffllm.training.build import build
-from diffllm.training.choices import chosen_precision
+from diffllm.training.build import build, chosen_precision
 from diffllm.training.step import train_step
 from harness.measuring import Step
 from harness.plain_llama import PlainLlama

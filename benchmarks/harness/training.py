@@ -19,8 +19,7 @@ from diffllm.metrics.diagnostics import named_values
 from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import Training, build
 from diffllm.training.record import grad_norm_by_group
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 from harness.machine import with_path
 from harness.measuring import alone, synchronize
 from harness.records import ROOT, read

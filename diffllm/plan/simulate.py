@@ -24,8 +24,7 @@ from diffllm.model.loss import loss_chunk
 from diffllm.plan.compiled import compiling, gpu_kernels
 from diffllm.plan.memory import Call, Kind, Observer, Peak
 from diffllm.training.build import Training, allocated, sharded_model
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 CPU = torch.device("cpu")
 SIMULATED = 2

@@ -1,18 +1,24 @@
-"""Conditions of a start: equal configs and tokens on all ranks, data that fits, a fit tokenizer,
-and a learning rate that changes smoothly."""
+"""Conditions of a start: equal configs and tokens on all ranks, data, tokenizer and weights that
+fit the model, and a learning rate that changes smoothly."""
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from diffllm.checkpoint.hf.conversion import TARGETS
+from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
+from diffllm.config.origin import named_in, origin_of
 from diffllm.config.saved import flatten, yaml_dict
-from diffllm.config.schema import Changes
+from diffllm.config.schema import Changes, is_allowed
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
 from diffllm.data import Prepared, Tokenizer, predicts_something
 from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash
+from diffllm.model import without_storage
+from diffllm.model.config import InitMatch
 from diffllm.optim import Schedule, learning_rate
 from diffllm.training.measure import heldout_samples
 
@@ -24,22 +30,18 @@ OF_THE_MACHINE = (
 
 def shared_config(cfg: TrainConfig) -> dict[str, Any]:
     """Return the config by dotted key, without keys that may differ between machines."""
-    flat = flatten(yaml_dict(cfg))
-    return {key: value for key, value in flat.items() if not of_the_machine(key)}
-
-
-def of_the_machine(key: str) -> bool:
-    """Whether a key may differ between the machines of a run."""
-    return key in OF_THE_MACHINE or bool(re.fullmatch(r"data\.sources\.[^.]+\.paths", key))
+    return {
+        key: value
+        for key, value in flatten(yaml_dict(cfg)).items()
+        if key not in OF_THE_MACHINE and not re.fullmatch(r"data\.sources\.[^.]+\.paths", key)
+    }
 
 
 def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
     """Return the values that decide which samples a step reads."""
     return {
         "seed": cfg.seed,
-        "corpus": data.manifest.corpus,
-        "tokenizer": data.manifest.pieces_hash,
-        "tokens": corpus_facts(data)["tokens"],
+        **corpus_facts(data),
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
         "data.packing": cfg.data.packing.name,
@@ -139,3 +141,48 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
         f"the learning rate goes from {was:.2g} to {now:.2g} at step {step + 1}: its schedule is "
         f"laid over all {cfg.steps} steps anew"
     )
+
+
+def weights_of(cfg: TrainConfig) -> Path | None:
+    """Return the checkpoint or Hugging Face directory to start from, after checking its model;
+    None unless `resume` asks for weights.
+
+    Raises ConfigError or CheckpointError for weights that do not fit the model.
+    """
+    path = named_in(cfg.resume)
+    if path is None:
+        return None
+    origin = origin_of(path)
+    if cfg.model.init_match is not InitMatch.none:
+        raise ConfigError(
+            f"model.init_match={cfg.model.init_match.name} scales initial values, which "
+            f"resume={cfg.resume} replaces"
+        )
+    there, here = type(origin.model.attention), type(cfg.model.attention)
+    if there is not here:
+        own = cfg.run.choices["attention"]
+        hint = f"; diffllm import hf={path} attention={own} out=... converts" * (own in TARGETS)
+        raise ConfigError(f"{path} has attention={origin.attention}, and the run {own}{hint}")
+    checkpoint = origin.checkpoint()
+    if checkpoint:
+        shapes = read_state(checkpoint)["parameters"]
+    else:
+        params = without_storage(origin.model).named_parameters()
+        shapes = {name: list(param.shape) for name, param in params}
+    params = without_storage(cfg.model).named_parameters()
+    check_parameters(checkpoint or path, {"parameters": shapes}, dict(params))
+    return checkpoint or path
+
+
+def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
+    """Raise ConfigError if the data is of another tokenizer than the weights, unless
+    run.allow_changes contains `tokenizer`."""
+    of_weights = Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash
+    if of_weights != data.manifest.pieces_hash and not is_allowed(
+        "tokenizer", cfg.run.allow_changes
+    ):
+        allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
+        raise ConfigError(
+            f"the data is of another tokenizer than {path}, so its ids mean other pieces; "
+            f"to train all the same: run.allow_changes=[{allowed}]"
+        )

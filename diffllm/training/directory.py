@@ -96,10 +96,6 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
-    def ending(self) -> dict[str, Any] | None:
-        """Return the summary of the run if it has ended; None if there is something left to do."""
-        return ending(self.path, self.cfg)
-
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
         """Begin the run, or resume it after `step`: note changes, write config.yaml and the
         tokenizer, delete incomplete checkpoints. Raises CheckpointError for a file that cannot be

@@ -20,9 +20,8 @@ from diffllm.training.build import Training
 from diffllm.training.measure import Tasks, measure
 from diffllm.training.process import Process
 from diffllm.training.record import Log, Record
-from diffllm.training.schedule import due
 from diffllm.training.state import LoopState, save
-from diffllm.training.step import train_step
+from diffllm.training.step import due, train_step
 
 
 class Outputs(NamedTuple):

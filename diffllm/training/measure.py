@@ -16,7 +16,7 @@ from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_los
 from diffllm.model.transformer import Transformer
 from diffllm.training.build import Training
 from diffllm.training.process import Process
-from diffllm.training.schedule import Due
+from diffllm.training.step import Due
 
 Tasks = Callable[[Transformer], dict[str, float]]
 """Measures a model on tasks and returns values by metric name. Every rank must call it."""

@@ -1,23 +1,31 @@
-"""Per-process state of a run: its creation and its end."""
+"""This process in a run: its state, its end, and its provenance for run.json."""
 
+import importlib.metadata
 import os
+import platform
+import re
+import shlex
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from diffllm.config import TrainConfig
+from diffllm.config.overrides import SECRET
+from diffllm.core import VERSION
 from diffllm.core.errors import AgreedError, ConfigError, UserError
+from diffllm.distributed.consistency import code_version
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
 from diffllm.metrics.display import Display, RunLog
 from diffllm.training.directory import RunDirectory
-from diffllm.training.provenance import command
 
 
 class Process(NamedTuple):
@@ -88,3 +96,83 @@ def last_words(error: BaseException, rank: int) -> str:
     else:
         text = "".join(traceback.format_exception(error))
     return "" if rank > 0 and isinstance(error, (AgreedError, ConfigError, StoppedEarly)) else text
+
+
+PACKAGES = (
+    "torch", "numpy", "hydra-core", "omegaconf", "torchdata", "datasets", "sentencepiece", "wandb",
+    "flash-attn", "flash-attn-4",
+)  # fmt: skip
+VARIABLES = re.compile(
+    r"(NCCL|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|CUDA|CUBLAS|GLOO|OMP|MKL|DIFFLLM)_\w+"
+    r"|SLURM_(JOB_ID|JOB_NAME|JOB_NODELIST|NNODES|NTASKS)|(LOCAL_)?WORLD_SIZE"
+    r"|HF_HOME|HF_\w*OFFLINE|WANDB_MODE"
+)
+"""Names of environment variables that affect a run; none holds a secret."""
+SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
+
+
+def provenance() -> dict[str, Any]:
+    """Return command line, version and commit of the code, and environment, as JSON values."""
+    return {
+        "command": command(sys.orig_argv),
+        "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
+        "git": git_state(Path(__file__).parents[1]) or git_state(Path.cwd()),
+        "environment": {
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "packages": versions(),
+            "variables": {
+                name: value for name, value in sorted(os.environ.items()) if is_public(name)
+            },
+        },
+    }
+
+
+def is_public(name: str) -> bool:
+    """Return whether run.json may contain an environment variable: relevant and no secret."""
+    return bool(VARIABLES.fullmatch(name)) and not SECRET_OPTION.fullmatch(name)
+
+
+def command(argv: list[str]) -> str:
+    """Join a command line for a shell; hide the values of options that look like secrets."""
+    shown = []
+    hide_next = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        secret = bool(SECRET_OPTION.fullmatch(name))
+        hidden = f"{name}=..." if equals else word
+        shown.append("..." if hide_next else hidden if secret else word)
+        hide_next = secret and not equals and word.startswith("-")
+    return shlex.join(shown)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of those `PACKAGES` that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Return commit and dirty flag of a tracked directory; None without git or tracked files."""
+    try:
+        if not git(directory, "ls-files", "--", "."):  # a wheel in a repository's ignored .venv
+            return None
+        commit = git(directory, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(git(directory, "status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def git(directory: Path, *words: str) -> str:
+    """Return what a git command prints; raises CalledProcessError if it fails."""
+    return subprocess.run(
+        ["git", "-C", directory, *words], capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

@@ -13,11 +13,9 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import World, join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
-from diffllm.training.build import build
+from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
-from diffllm.training.choices import agreed_compile
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
-from diffllm.training.fill import fill
 from diffllm.training.loop import train
 from diffllm.training.measure import Tasks, measure_documents
 from diffllm.training.outputs import (
@@ -30,7 +28,7 @@ from diffllm.training.outputs import (
     say_stopped,
 )
 from diffllm.training.process import Process, enter, leave
-from diffllm.training.start import Claimed, begin, claim, meet, prepare_data
+from diffllm.training.start import Claimed, begin, claim, fill, meet, prepare_data
 from diffllm.training.summary import describe, headline, summarise
 
 MakeTasks = Callable[[Tokenizer], Tasks]

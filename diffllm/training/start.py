@@ -1,38 +1,47 @@
-"""The start of a run, from its claim on the run directory to the meeting of the ranks.
+"""The start of a run, from its claim on the run directory to the first values of its parameters.
 
-Every rank calls `claim`, `prepare_data`, `begin` and `meet`, in this order.
+Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this order.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from diffllm.checkpoint.manifest import check_parameters
+from diffllm.checkpoint.manifest import check_parameters, read_state
+from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
+from diffllm.config.compose import variant_config
+from diffllm.config.origin import Origin, differences, origin_of
 from diffllm.config.plugins import plugin_versions
-from diffllm.config.schema import Changes
-from diffllm.core.errors import UserError
-from diffllm.data import Prepared, packing_counts, prepare
+from diffllm.config.schema import Changes, described
+from diffllm.core.errors import CheckpointError, DataError, UserError
+from diffllm.data import Prepared, packing_counts, prepare, training_samples
 from diffllm.data.tokenizer import tokenizer_in
-from diffllm.distributed.consistency import check_same, code_version
+from diffllm.distributed.consistency import check_same, check_tensors, code_version
+from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode
+from diffllm.distributed.world import World
 from diffllm.metrics.records import stopped_text
 from diffllm.model import without_storage
+from diffllm.model.config import InitMatch
+from diffllm.model.transformer import write_factors
+from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,
+    check_same_tokens,
     check_tokenizer,
     corpus_facts,
     data_order,
     shared_config,
+    weights_of,
 )
-from diffllm.training.choices import chosen_precision
 from diffllm.training.directory import RunDirectory, claim_directory
 from diffllm.training.process import Process, in_sweep, log_file
-from diffllm.training.resume import continuation, continued
-from diffllm.training.state import LoopState
-from diffllm.training.weights import check_same_tokens, weights_of
+from diffllm.training.state import LoopState, continuation, continued, restore
 
 
 class Claimed(NamedTuple):
@@ -112,9 +121,7 @@ def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepare
     here.watch.reached("the preparation of the corpus")
     data = prepare(cfg.data, cfg.prepare)
     check_fit(cfg, data)
-    packing_counts(
-        data, cfg.data, cfg.seq_len
-    )  # packing may take longer than a collective may wait
+    packing_counts(data, cfg.data, cfg.seq_len)  # may take longer than a collective may wait
     check_same(here.world, "corpus", corpus_facts(data))
     return device, data
 
@@ -177,3 +184,88 @@ def ended_text(summary: dict[str, Any]) -> str:
     ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "it diverged"
     more = "more steps= and run.allow_changes train it further"
     return f"is finished: {summary['steps']} steps, {ended}; {more}"
+
+
+BASELINE = "standard"
+SEQUENCES = 8
+"""Number of sequences to measure: the first ones in data order."""
+
+
+def fill(
+    t: Training, here: Process, claimed: Claimed, data: Prepared, state: LoopState
+) -> dict[str, Any]:
+    """Fill parameters from a checkpoint or weights, or apply model.init_match; compare ranks.
+
+    Every rank must call this. Returns "weights" or "init_match" for run.json; else an empty dict.
+
+    Args:
+        state: the loop state of the checkpoint, from which the guard continues.
+    """
+    facts: dict[str, Any] = {}
+    if claimed.checkpoint:
+        here.watch.reached(f"the reading of {claimed.checkpoint.name}")
+        restore(t, state, claimed.checkpoint, claimed.ranks)
+    elif claimed.weights:
+        here.watch.reached(f"the reading of {claimed.weights}")
+        facts["weights"] = start_from(t, claimed.weights)
+    elif t.cfg.model.init_match is not InitMatch.none:
+        facts["init_match"] = match_initial_values(t, data, here.world)
+    check_tensors(t.tensors(), t.meshes.dense.size(1))
+    return facts
+
+
+def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
+    """Scale `wo` as model.init_match says, and return the factor of each layer.
+
+    Only rank 0 measures, so that values do not depend on the number of ranks.
+    """
+    factors = world.broadcast_from_rank0("init_match", lambda: measured_factors(t, data))
+    with torch.no_grad():
+        for i, factor in enumerate(factors):
+            local(t.params[f"layers.{i}.attention.wo.weight"]).mul_(factor)
+    t.weights.changed()
+    return factors
+
+
+def measured_factors(t: Training, data: Prepared) -> list[float]:
+    """Measure the factor of each layer on the first `SEQUENCES` sequences in data order."""
+    cfg = t.cfg
+    total = cfg.steps * cfg.global_batch_size
+    first = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)[range(SEQUENCES)]
+    if isinstance(first, DataError):
+        raise first
+    tokens, _ = first
+    baseline, documents = variant_config(BASELINE), t.documents(tokens) if t.documents else None
+    return write_factors(cfg.model, baseline, tokens.to(t.device), documents)
+
+
+def start_from(t: Training, path: Path) -> dict[str, Any]:
+    """Load parameters and router state. Every rank must call this.
+
+    Returns "path", "step" (or None) and "differs" for run.json.
+    """
+    origin = origin_of(path)
+    tensors = {**t.params, **t.model.router_state()}
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    if origin.directory is None:
+        load_tensors(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    else:
+        copy_directory(t, tensors, origin)
+    t.weights.changed()
+    changes = differences(origin, t.cfg.model)
+    step = read_state(path)["step"] if origin.run else None
+    return {"path": str(path), "step": step, "differs": described(changes) if changes else None}
+
+
+def copy_directory(t: Training, tensors: Mapping[str, Tensor], origin: Origin) -> None:
+    """Copy this rank's parts of the parameters of a Hugging Face directory, one after another.
+
+    Tensors that the directory lacks keep their initial values.
+    """
+    assert origin.directory
+    for name in origin.directory.names:
+        if name not in tensors:
+            raise CheckpointError(f"{origin.path} has {name}, and the model has not")
+        block, offset, _ = t.weights.block(tensors[name])
+        part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
+        block.copy_(origin.directory.tensor(name)[part])

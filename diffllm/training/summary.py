@@ -19,13 +19,11 @@ from diffllm.data import (
     training_samples,
 )
 from diffllm.data.samples import Samples
-from diffllm.data.shards import Split
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.auto_setting import dtype_name
-from diffllm.training.build import Training
-from diffllm.training.choices import for_json
+from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
 from diffllm.training.state import LoopState
 
@@ -34,51 +32,48 @@ FEW_HELDOUT = 1000
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
-    """The lines printed before the first step; `facts` are those of `describe`."""
-    choices, splits = cfg.run.choices, data.manifest.splits
-    millions = facts["parameters"] / 1e6
+    """Return the lines printed before the first step; `facts` are those of `describe`."""
+    choices, manifest = cfg.run.choices, data.manifest
+    train, millions = manifest.splits["train"], facts["parameters"] / 1e6
+    predicted = f", {train.share_predicted:.0%} of them to be predicted" * train.masked
     lines = [
         f"{path}" + (f" continues after step {step}" if step else ""),
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
-        *([f"matched: {cfg.run.matched.text()}"] if cfg.run.matched else []),
-        *([weights_text(facts["weights"])] if "weights" in facts else []),
-        f"{choices['data']}: {training_text(splits['train'])}, {heldout_text(data)}; "
+    ]
+    if cfg.run.matched:
+        lines.append(f"matched: {cfg.run.matched.text()}")
+    if weights := facts.get("weights"):
+        of_step = "" if weights["step"] is None else f", step {weights['step']:,}"
+        differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
+        lines.append(
+            f"weights of {weights['path']}{of_step}{differs}; optimizer and data begin anew"
+        )
+    lines.append(
+        f"{choices['data']}: {train.tokens:,} training tokens{predicted}, {heldout_text(data)}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
-        f"{epochs_text(cfg, data)}",
-        *([f"corpus: {data.manifest.note}"] if data.manifest.note else []),
-        *sources_text(cfg, data),
-        *packing_text(cfg, data),
-        f"wandb: {wandb_text(cfg, path)}",
-        "chosen for this device:",
-        *(
-            f"  {name.replace('_', ' '):<16}{choice['value']} ({choice['reason']})"
-            for name, choice in facts["choices"].items()
-        ),
+        f"{epochs_text(cfg, data)}"
+    )
+    if manifest.note:
+        lines.append(f"corpus: {manifest.note}")
+    lines += sources_text(cfg, data)
+    if counts := packing_counts(data, cfg.data, cfg.seq_len):
+        lines.append(f"packing: {counts.text()}")
+    lines += [f"wandb: {wandb_text(cfg, path)}", "chosen for this device:"]
+    lines += [
+        f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})"
+        for name, setting in facts["choices"].items()
     ]
     return "\n".join(lines)
-
-
-def weights_text(weights: dict[str, Any]) -> str:
-    """Describe the origin of the weights and the model's differences."""
-    step = f", step {weights['step']:,}" if weights["step"] is not None else ""
-    differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
-    return f"weights of {weights['path']}{step}{differs}; optimizer and data begin anew"
-
-
-def training_text(split: Split) -> str:
-    """Return the number of training tokens and the share that is predicted."""
-    predicted = f", {split.share_predicted:.0%} of them to be predicted" * split.masked
-    return f"{split.tokens:,} training tokens{predicted}"
 
 
 def heldout_text(data: Prepared) -> str:
     """Return the size and origin of the held-out text, with a warning if it is small."""
     tokens = data.manifest.splits["heldout"].tokens
-    few = tokens < FEW_HELDOUT
+    few = ", which says little: a larger data.heldout_fraction holds out more"
     return (
         f"{tokens:,} held out{', the end of the text' * data.manifest.cut}"
-        f"{', which says little: a larger data.heldout_fraction holds out more' * few}"
+        f"{few * (tokens < FEW_HELDOUT)}"
     )
 
 
@@ -91,31 +86,23 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Say how much of each source of a mixture a run reads, a line each."""
+    """Say how much of each source of a mixture a run reads, one line per source."""
     if not data.sources:
         return []
     total = cfg.steps * cfg.global_batch_size
     read = samples_of(cfg, data).consumed(total)
-    lines = []
-    for name, source in data.sources.items():
-        tokens, epochs = read[f"data/tokens/{name}"], read[f"data/epochs/{name}"]
-        lines.append(
-            f"  {name:<16}{tokens / (total * cfg.seq_len):.1%} of the run, {epochs:.2g} epochs of "
-            f"{source.manifest.splits['train'].tokens:,} tokens"
-        )
-    return lines
+    return [
+        f"  {name:<16}{read[f'data/tokens/{name}'] / (total * cfg.seq_len):.1%} of the run, "
+        f"{read[f'data/epochs/{name}']:.2g} epochs of "
+        f"{source.manifest.splits['train'].tokens:,} tokens"
+        for name, source in data.sources.items()
+    ]
 
 
 def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
     """Return the samples of the run in their order."""
     total = cfg.steps * cfg.global_batch_size
     return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
-
-
-def packing_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Describe the packing of the training split, if any."""
-    counts = packing_counts(data, cfg.data, cfg.seq_len)
-    return [f"packing: {counts.text()}"] if counts else []
 
 
 def packing_facts(cfg: TrainConfig, data: Prepared) -> dict[str, float] | None:
@@ -214,44 +201,36 @@ def heldout_numbers(losses: DocumentLosses | None, sources: Sequence[str]) -> di
 def summary_text(
     cfg: TrainConfig, summary: dict[str, Any], path: Path, text: str, report: str
 ) -> str:
-    """The end of a run, a sample of its text and the path of its report included."""
-    spikes, events = (below(summary, name) for name in ("spikes", "spikes_detrended"))
-    speed = summary["tokens_per_s"]
-    skipped = summary["spikes/skipped_total"]
+    """Return the text at the end of a run: `text` is the sample, `report` the report's path."""
+    spikes, events = (of_section(summary, name) for name in ("spikes", "spikes_detrended"))
+    train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
-    train, known = summary["train_loss"], summary.get("train_bits_per_byte")
-    bits = "" if known is None else f"; {known:.2f} bits a byte"
-    rows = [
-        (
-            "train loss",
-            "not finite at any step"
-            if train is None
-            else f"{train:.3f} nats a token, mean of {steps}{bits}",
+    speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]
+    again = f'diffllm generate run={path} prompt="..."'
+    again += f" plugins=[{','.join(cfg.plugins)}]" if cfg.plugins else ""
+    rows = {
+        "train loss": "not finite at any step"
+        if train is None
+        else f"{train:.3f} nats a token, mean of {steps}{bits_text(bits, '; {}')}",
+        "held-out loss": heldout_words(summary),
+        "  of sources": ", ".join(
+            f"{name} {loss:.3f}{bits_text(summary[f'heldout_bits_per_byte/{name}'], ' ({})')}"
+            for name, loss in of_section(summary, "heldout_loss").items()
+            if loss is not None
         ),
-        ("held-out loss", heldout_words(summary)),
-        *sources_rows(summary),
-        ("tokens", f"{summary['tokens']:,} in {duration(summary['seconds'])}"),
-        (
-            "speed",
-            f"{speed:,.0f} tokens a second, median of logged steps"
-            if speed
-            else "nothing was left to train",
-        ),
-        (
-            "spikes",
-            f"loss {spikes['loss_total']:.0f}, gradient norm {spikes['grad_total']:.0f}; events "
-            f"without the trend {events['loss_total']:.0f}, {events['grad_total']:.0f}",
-        ),
-        *([("skipped", f"{skipped:.0f} updates")] if skipped else []),
-        *([("matched", cfg.run.matched.text())] if cfg.run.matched else []),
-        ("run", f"{path}/: metrics.jsonl, checkpoints/, config.yaml"),
-        ("report", report),
-        ("sample again", f'diffllm generate run={path} prompt="..."'),
-    ]
-    if cfg.plugins:
-        name, again = rows.pop()
-        rows.append((name, f"{again} plugins=[{','.join(cfg.plugins)}]"))
-    table = "\n".join(f"{name:<14}{what}" for name, what in rows)
+        "tokens": f"{summary['tokens']:,} in {duration(summary['seconds'])}",
+        "speed": f"{speed:,.0f} tokens a second, median of logged steps"
+        if speed
+        else "nothing was left to train",
+        "spikes": f"loss {spikes['loss_total']:.0f}, gradient norm {spikes['grad_total']:.0f}; "
+        f"events without the trend {events['loss_total']:.0f}, {events['grad_total']:.0f}",
+        "skipped": f"{skipped:.0f} updates" if skipped else "",
+        "matched": cfg.run.matched.text() if cfg.run.matched else "",
+        "run": f"{path}/: metrics.jsonl, checkpoints/, config.yaml",
+        "report": report,
+        "sample again": again,
+    }
+    table = "\n".join(f"{name:<14}{what}" for name, what in rows.items() if what)
     return f"\n{text}\n\n{table}"
 
 
@@ -263,26 +242,19 @@ def heldout_words(summary: dict[str, Any]) -> str:
     if loss is None or not math.isfinite(loss):
         return "not finite: the run diverged"
     documents, side = summary["heldout_documents"], "under" if loss <= entropy else "over"
-    bits = summary["heldout_bits_per_byte"]
-    in_bits = "" if bits is None else f"{bits:.2f} bits a byte; "  # None: there is no text
     return (
-        f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; {in_bits}"
+        f"{loss:.3f}, {abs(entropy - loss):.2f} {side} the unigram entropy {entropy:.3f}; "
+        f"{bits_text(summary['heldout_bits_per_byte'], '{}; ')}"
         f"{summary['heldout_tokens']:,} tokens, {documents:,} document{'s' * (documents != 1)}"
     )
 
 
-def sources_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Format the held-out losses of sources as a row; empty without losses."""
-    own, bits = below(summary, "heldout_loss"), below(summary, "heldout_bits_per_byte")
-    words = [
-        f"{name} {loss:.3f}" + ("" if bits[name] is None else f" ({bits[name]:.2f} bits a byte)")
-        for name, loss in own.items()
-        if loss is not None
-    ]
-    return [("  of sources", ", ".join(words))] if words else []
+def bits_text(bits: float | None, form: str) -> str:
+    """Format bits per byte in place of the {} of `form`; empty if the text is unknown."""
+    return "" if bits is None else form.format(f"{bits:.2f} bits a byte")
 
 
-def below(summary: dict[str, Any], section: str) -> dict[str, float]:
-    """The numbers of a section, such as one definition of a spike, by the rest of their names."""
+def of_section(summary: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return the values whose names begin with `section/`, by the rest of their names."""
     start = f"{section}/"
     return {n.removeprefix(start): value for n, value in summary.items() if n.startswith(start)}

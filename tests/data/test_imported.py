@@ -22,8 +22,7 @@ from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream, ImportedData
 from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_tokens
 from diffllm.evaluation.load import own_data
-from diffllm.training.resume import continued
-from diffllm.training.state import LoopState
+from diffllm.training.state import LoopState, continued
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]

@@ -13,8 +13,7 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.training.build import build
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 MOE = (
     *("model=moe_tiny", "model.moe.expert_dim=32", "model.moe.balance_loss=0.02"),

@@ -25,9 +25,8 @@ from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.moe import SwiGLU
 from diffllm.training.build import build
 from diffllm.training.outputs import sample
-from diffllm.training.schedule import Due
 from diffllm.training.state import LoopState, save
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 STEPS = 4
 CLIP = 0.2

@@ -20,8 +20,7 @@ from diffllm.evaluation.maps import attention_maps
 from diffllm.metrics.diagnostics import named_values, probe_positions
 from diffllm.training.build import build
 from diffllm.training.record import grad_norm_by_group
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]

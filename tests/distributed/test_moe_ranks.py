@@ -9,8 +9,7 @@ from tiers import slow_but
 from diffllm.config import load_config
 from diffllm.distributed.gradients import local
 from diffllm.training.build import build
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 MIXTURE = [
     *BASE,

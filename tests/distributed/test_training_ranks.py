@@ -15,8 +15,7 @@ from diffllm.config import load_config
 from diffllm.distributed.gradients import local
 from diffllm.training.build import build
 from diffllm.training.measure import sample_loss
-from diffllm.training.schedule import Due
-from diffllm.training.step import train_step
+from diffllm.training.step import Due, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 STEPS = 20

@@ -15,7 +15,7 @@ from diffllm.cli.run import run_and_report as run
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import EventFiles
-from diffllm.training.provenance import command
+from diffllm.training.process import command
 
 WORDS = ("steps=6", "checkpoint.interval=3", "eval.interval=3", "log_interval=1")
 

@@ -136,9 +136,9 @@ def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, 
 
 AS_A_LONG_RUN = """
 import sys
-from diffllm.training import choices
+from diffllm.training import build as building
 from diffllm.cli.train import main
-choices.WORTH_COMPILING = 1.0
+building.WORTH_COMPILING = 1.0
 sys.exit(main())
 """
 

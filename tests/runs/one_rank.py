@@ -30,8 +30,7 @@ from diffllm.config import TrainConfig
 from diffllm.core.files import write_atomic
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training, build
-from diffllm.training.resume import continued
-from diffllm.training.state import LoopState, restore, save
+from diffllm.training.state import LoopState, continued, restore, save
 from diffllm.training.step import train_step
 
 SMALL = [

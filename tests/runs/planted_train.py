@@ -52,7 +52,7 @@ def main(fault: Fault, words: list[str]) -> int:
     import diffllm.training.measure as heldout
     import diffllm.training.run as run
     from diffllm.checkpoint import writer
-    from diffllm.training import process, resume, start
+    from diffllm.training import process, start, state
 
     rank, trained = int(os.environ.get("RANK", "0")), threading.Event()
     (directory,) = [word.partition("=")[2] for word in words if word.startswith("run.dir=")]
@@ -97,7 +97,7 @@ def main(fault: Fault, words: list[str]) -> int:
             facts = start.corpus_facts
             replace(start, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"}))
         elif fault.kind == "slow claim":
-            replace(resume, "resume_checkpoint", sleep)
+            replace(state, "resume_checkpoint", sleep)
         elif fault.kind == "slow save":
             slow(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "endless second save":
