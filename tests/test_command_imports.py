@@ -40,7 +40,13 @@ def heavy_after_command(words: list[str], place: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["checkpoints", "run=run"], ["checkpoints", "run=run", "verify=false"]]
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["checkpoints", "run=run"],
+        ["checkpoints", "run=run", "verify=false"],
+    ],
 )
 def test_command_that_reads_no_config_imports_no_heavy_library(
     place: Path, words: list[str]
@@ -65,6 +71,6 @@ def test_command_that_reads_configs_imports_only_torch_and_what_it_uses(
     assert heavy_after_command(words, place) <= {"torch", *allowed}
 
 
-@pytest.mark.parametrize("name", ["power", "study", "report"])
+@pytest.mark.parametrize("name", ["study", "report"])
 def test_start_of_a_command_imports_no_scipy(place: Path, name: str) -> None:
     assert "scipy" not in heavy_after(f"import diffllm.cli.{name}", place)

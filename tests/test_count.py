@@ -1,7 +1,8 @@
-"""The cost of a model against the equations, for every size and variant."""
+"""The cost of a model against the equations, and what `diffllm count` prints of it."""
 
 import json
 import re
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -23,7 +24,7 @@ from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm import cli as tools
-from diffllm.cli.count import count
+from diffllm.cli.count import count, print_counts, short_difference
 from diffllm.config.compose import variant_config
 from diffllm.core.errors import ConfigError
 from diffllm.model.stats import GROUPS, component_of, group_of
@@ -204,57 +205,28 @@ def test_counting_builds_the_same_parameters_as_building(variant):
 
 
 @pytest.mark.parametrize(
-    ("name", "group"),
+    ("name", "group", "component"),
     [
-        ("tok_embeddings.weight", "embedding"),
-        ("output.weight", "output"),
-        ("norm.weight", "norm"),
-        ("layers.0.attention_norm.weight", "norm"),
-        ("layers.11.ffn_norm.weight", "norm"),
-        ("layers.0.attention.wq.weight", "attention"),
-        ("layers.0.attention.wo.weight", "attention"),
-        ("layers.0.attention.w_gate.weight", "attention"),
-        ("layers.0.attention.q_norm.weight", "norm"),
-        ("layers.0.attention.head_norm.weight", "norm"),
-        ("layers.0.attention.lambda_q1", "lambda"),
-        ("layers.0.attention.lambda_k2", "lambda"),
-        ("layers.0.attention.w_lambda.weight", "lambda"),
-        ("layers.0.attention.lambda_logit", "lambda"),
-        ("layers.0.attention.sink", "attention"),
-        ("layers.0.ffn.w2.weight", "ffn"),
-        ("layers.0.ffn.router.weight", "router"),
-        ("layers.0.ffn.experts.w1", "ffn"),
-        ("layers.0.ffn.shared.w3.weight", "ffn"),
+        ("tok_embeddings.weight", "embedding", "embeddings/output"),
+        ("output.weight", "output", "embeddings/output"),
+        ("norm.weight", "norm", "norms"),
+        ("layers.11.ffn_norm.weight", "norm", "norms"),
+        ("layers.0.attention.wq.weight", "attention", "wq"),
+        ("layers.0.attention.w_gate.weight", "attention", "lambda/gate"),
+        ("layers.0.attention.q_norm.weight", "norm", "head norms"),
+        ("layers.0.attention.head_norm.weight", "norm", "head norms"),
+        ("layers.0.attention.lambda_q1", "lambda", "lambda/gate"),
+        ("layers.0.attention.w_lambda.weight", "lambda", "lambda/gate"),
+        ("layers.0.attention.lambda_logit", "lambda", "lambda/gate"),
+        ("layers.0.attention.sink", "attention", "sink"),
+        ("layers.0.ffn.w2.weight", "ffn", "ffn"),
+        ("layers.0.ffn.router.weight", "router", "router"),
+        ("layers.0.ffn.experts.w1", "ffn", "ffn"),
+        ("layers.0.ffn.shared.w3.weight", "ffn", "ffn"),
     ],
 )
-def test_groups_of_the_stable_parameter_names(name, group):
-    assert group_of(name) == group
-
-
-@pytest.mark.parametrize(
-    ("name", "component"),
-    [
-        ("tok_embeddings.weight", "embeddings/output"),
-        ("output.weight", "embeddings/output"),
-        ("norm.weight", "norms"),
-        ("layers.0.attention_norm.weight", "norms"),
-        ("layers.11.ffn_norm.weight", "norms"),
-        ("layers.0.attention.wq.weight", "wq"),
-        ("layers.0.attention.wo.weight", "wo"),
-        ("layers.0.attention.w_gate.weight", "lambda/gate"),
-        ("layers.0.attention.w_lambda.weight", "lambda/gate"),
-        ("layers.0.attention.lambda_q1", "lambda/gate"),
-        ("layers.0.attention.lambda_logit", "lambda/gate"),
-        ("layers.0.attention.head_norm.weight", "head norms"),
-        ("layers.0.attention.k_norm.weight", "head norms"),
-        ("layers.0.attention.sink", "sink"),
-        ("layers.0.ffn.w2.weight", "ffn"),
-        ("layers.0.ffn.router.weight", "router"),
-        ("layers.0.ffn.experts.w1", "ffn"),
-    ],
-)
-def test_components_of_the_stable_parameter_names(name, component):
-    assert component_of(name) == component
+def test_group_and_component_of_a_parameter_name(name, group, component):
+    assert (group_of(name), component_of(name)) == (group, component)
 
 
 def test_the_command_prints_json(capsys):
@@ -275,14 +247,6 @@ def test_the_command_prints_a_table(capsys):
         assert f"{counts[key]:,}\n" in out
     for name, params in counts["by_component"].items():
         assert not params or re.search(rf"^{name} +{params:,}$", out, re.M), name
-
-
-def test_a_wrong_choice_is_one_line_and_exit_code_2(capsys):
-    assert tools.main(["count", "model=huge"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: model=huge does not exist; choose from ")
-    assert len(err.splitlines()) == 1
 
 
 def test_the_command_says_what_was_matched(capsys):
@@ -310,3 +274,214 @@ def test_the_command_says_what_was_matched(capsys):
     assert re.search(rf"^total +{counts['total_params']:,}$", out, re.M)
     assert re.search(rf"^over target +{re.escape(f'{difference:+.3f}%')}$", out, re.M)
     assert re.search(rf"^ffn_dim +{counts['ffn_dim']:,}$", out, re.M)
+
+
+# --compare
+
+
+FIVE = ("standard", "gated", "diff_v1", "diff_v2", "standard_1p5x_heads")
+PARTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms", "sink")
+REST = ("ffn", "norms", "embeddings/output")
+LABELS = (*PARTS, "attention", *REST, "total", "active", "without embedding", "over target")
+LABELS = (*LABELS, "ffn_dim", "MFLOPs a token", "KV bytes a token")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def counts_of(variant, *overrides):
+    return count(load_config([f"attention={variant}", *overrides]))
+
+
+def printed(capsys, *words):
+    assert tools.main(["count", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def parse(text):
+    """The names above the columns, and label -> [(value, change)]."""
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if re.match(r" +standard", line))
+    rows = {}
+    for line in filter(None, lines[at + 1 :]):
+        (label,) = [name for name in LABELS if line.startswith(f"{name} ")]
+        cells, words = [], line.removeprefix(label).split()
+        while words:
+            value = words.pop(0)
+            change = words.pop(0) if words and words[0][0] in "+-" and value[0] not in "+-" else ""
+            cells.append((value, change))
+        rows[label] = cells
+    return lines[at].split(), rows
+
+
+def amount(change):
+    """+537M -> 537000000."""
+    sign, number, unit = re.fullmatch(r"([+-])([\d.,]+)([KMB]?)", change).groups()
+    return float(sign + number.replace(",", "")) * UNITS[unit]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param([], id="plain"),
+        pytest.param(["model.match_params_to=diff_v2"], id="matched", marks=pytest.mark.slow),
+    ],
+)
+def test_every_cell_is_a_value_and_its_change_or_an_equals_sign(capsys, extra):
+    overrides = ["model=dense_7b", "seq_len=4096", *extra]
+    names, rows = parse(printed(capsys, f"--compare={','.join(FIVE)}", *overrides))
+    assert names == list(FIVE)
+    counts = [counts_of(name, *overrides) for name in FIVE]
+    expected = {
+        name: [c["by_component"][name] for c in counts]
+        for name in (*PARTS, *REST)
+        if name != "sink"
+    }
+    expected |= {
+        "attention": [c["attention_params"] for c in counts],
+        "total": [c["total_params"] for c in counts],
+        "active": [c["active_params"] for c in counts],
+        "without embedding": [c["non_embedding_params"] for c in counts],
+        "ffn_dim": [c["ffn_dim"] for c in counts],
+        "KV bytes a token": [c["kv_cache_bytes_per_token"] for c in counts],
+    }
+    flops = rows.pop("MFLOPs a token")
+    over = rows.pop("over target", None)
+    assert list(rows) == [label for label in LABELS if label in expected]
+    for label, numbers in expected.items():
+        first = numbers[0]
+        assert rows[label][0] == (f"{first:,}", "")
+        for number, (value, change) in zip(numbers[1:], rows[label][1:], strict=True):
+            if number == first:
+                assert (value, change) == ("=", ""), label
+            else:
+                assert value == f"{number:,}", label
+                assert amount(change) == pytest.approx(number - first, rel=0.005), label
+    for each, (value, change) in zip(counts, flops, strict=True):
+        assert value == f"{each['flops_per_token'] / 1e6:,.1f}"
+        if each is not counts[0]:
+            more = 100 * (each["flops_per_token"] / counts[0]["flops_per_token"] - 1)
+            assert change == f"{more:+.1f}%"
+    if extra:
+        target = counts_of("diff_v2", "model=dense_7b")["total_params"]
+        assert over == [(f"{100 * (c['total_params'] / target - 1):+.3f}%", "") for c in counts]
+    else:
+        assert over is None
+
+
+def test_the_parts_sum_to_the_totals(capsys):
+    _, rows = parse(printed(capsys, "--compare", "standard_sink,diff_v1,diff_v2", "model=tiny"))
+
+    def number(label, column):
+        value, _ = rows[label][column]
+        return number(label, 0) if value == "=" else int(value.replace(",", ""))
+
+    for column in range(3):
+        inside = sum(number(label, column) for label in PARTS if label in rows)
+        assert inside == number("attention", column)
+        assert inside + sum(number(label, column) for label in REST) == number("total", column)
+    assert [value for value, _ in rows["sink"]] == ["8", "0", "0"]
+
+
+def test_what_no_variant_has_is_no_row(capsys):
+    _, rows = parse(printed(capsys, "--compare", "standard,gated", "model=tiny"))
+    assert "head norms" not in rows
+    assert "sink" not in rows
+    assert rows["lambda/gate"] == [("0", ""), ("32,768", "+32.8K")]
+
+
+@pytest.mark.parametrize(
+    "words", [["--compare", "standard,diff_v2"], ["--compare=standard,diff_v2"]]
+)
+def test_json_maps_variants_to_their_counts(capsys, words):
+    overrides = ["model=tiny", "model.match_params_to=gated"]
+    given = json.loads(printed(capsys, *overrides, *words, "--json"))
+    assert list(given) == ["standard", "diff_v2"]
+    for name, counts in given.items():
+        assert counts == counts_of(name, *overrides)
+        assert sum(counts["by_component"].values()) == counts["total_params"]
+        assert counts["matched"]["target"] == "gated"
+
+
+# Layout
+
+
+def blocks(text):
+    """Each table of a text."""
+    starts = [m.start() for m in re.finditer(r"^ +standard", text, re.M)]
+    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def widest():
+    overrides = ["model=dense_7b", "seq_len=4096", "model.match_params_to=diff_v2"]
+    return {name: counts_of(name, *overrides) for name in FIVE}
+
+
+@pytest.mark.parametrize(
+    ("columns", "shapes"), [(None, [5]), (130, [5]), (129, [4, 2]), (80, [3, 2, 2]), (30, [2] * 4)]
+)
+def test_a_terminal_gets_blocks_that_fit_and_a_pipe_one_table(
+    monkeypatch, capsys, widest, columns, shapes
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: columns is not None)
+    monkeypatch.setenv("COLUMNS", str(columns or 30))
+    print_counts("a title", widest)
+    text = capsys.readouterr().out
+    tables = [parse(block) for block in blocks(text)]
+    assert [len(names) for names, _ in tables] == shapes
+    assert [name for names, _ in tables for name in names[1:]] == list(FIVE[1:])
+    assert {names[0] for names, _ in tables} == {"standard"}
+    assert all(len(cells) == len(names) for names, rows in tables for cells in rows.values())
+    if columns and columns >= 80:
+        assert max(map(len, text.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("difference", "text"),
+    [
+        (5, "+5"),
+        (-1408, "-1,408"),
+        (9999, "+9,999"),
+        (-10_000, "-10K"),
+        (24_576, "+24.6K"),
+        (999_499, "+999K"),
+        (999_500, "+1M"),
+        (-536_870_912, "-537M"),
+        (999_600_000, "+1B"),
+        (1_073_741_824, "+1.07B"),
+    ],
+)
+def test_differences_are_short(difference, text):
+    assert short_difference(difference) == text
+    assert len(text) <= 6
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--compare"], ["--compare", "two or more"]),
+        (["--compare", "standard"], ["--compare=standard", "two or more"]),
+        (["--compare", "standard,", "gated"], ["--compare=standard,", "no space"]),
+        (["--compare", "standard,diff_v3"], ["diff_v3", "did you mean diff_v2?", "gated"]),
+        (["--compare", "gated,gated"], ["gated,gated", "twice"]),
+        (["--compare", "a,b", "--compare=c,d"], ["--compare", "twice"]),
+        (["--compare", "standard,gated", "attention=gated"], ["attention=gated", "drop one"]),
+        (
+            ["--compare", "standard,diff_v1", "model.n_heads=3", "model.n_kv_heads=3"],
+            ["diff_v1: model.n_heads=3 must be even"],
+        ),
+        (["--compare", "standard,gated", "model.match_params_to=gatd"], ["did you mean gated?"]),
+        (["--comapre", "standard,gated"], ["--comapre"]),
+    ],
+)
+def test_a_wrong_comparison_is_one_line_and_exit_code_2(capsys, words, named):
+    assert tools.main(["count", "model=tiny", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert all(part in err for part in named), err

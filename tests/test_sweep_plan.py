@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from diffllm.cli.train import main
+from diffllm.cli.train import train_command
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.compare.sweep.command import print_outcomes, write_comparison
 from diffllm.compare.sweep.job import Ending, Job, last_error
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_is_one_line(
 ) -> None:
     (workplace / "file").touch()
     words = ["-m", "hydra/launcher=submitit_local", f"hydra.launcher.submitit_folder={folder}"]
-    assert main([*words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
+    assert train_command([*words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: hydra.launcher.submitit_folder=")
     assert named in error

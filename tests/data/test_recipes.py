@@ -7,7 +7,7 @@ from sample_texts import sample_documents
 from tiers import slow_but
 
 import diffllm
-from diffllm.cli import main
+from diffllm.cli.prepare import prepare_command
 from diffllm.config.yaml_file import as_text, with_recipes
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare
@@ -40,7 +40,7 @@ def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch, capsys):
     assert list(data.sources) == ["code", "prose"]
     assert data.sources["prose"].manifest.splits["train"].documents > 40
     capsys.readouterr()
-    main(words)
+    prepare_command(words)
     code, prose = capsys.readouterr().out.split("\n\n")
     assert code.startswith(f"code\n{data.sources['code'].directory}\n")
     assert prose.startswith(f"prose\n{data.sources['prose'].directory}\n")

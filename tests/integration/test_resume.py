@@ -136,10 +136,10 @@ def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, 
 
 AS_A_LONG_RUN = """
 import sys
-from diffllm.training import build as building
-from diffllm.cli.train import main
-building.WORTH_COMPILING = 1.0
-sys.exit(main())
+from diffllm.training import build
+from diffllm.cli.train import train_command
+build.WORTH_COMPILING = 1.0
+sys.exit(train_command())
 """
 
 

@@ -5,15 +5,14 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 from runs.command import changes, snapshot, tool, train
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.cli import COMMANDS
-from diffllm.config.plugins import module_of
+from diffllm.cli import COMMANDS, module_of_command
 from diffllm.config.values import PATHS, leaves
 from diffllm.core.errors import ConfigError
 
@@ -64,14 +63,19 @@ def keys_of_text() -> Iterator[str]:
             yield key
 
 
+def arguments_of(command: str) -> list["dataclasses.Field[Any]"]:
+    """The fields of a command's arguments; none for one that takes a config."""
+    module = importlib.import_module(module_of_command(command))
+    own = f"{command.title().replace('-', '')}Arguments"
+    return list(dataclasses.fields(getattr(module, own))) if hasattr(module, own) else []
+
+
 def arguments() -> Iterator[tuple[str, str]]:
     """The commands and their arguments that are paths."""
     for command in COMMANDS:
-        tool_module = importlib.import_module(f"diffllm.cli.{module_of(command)}")
-        if own := getattr(tool_module, "Arguments", None):
-            for field in dataclasses.fields(own):
-                if field.metadata.get("path"):
-                    yield command, field.name
+        for field in arguments_of(command):
+            if field.metadata.get("path"):
+                yield command, field.name
 
 
 KEYS = sorted(filter(PATHS.fullmatch, keys_of_text()))
@@ -90,9 +94,7 @@ def test_every_argument_that_is_a_path_says_so():
     marked = set(arguments())
     assert {("generate", "run"), ("consolidate", "out"), ("power", "pilot")} < marked
     for command in COMMANDS:
-        tool_module = importlib.import_module(f"diffllm.cli.{module_of(command)}")
-        own = getattr(tool_module, "Arguments", None)
-        names = {field.name for field in dataclasses.fields(own)} if own else set()
+        names = {field.name for field in arguments_of(command)}
         for name in names & {"run", "out", "pilot", "config_dir", "dir", "file"}:
             assert (command, name) in marked
 
@@ -153,11 +155,10 @@ def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key, rng):
 def test_an_argument_with_one_is_refused_by_its_name(
     finished_run, tmp_path, environment, command, name
 ):
-    module = importlib.import_module(f"diffllm.cli.{module_of(command)}")
     others = {"run": str(finished_run), **OTHERS}
     needed = [
         f"{field.name}={others[field.name]}"
-        for field in dataclasses.fields(module.Arguments)
+        for field in arguments_of(command)
         if field.name != name and field.name in others
     ]
     (tmp_path / "work").mkdir()
