@@ -21,8 +21,8 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import overrides_of, parse_yaml
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.data.tasks.task import OwnFile
+from diffllm.evaluation.evaluation import all_results, keep, kept
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.evaluation.results import all_results, keep, kept
 from diffllm.metrics.records import read_changes, read_record
 
 pytestmark = pytest.mark.fuzz

@@ -1,19 +1,42 @@
-"""An evaluation: a line an example or document about a checkpoint, and the scores of all lines."""
+"""An evaluation of a checkpoint, and its results: a line an example or document, and their scores.
 
+Results are JSON Lines files below a run, the first line of each with the scores. It has the key of
+all settings, the unit, a dict for each score, and a SHA-256 of the rest of the file, so that a cut,
+a repeated or an edited line is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from diffllm.core.errors import CheckpointError
+from diffllm.core.files import parse_json, read_lines, readable, write_atomic
+from diffllm.core.printing import to_stderr
 
-from diffllm.config import TrainConfig
-from diffllm.data import Tokenizer
-from diffllm.data.tasks.task import Level
-from diffllm.model import Transformer
+if TYPE_CHECKING:
+    import torch
 
+    from diffllm.config import TrainConfig
+    from diffllm.data import Tokenizer
+    from diffllm.data.tasks.task import Level
+    from diffllm.model import Transformer
+
+DIRECTORY = "evaluation"
+SHARE = "share of right answers"
+"""The unit of tasks."""
+LARGEST = 1e150
+"""Limit of scores, whose squares the report adds up."""
+UNVERIFIED = "without a checksum, written by an older version"
 Line = dict[str, Any]
+Lines = Mapping[str, Line]
+"""Scores of a run by name, or results of a checkpoint by evaluation."""
 Settings = dict[str, Any]
 
 
@@ -79,3 +102,101 @@ class Evaluation(ABC):
     @abstractmethod
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
         """Sum the lines up."""
+
+
+def results_of(run: Path, step: int) -> Path:
+    """Return where the results of a run's checkpoint are kept."""
+    return run / DIRECTORY / f"step-{step:08d}"
+
+
+def kept(file: Path, key: Mapping[str, Any]) -> Line | None:
+    """Read the first line of a result with the same key; None if there is no such result.
+
+    Print one line if the result is damaged, or too old to have a checksum.
+    """
+    try:
+        with readable(file):
+            first = read_first(file)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            to_stderr(f"{error}; evaluating again")
+        return None
+    if first["key"] == key and "sha256" not in first:
+        to_stderr(f"{file}: {UNVERIFIED}; evaluating again")
+    return first if first["key"] == key and "sha256" in first else None
+
+
+def keep(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    """Write a result and its checksum; raises CheckpointError where it cannot be written."""
+    texts = [f"{json.dumps(line)}\n" for line in lines]
+    head = json.dumps({**first, "sha256": checksum(first, texts)})
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
+    write_atomic(file, "".join([f"{head}\n", *texts]))
+
+
+def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
+    """Return the SHA-256 of a first line without its checksum, and of the lines after it."""
+    digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
+    for line in lines:
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def all_results(run: Path, problems: dict[str, list[str]]) -> dict[int, Lines]:
+    """Read the first lines of the results of each checkpoint that has any, by evaluation, by step,
+    the oldest first.
+
+    Args:
+        problems: gets the files that are skipped or not verified, by reason.
+    """
+    found: dict[int, dict[str, Line]] = {}
+    for file in sorted((run / DIRECTORY).glob("step-*/*.jsonl")):
+        if not re.fullmatch(r"step-\d{8}", file.parent.name):
+            continue
+        try:
+            first = read_first(file)
+        except (OSError, ValueError) as error:
+            reason = f"{getattr(error, 'strerror', error)}; it is skipped"
+        else:
+            found.setdefault(int(file.parent.name[5:]), {})[file.stem] = first
+            reason = "" if "sha256" in first else UNVERIFIED
+        if reason:
+            problems.setdefault(reason, []).append(str(file))
+    return dict(found)
+
+
+def read_first(file: Path) -> Line:
+    """Read the first line of a result, and verify the checksum if it has one.
+
+    Raises OSError, or ValueError with words that follow the file's name.
+    """
+    lines = read_lines(file)
+    first = parse_json(next(lines, ""))
+    if not isinstance(first, dict) or not isinstance(first.get("key"), dict):
+        raise ValueError("is not a result of an evaluation")
+    scores = first.get("scores")
+    if not isinstance(first.get("unit"), str) or not isinstance(scores, list):
+        raise ValueError("has no unit or no scores")
+    if not all(map(is_score, scores)):
+        raise ValueError("has a score with a field of another type")
+    if "sha256" in first and first["sha256"] != checksum(first, lines):
+        raise ValueError("was changed after it was written: its checksum differs")
+    return first
+
+
+def is_score(score: Any) -> bool:
+    """Whether this is a score whose fields have the types of `Score`."""
+    if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
+        return False
+    groups = [value for key, value in score.items() if key.startswith("by_")]
+    interval = score.get("interval") or [None, None]
+    if not all(isinstance(each, dict) for each in [score.get("level", {}), *groups]):
+        return False
+    if not isinstance(interval, list) or len(interval) != 2:
+        return False
+    numbers = [score.get(key) for key in ("value", "chance", "generated", "examples")]
+    numbers += [*interval, *(value for group in groups for value in group.values())]
+    return all(x is None or (type(x) in (int, float) and abs(x) < LARGEST) for x in numbers)

@@ -15,9 +15,9 @@ from torch import Tensor
 from diffllm.core.errors import CheckpointError
 from diffllm.data import heldout_documents
 from diffllm.data.progress import track
+from diffllm.evaluation.answers import TOKENS, by_length, padded
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import own_corpus, own_data
-from diffllm.evaluation.scoring import TOKENS, by_length, padded
 from diffllm.model.attention.ops import Documents
 from diffllm.statistics.bootstrap import of_documents
 

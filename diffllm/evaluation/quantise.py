@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.progress import track
 from diffllm.data.tasks.task import TASKS, Example
-from diffllm.evaluation.answers import Answers, line, questions
+from diffllm.evaluation.answers import Answers, Question, line, questions, score
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import (
     TOKENS,
@@ -32,7 +32,6 @@ from diffllm.evaluation.load import (
     own_data,
     sequences_for,
 )
-from diffllm.evaluation.scoring import Question, score
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
 from diffllm.statistics.bootstrap import of_documents
@@ -75,16 +74,6 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     return torch.where(scale > 0, level * scale, 0.0).to(x.dtype)
 
 
-def rounded_weight(weight: Tensor, how: Rounding) -> Tensor:
-    """Round a matrix (out, K), or those of experts (E, out, K), each by itself."""
-    return rounded(weight, how.bits, -1 if how.by_row else (-2, -1))
-
-
-def rounded_activations(x: Tensor, how: Rounding) -> Tensor:
-    """Round what a layer reads, (..., K), rows being tokens."""
-    return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
-
-
 @contextmanager
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
@@ -97,9 +86,12 @@ def quantised(
     """
     with ExitStack() as stack:
         if weights is not None:
-            for weight in matrices(model):
+            dims = -1 if weights.by_row else (-2, -1)
+            parameters = (each for layer in layers(model) for each in layer.parameters())
+            # Matrices are (out, K), or (E, out, K) of experts; a bias stays.
+            for weight in (each for each in parameters if each.ndim > 1):
                 stack.callback(setattr, weight, "data", weight.data)
-                weight.data = rounded_weight(weight.data, weights)
+                weight.data = rounded(weight.data, weights.bits, dims)
         if activations is not None:
             for layer in layers(model):
                 stack.enter_context(rounded_inputs(layer, activations))
@@ -115,34 +107,22 @@ def layers(model: Transformer) -> list[nn.Linear | Experts]:
     ]
 
 
-def matrices(model: Transformer) -> list[Tensor]:
-    """List the matrices of these, (out, K) or (E, out, K)."""
-    return [
-        weight
-        for layer in layers(model)
-        for weight in ([layer.weight] if isinstance(layer, nn.Linear) else layer.parameters())
-    ]
-
-
 @contextmanager
 def rounded_inputs(layer: nn.Linear | Experts, how: Rounding) -> Iterator[None]:
-    """Round what a layer's matrices multiply, while this lasts."""
+    """Round what a layer's matrices multiply, (..., K), rows being tokens, while this lasts."""
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return rounded_activations(args[0], how), *args[1:]
+    def fewer_bits(x: Tensor) -> Tensor:
+        return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
 
-    hook = layer.register_forward_pre_hook(before)
-    if not isinstance(layer, Experts):
-        with hook:
-            yield
-        return
-    plain = layer.activation
-    layer.activation = lambda *args: rounded_activations(plain(*args), how)
-    try:
-        with hook:
-            yield
-    finally:
-        layer.activation = plain
+    with ExitStack() as stack:
+        stack.enter_context(
+            layer.register_forward_pre_hook(lambda _, args: (fewer_bits(args[0]), *args[1:]))
+        )
+        if isinstance(layer, Experts):
+            plain = layer.activation
+            stack.callback(setattr, layer, "activation", plain)
+            layer.activation = lambda *args: fewer_bits(plain(*args))
+        yield
 
 
 @dataclass(frozen=True)
@@ -161,22 +141,19 @@ class Arm:
         return {"bits": rounding.bits, "rounded": self.name.replace(f" {rounding.bits}", "", 1)}
 
 
-def arms() -> list[Arm]:
-    """List the arms, the unquantised one first, each kind from many bits to few."""
-    found = [Arm(PLAIN)]
-    for by_row, weights, activations in ((True, "channel", "token"), (False, "tensor", "tensor")):
-        for bits in BITS:
-            found.append(Arm(f"weights {bits} per {weights}", Rounding(bits, by_row)))
-        for bits in BITS:
-            name = f"activations {bits} per {activations}"
-            found.append(Arm(name, activations=Rounding(bits, by_row)))
-    for bits in BITS:
-        how = Rounding(bits, by_row=True)
-        found.append(Arm(f"both {bits} per channel and token", how, how))
-    return found
+def kinds_of_arm(bits: int) -> list[Arm]:
+    fine, coarse = Rounding(bits, by_row=True), Rounding(bits, by_row=False)
+    return [
+        Arm(f"weights {bits} per channel", fine),
+        Arm(f"activations {bits} per token", activations=fine),
+        Arm(f"weights {bits} per tensor", coarse),
+        Arm(f"activations {bits} per tensor", activations=coarse),
+        Arm(f"both {bits} per channel and token", fine, fine),
+    ]
 
 
-ARMS = arms()
+ARMS = [Arm(PLAIN), *(arm for kind in zip(*map(kinds_of_arm, BITS), strict=True) for arm in kind)]
+"""The unquantised model, then each kind of arm from many bits to few."""
 
 
 class Quantise(Evaluation):

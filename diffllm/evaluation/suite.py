@@ -19,13 +19,11 @@ from diffllm.core.files import user_path
 from diffllm.data import Tokenizer
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
-from diffllm.evaluation.answers import Answers, line, questions, share
-from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject
+from diffllm.evaluation.answers import Answers, Question, line, questions, score_batches, share
+from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject, keep, kept, results_of
 from diffllm.evaluation.outliers import Outliers
 from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
-from diffllm.evaluation.results import keep, kept, results_of
-from diffllm.evaluation.scoring import Question, score_batches
 from diffllm.metrics.records import finite
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 

@@ -8,8 +8,8 @@ from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
-from diffllm.evaluation import scoring
-from diffllm.evaluation.scoring import Question, score, score_batches
+from diffllm.evaluation import answers
+from diffllm.evaluation.answers import Question, score, score_batches
 from diffllm.model import Transformer
 from diffllm.training.build import build
 
@@ -33,7 +33,7 @@ def questions(vocab_size):
 
 def answered(overrides):
     """The scores of a training model, whose ranks share every batch."""
-    scoring.TOKENS = 40  # several batches a rank
+    answers.TOKENS = 40  # several batches a rank
     cfg = config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from runs.written import write_untrained
 from wandb_file import OfflineRun
 
 from diffllm import build_model, load_config
-from diffllm.checkpoint.writer import write_parameters
 from diffllm.cli import main
 from diffllm.data import Tokenizer
 from diffllm.data.preparation.prepare import train_tokenizer
@@ -38,12 +37,8 @@ def run(tmp_path: Path, tokenizer: bytes) -> Path:
 def made(run: Path, tokenizer: bytes, *words: str) -> Path:
     """Make a run with a checkpoint of weights as they are drawn."""
     cfg = load_config(["model=tiny", "model.vocab_size=320", "run.name=x", *words])
-    model = build_model(cfg.model)
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    write_untrained(run, cfg, build_model(cfg.model), {})
     (run / "tokenizer.model").write_bytes(tokenizer)
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
-    write_parameters(run / "checkpoints", tensors, list(tensors))
     return run
 
 
@@ -60,13 +55,6 @@ def test_json_is_all_of_the_output(run: Path, capsys: pytest.CaptureFixture[str]
             assert 0 < score["chance"] <= 0.5
         assert sum(score["examples"] for score in result["scores"]) <= 8
     assert set(said["icl"]["scores"][0]["by_order"]) <= {"0", "1", "2", "3"}
-
-
-def test_every_checkpoint_and_one_of_them_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", f"run={run}", "every=true", "step=7"]) == 2
-    assert "step=7 is one checkpoint, and every=true all" in capsys.readouterr().err
 
 
 def test_a_table_names_levels(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +130,7 @@ def test_what_cannot_be_is_one_line(
         ([f"run={run}", "suite=claim"], "suite=claim must be one of claims"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
         ([f"run={run}", "limit=0"], "limit=0 must be at least 1"),
+        ([f"run={run}", "every=true", "step=7"], "step=7 is one checkpoint, and every=true all"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is neither a run nor a sweep"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.evaluation.results import keep, kept
+from diffllm.evaluation.evaluation import keep, kept
 
 KEY = {"evaluation": "own", "levels": [{"kind": "one"}]}
 FIRST = {

@@ -241,7 +241,9 @@ def test_a_model_too_short_for_needles_is_measured_by_its_loss(tmp_path: Path) -
     made(tmp_path / "run", *data_words(tmp_path), "seq_len=32")
     subject = subject_of(tmp_path / "run")
     settings = QUANTISE.settings(subject, Asked(limit=3))
-    assert settings["needle"].startswith("left out: the task needle has no level for the 31 tokens")
+    assert settings["needle"].startswith(
+        "left out: the task needle needs more, and the model reads 31"
+    )
     lines = QUANTISE.lines(subject, settings)
     assert len(lines) == 3 * len(ARMS)
     scores = QUANTISE.scores(settings, lines)

@@ -7,8 +7,8 @@ import torch
 
 from diffllm import build_model, load_config
 from diffllm.data.tasks.task import Example
-from diffllm.evaluation import scoring
-from diffllm.evaluation.scoring import Question, question_of, score
+from diffllm.evaluation import answers
+from diffllm.evaluation.answers import Question, question_of, score
 from diffllm.model import Transformer
 from diffllm.model.generate import generate
 
@@ -60,8 +60,8 @@ def with_generated(model: Transformer, question: Question) -> Question:
 def test_batched_and_cached_equal_single(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
-    monkeypatch.setattr(scoring, "TOKENS", tokens)
-    monkeypatch.setattr(scoring, "CACHE", cache)
+    monkeypatch.setattr(answers, "TOKENS", tokens)
+    monkeypatch.setattr(answers, "CACHE", cache)
     model = model_of(variant)
     asked = [with_generated(model, question) for question in questions()]
     told: list[int] = []
@@ -78,7 +78,7 @@ def test_batched_and_cached_equal_single(
 
 
 def test_batches_fill_by_length() -> None:
-    batches = list(scoring.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
+    batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 
 
@@ -109,7 +109,7 @@ def test_questions_about_one_text_read_it_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """Also where one is another's beginning, and where two texts come one after the other."""
-    monkeypatch.setattr(scoring, "CACHE", cache)
+    monkeypatch.setattr(answers, "CACHE", cache)
     model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]
     first, second = other.context[:60], [*other.context[:20], *other.context[:50]]
     asked = [

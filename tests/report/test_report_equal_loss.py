@@ -13,7 +13,7 @@ from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
 from diffllm.compare.report.table import csv_text
-from diffllm.evaluation.results import keep, results_of
+from diffllm.evaluation.evaluation import keep, results_of
 
 STEPS = (5, 10, 20)
 

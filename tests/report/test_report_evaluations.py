@@ -16,7 +16,7 @@ from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
 from diffllm.compare.report.table import csv_text
 from diffllm.compare.report.text import whole_text
-from diffllm.evaluation.results import SHARE, all_results, keep, results_of
+from diffllm.evaluation.evaluation import SHARE, all_results, keep, results_of
 from diffllm.statistics.estimates import Estimate, estimate
 
 KEY = {"evaluation": "mqar", "tokenizer": "t", "levels": [{"pairs": 4}, {"pairs": 8}]}

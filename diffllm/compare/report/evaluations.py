@@ -12,7 +12,7 @@ from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run
-from diffllm.evaluation.results import SHARE, Line, Lines, all_results
+from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
 ALL = "mean of all levels"

@@ -19,7 +19,7 @@ from diffllm.compare.report.numbers import (
 )
 from diffllm.compare.report.rows import Row
 from diffllm.core.printing import Table
-from diffllm.evaluation.results import SHARE
+from diffllm.evaluation.evaluation import SHARE
 
 WIDTH = 100
 """Columns of a terminal that a table takes at most."""
