@@ -113,7 +113,7 @@ class Bins:
         self._bins[room].append(bins)
 
 
-def pieces(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
+def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
     """Cut the documents of a stream into pieces of at most T tokens, in their order.
 
     Yields, block by block, (3, k) int64: the first token of each piece, its tokens, and how many of
@@ -226,7 +226,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
                 file.write(values.astype(ARRAYS[name]).tobytes())
 
         advance = stack.enter_context(track("packing", len(stream)))
-        for window in windows(pieces(stream, eos_id, seq_len), WINDOW):
+        for window in windows(pieces_of_documents(stream, eos_id, seq_len), WINDOW):
             bins, count = best_fit_decreasing(slots(window, seq_len), seq_len)
             # A stable sort: in a sequence, pieces lie in the order of the corpus.
             starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
@@ -239,9 +239,8 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
         files["firsts.bin"].write(np.array([packed], ARRAYS["firsts.bin"]).tobytes())
     padding = sequences * seq_len - len(stream)
     counts = PackingCounts(documents, cut, len(stream), sequences, padding)
-    described = {name: facts(directory / name) for name in ARRAYS}
-    plan = asdict(PlanRecord(counts, described))
-    (directory / PLAN).write_text(json.dumps(plan, indent=2) + "\n")
+    record = PlanRecord(counts, {name: described(directory / name) for name in ARRAYS})
+    (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
 
 
@@ -255,7 +254,7 @@ def slots(window: np.ndarray, seq_len: int) -> np.ndarray:
     return lengths + ((before > 0) & (lengths < seq_len))
 
 
-def facts(path: Path) -> PlanFile:
+def described(path: Path) -> PlanFile:
     """Return the size and the checksum of a file, and mark it as compared."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -263,7 +262,7 @@ def facts(path: Path) -> PlanFile:
     return PlanFile(path.stat().st_size, digest)
 
 
-class Plan:
+class PackingPlan:
     """A plan on disk, read where it lies; cheap to pickle into loader processes.
 
     Sizes are compared with what was written at once, checksums when a file is first read.

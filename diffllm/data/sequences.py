@@ -15,7 +15,7 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.mixture import MixtureData, Prepared, of_source
-from diffllm.data.packing import PLAN_VERSION, WINDOW, PackingCounts, Plan, write_plan
+from diffllm.data.packing import PLAN_VERSION, WINDOW, PackingCounts, PackingPlan, write_plan
 from diffllm.data.shards import Manifest
 from diffllm.data.streams import Stream, as_targets
 from diffllm.data.text.file_index import combined_hash
@@ -66,7 +66,7 @@ class PackedSequences:
     token is a target once, unless it is only context. Padding has EOS as inputs and -1 as targets.
     """
 
-    def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: Plan) -> None:
+    def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
         self.stream, self.eos_id, self.seq_len, self.plan = stream, eos_id, seq_len, plan
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ def packed_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> PackedSe
         build_once(directory, partial(write_plan, stream, eos_id, seq_len))
     except OSError as error:
         raise DataError(f"data.cache_dir={cache_dir}: {error.strerror or error}") from error
-    return PackedSequences(stream, eos_id, seq_len, Plan(directory))
+    return PackedSequences(stream, eos_id, seq_len, PackingPlan(directory))
 
 
 def plan_key(manifest: Manifest, seq_len: int) -> str:

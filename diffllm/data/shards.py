@@ -110,7 +110,7 @@ class Manifest:
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
             dtype=token_dtype(tokenizer.vocab_size).name,
-            heldout_unigram_entropy=entropy(heldout),
+            heldout_unigram_entropy=unigram_entropy(heldout),
             **{"skipped_empty": 0, "skipped_undecodable": 0, **more},
         )
 
@@ -168,7 +168,7 @@ def together(splits: Sequence[Split]) -> Split:
     )
 
 
-def entropy(counts: np.ndarray) -> float:
+def unigram_entropy(counts: np.ndarray) -> float:
     """Compute the entropy, in nats, of the distribution that counts (vocab_size,) describe."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

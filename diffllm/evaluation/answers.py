@@ -71,7 +71,7 @@ class Scored(NamedTuple):
     """Whether each of its tokens is the likeliest: generation without chance would make them."""
 
 
-def question_of(example: Example, tokenizer: Tokenizer) -> Question:
+def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
     """Spell an example with a tokenizer, behind the end of a document.
 
     Each candidate is encoded together with the prompt, as it would come in a text; the context is
@@ -128,7 +128,7 @@ def score_batches(
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     found: dict[Place, Scored] = {}
-    for batch in batches(model, questions, world_size):
+    for batch in row_batches(model, questions, world_size):
         own = batch[rank::world_size]
         scores = of_rows(model, [row(questions, each) for each in own or batch[:1]])
         for (i, j), of_row in zip(own, scores, strict=False):
@@ -141,7 +141,7 @@ def score_batches(
     return [[found[i, j] for j in range(len(q.continuations))] for i, q in enumerate(questions)]
 
 
-def batches(
+def row_batches(
     model: Transformer, questions: Sequence[Question], world_size: int
 ) -> Iterator[list[Place]]:
     """Group rows of about one size: a row is a question whose continuations are single tokens, or
@@ -354,7 +354,7 @@ def questions(
     count = counter(tokenizer)
     check_spelling(task, settings, tokenizer)
     made = [
-        (i, example, question_of(example, tokenizer))
+        (i, example, spelt_question(example, tokenizer))
         for i, (level, number) in enumerate(
             zip(settings["levels"], settings["examples"], strict=True)
         )

@@ -196,7 +196,7 @@ def measure(
             normed = block.attention_norm(x)
             block.attention(normed, rope, mask, aux=aux)
             layer.add_context(aux["context"], aux["v"])
-            for piece in pieces(block.attention, tokens):
+            for piece in query_pieces(block.attention, tokens):
                 probe = probe_at(piece, tokens.shape[1], documents)
                 q, k = aux["q"][:, piece], aux["k"]
                 maps = block.attention.maps(normed[:, piece], q, k, probe.visible)
@@ -208,7 +208,7 @@ def measure(
     return [layer.numbers() for layer in found]
 
 
-def pieces(attention: Attention, tokens: Tensor) -> Iterator[Tensor]:
+def query_pieces(attention: Attention, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the positions of the queries (T,), so many at a time that their maps fit."""
     batch, length = tokens.shape
     size = max(1, PIECE // (batch * attention.n_query_heads * length))

@@ -89,7 +89,7 @@ class Position(Evaluation):
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
         found = []
         for kind in ("all", "position", "distance", "span"):
-            for name in sorted({name for line in lines for name in line[kind]}, key=place):
+            for name in sorted({name for line in lines for name in line[kind]}, key=bin_order):
                 own = [line[kind][name] for line in lines if name in line[kind]]
                 nats, tokens = np.array(own).T
                 start = start_of(name)
@@ -167,7 +167,7 @@ def start_of(name: str) -> int | None:
     return int(start) if start.isdigit() else None
 
 
-def place(name: str) -> tuple[Any, ...]:
+def bin_order(name: str) -> tuple[Any, ...]:
     """Return what bins are sorted by: numbers first, then words, "repeated" before "first"."""
     start = start_of(name)
     return (1, name == "first") if start is None else (0, start)

@@ -66,14 +66,14 @@ def chosen(
     wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
     if levels and len(wanted) != 1:
         raise ConfigError("level is of one task: name it by tasks=[...]")
-    found = [named(name) for name in wanted]
+    found = [evaluation_named(name) for name in wanted]
     if levels:
         return found, Asked(levels={found[0].name: levels})
     own = {name: fixed for name, fixed in SUITES[suite].items() if fixed and name in wanted}
     return found, Asked(levels=own)
 
 
-def named(name: str) -> Evaluation:
+def evaluation_named(name: str) -> Evaluation:
     """Return the evaluation of a name; raises ConfigError where there is none."""
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
@@ -97,7 +97,7 @@ def evaluate(
     directory = results_of(subject.run, step_of(subject.checkpoint))
     for each in evaluations:
         settings = each.settings(subject, asked)
-        key = key_of(subject, each.name, settings)
+        key = result_key(subject, each.name, settings)
         file = directory / f"{each.name}.jsonl"
         first = kept(file, key)
         if first is None:
@@ -108,7 +108,7 @@ def evaluate(
         yield each.name, {name: first[name] for name in ("unit", "scores")}
 
 
-def key_of(subject: Subject, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def result_key(subject: Subject, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that a result depends on."""
     manifest = (subject.checkpoint / MANIFEST).read_bytes()
     return {
@@ -142,13 +142,13 @@ def record(subject: Subject, results: Mapping[str, Result]) -> bool:
     run = WandbRun(
         cfg.wandb, subject.run, cfg.run.choices, cfg.run.sweep, yaml_dict(cfg), loop.get("wandb_id")
     )
-    table = wandb.Table(columns=list(COLUMNS), data=rows(results))
+    table = wandb.Table(columns=list(COLUMNS), data=table_rows(results))
     run.log({f"evaluation/{subject.checkpoint.name}": table})
     run.finish(summary_of(results))
     return True
 
 
-def rows(results: Mapping[str, Result]) -> list[list[Any]]:
+def table_rows(results: Mapping[str, Result]) -> list[list[Any]]:
     """List the scores of all evaluations, in the order of COLUMNS."""
     return [
         [
@@ -221,7 +221,9 @@ class TasksWhileTraining:
             asked = Asked(limit=cfg.eval.suites_limit, levels={each.name: levels})
             settings = each.examples(asked, tokenizer, cfg.seq_len)
             made = questions(each.task, settings, tokenizer, cfg.seq_len)
-            self.asked.append((each.name, made, [short(level) for level in settings["levels"]]))
+            self.asked.append(
+                (each.name, made, [level_name(level) for level in settings["levels"]])
+            )
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return `tasks/<name>`, the share of right answers by likelihood, `tasks/<name>/<level>`
@@ -245,6 +247,6 @@ class TasksWhileTraining:
         return found
 
 
-def short(level: Level) -> str:
+def level_name(level: Level) -> str:
     """Name a level within a metric's name, as "length_96_needles_2"."""
     return "_".join(f"{key}_{value}" for key, value in level.items())

@@ -16,7 +16,7 @@ from diffllm.core.errors import DataError
 from diffllm.data import TokenStream, heldout_documents, heldout_tokens, ignores_targets
 from diffllm.data.config import DataConfig
 from diffllm.data.imported import FilesStream
-from diffllm.data.packing import Plan, write_plan
+from diffllm.data.packing import PackingPlan, write_plan
 from diffllm.data.sequences import PackedSequences, StreamSequences
 from diffllm.data.shards import Manifest
 from diffllm.data.streams import JoinedStream
@@ -152,7 +152,7 @@ def test_targets_of_packed_documents(
     plain = make_stream(tokens, directory="plain")
     (tmp_path / "plan").mkdir()
     write_plan(plain, EOS, 16, tmp_path / "plan")
-    plan = Plan(tmp_path / "plan")
+    plan = PackingPlan(tmp_path / "plan")
     everything = np.arange(plan.counts.sequences)
     inputs, targets = PackedSequences(masked, EOS, 16, plan).read(everything)
     same, whole = PackedSequences(plain, EOS, 16, plan).read(everything)

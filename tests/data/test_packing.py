@@ -30,7 +30,7 @@ from diffllm.data import (
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream
 from diffllm.data.mixture import MixtureData
-from diffllm.data.packing import Plan, best_fit_decreasing, write_plan
+from diffllm.data.packing import PackingPlan, best_fit_decreasing, write_plan
 from diffllm.data.samples import ShuffledSequences, permute, training_samples
 from diffllm.data.sequences import PackedSequences, packed_sequences, plan_key
 from diffllm.data.shards import Manifest
@@ -106,7 +106,7 @@ class Tokens:
 
 def packed(stream: Any, seq_len: int, directory: str | Path, eos_id: int = EOS) -> PackedSequences:
     write_plan(stream, eos_id, seq_len, Path(directory))
-    return PackedSequences(stream, eos_id, seq_len, Plan(Path(directory)))
+    return PackedSequences(stream, eos_id, seq_len, PackingPlan(Path(directory)))
 
 
 @st.composite
@@ -289,10 +289,10 @@ def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, nam
     content[3] ^= 1
     file.write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}: unusable \(is not as it was written\)"):
-        Plan(tmp_path / "plan")[0]
+        PackingPlan(tmp_path / "plan")[0]
     file.write_bytes(content[:-1])
     with pytest.raises(DataError, match=rf"{name} is not of the {len(content)} bytes written"):
-        Plan(tmp_path / "plan")
+        PackingPlan(tmp_path / "plan")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_forged_piece_that_does_not_fit_is_refused(
     said = json.loads(record.read_text())
     said["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     record.write_text(json.dumps(said))
-    sequences.plan = Plan(tmp_path / "plan")
+    sequences.plan = PackingPlan(tmp_path / "plan")
     with pytest.raises(DataError, match=r"plan.json: unusable \(has a piece .*; delete"):
         sequences.read(np.arange(2))
 
@@ -408,4 +408,4 @@ def test_epochs_are_of_packed_sequences(corpus_file: Path, tmp_path: Path) -> No
     steps = steps_of_epochs(cfg)
     assert steps is not None
     (plan,) = (path for path in (tmp_path / "cache" / "packing").iterdir() if path.is_dir())
-    assert steps == 3 * Plan(plan).counts.sequences // 4
+    assert steps == 3 * PackingPlan(plan).counts.sequences // 4

@@ -8,7 +8,7 @@ import torch
 from diffllm import build_model, load_config
 from diffllm.data.tasks.task import Example
 from diffllm.evaluation import answers
-from diffllm.evaluation.answers import Question, question_of, score
+from diffllm.evaluation.answers import Question, score, spelt_question
 from diffllm.model import Transformer
 from diffllm.model.generate import generate
 
@@ -93,13 +93,13 @@ class Letters:
 
 def test_a_question_is_spelt_as_a_text_is() -> None:
     example = Example("to be", (" ab", " ac", " b"), 1)
-    question = question_of(example, Letters())  # type: ignore[arg-type]
+    question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
     assert question.context == [0, *plain]
     assert question.continuations == [[2, 99], [2, 100], [33, 99]]
-    alike = question_of(Example("to", (" 12", " 13"), 0), Letters())  # type: ignore[arg-type]
+    alike = spelt_question(Example("to", (" 12", " 13"), 0), Letters())  # type: ignore[arg-type]
     assert alike.continuations == [[33, 50, 51], [33, 50, 52]]  # an answer is spelt from its start
-    only = question_of(Example("x", ("y",), 0), Letters())  # type: ignore[arg-type]
+    only = spelt_question(Example("x", ("y",), 0), Letters())  # type: ignore[arg-type]
     assert (only.context, only.continuations) == ([0, 121], [[122]])
 
 

@@ -32,7 +32,7 @@ from diffllm.data.preparation.workers import (
     work_through,
 )
 from diffllm.data.progress import held
-from diffllm.data.shards import SPLITS, Manifest, entropy, together
+from diffllm.data.shards import SPLITS, Manifest, together, unigram_entropy
 from diffllm.data.streams import TokenStream, as_targets
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -193,7 +193,7 @@ class TokensJob:
             tokens = heldout.tokens(start, min(start + COUNTED, len(heldout)))
             targets = as_targets(heldout, start, tokens)
             counts += np.bincount(targets[targets >= 0], minlength=len(counts))
-        return replace(manifest, heldout_unigram_entropy=entropy(counts))
+        return replace(manifest, heldout_unigram_entropy=unigram_entropy(counts))
 
     def remove_outdated(self) -> None:
         """Remove partial directories of other tokens that no preparation can use, unless a process
