@@ -23,7 +23,7 @@ from diffllm.distributed.launcher import (
 )
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
-from diffllm.distributed.world import DistributedConfig, World, join, meet
+from diffllm.distributed.world import DistributedConfig, World, agree_on_name, join
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
@@ -146,7 +146,7 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
     with ThreadPoolExecutor(3) as pool:
         for size in (3, 2, 3, 3):
             ranks = [
-                pool.submit(meet, store, rank, size, PATIENCE_S)
+                pool.submit(agree_on_name, store, rank, size, PATIENCE_S)
                 for rank, store in reversed(list(enumerate(stores(server, size))))
             ]
             met = {rank.result() for rank in ranks}
@@ -248,10 +248,10 @@ def test_rank_0_names_the_ranks_that_have_not_come() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("arrived/2", "from an earlier start")
     with ThreadPoolExecutor(1) as pool:
-        one = pool.submit(meet, *stores(server, 1), 1, 4, PATIENCE_S)
+        one = pool.submit(agree_on_name, *stores(server, 1), 1, 4, PATIENCE_S)
         wait_until(lambda: server.check(["arrived/1"]), "rank 1")
         with pytest.raises(LaunchError, match="timeout=1 seconds: 2, 3"):
-            meet(server, 0, 4, 1)
+            agree_on_name(server, 0, 4, 1)
         one.result()
 
 

@@ -16,7 +16,7 @@ from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.diagnostics import (
     DiagnosticsConfig,
-    chosen,
+    due_stats,
     named_values,
     probe_positions,
     reduce_stats,
@@ -215,10 +215,10 @@ def test_lambda_is_named_by_head_and_layer():
 def test_only_what_is_due_is_kept():
     model, tokens = tiny("diff_v2"), rows()
     stats = model(tokens, tokens, diagnose=True, probe=POSITIONS).stats
-    assert set(chosen(stats, statistics=False, probes=True)) == PROBED
-    assert set(chosen(stats, statistics=True, probes=False)) == set(stats) - PROBED
-    assert chosen(stats, statistics=True, probes=True).keys() == stats.keys()
-    assert chosen(stats, statistics=False, probes=False) == {}
+    assert set(due_stats(stats, statistics=False, probes=True)) == PROBED
+    assert set(due_stats(stats, statistics=True, probes=False)) == set(stats) - PROBED
+    assert due_stats(stats, statistics=True, probes=True).keys() == stats.keys()
+    assert due_stats(stats, statistics=False, probes=False) == {}
     assert not Due(update=True).diagnose
 
 

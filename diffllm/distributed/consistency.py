@@ -89,7 +89,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
 
     Where they differ, every rank raises, as in `check_same`; names ranks and tensors.
     """
-    own = torch.stack([fingerprint(local(t)) for t in tensors.values()])
+    own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
     size = dist.get_world_size()
     gathered = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(gathered, own)
@@ -109,7 +109,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
         )
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
+def tensor_hash(tensor: Tensor) -> Tensor:
     """Hash a tensor's bits to an int64 scalar, on the tensor's device.
 
     The sum of 32-bit words times odd weights, modulo 2^64: any change of one word changes it.

@@ -39,13 +39,13 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     Rows then arrive in the right shape, but not at the right experts.
     """
     n = mesh.size()
-    send = parts(rows, n)
+    send = even_parts(rows, n)
     own = send[mesh.get_local_rank()]
-    received = torch.tensor([parts(own, len(counts) // n)] * n, device=counts.device)
+    received = torch.tensor([even_parts(own, len(counts) // n)] * n, device=counts.device)
     return send, [own] * n, received
 
 
-def parts(total: int, n: int) -> list[int]:
+def even_parts(total: int, n: int) -> list[int]:
     """Divide `total` into `n` parts that differ by one at most."""
     return [total // n + (i < total % n) for i in range(n)]
 

@@ -30,13 +30,13 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     LaunchError for variables that are no numbers, or that do not fit together.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
-        return place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
+        return checked_place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PTY_PORT" not in env:
-        return place(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        return checked_place(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     return 0, 1, 0
 
 
-def place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int, int, int]:
+def checked_place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int, int, int]:
     """Return the values of three variables, checked to make sense."""
     for one, other in ((rank, size), (size, rank)):
         if one not in env:

@@ -139,7 +139,7 @@ def raise_together(error: DataError | None, more: str = "") -> None:
             raise AgreedByAll(f"rank {rank}: " * (len(texts) > 1) + text + more)
 
 
-def together(read: Callable[[], T]) -> T:
+def read_together(read: Callable[[], T]) -> T:
     """Return `read()`, or raise AgreedByAll on every rank if one rank's call raises DataError.
 
     Every rank must call this.

@@ -160,7 +160,7 @@ class Watch:
             return
         if not is_failed_collective(error):
             self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
-            self.words += one_line(error)
+            self.words += shortened(error)
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
@@ -182,7 +182,7 @@ class Watch:
             if not message and (silent or any(beat.words for beat in self.beats.values())):
                 message = self._diagnosis(silent, calls)
         message = message or self._diagnosis([], calls)
-        self._end(message or f"a collective failed: {one_line(error)}")
+        self._end(message or f"a collective failed: {shortened(error)}")
 
     def _talk(self) -> None:
         """Write this rank's beat and read other ranks' beats; runs on its own thread."""
@@ -274,7 +274,7 @@ class Watch:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher of the first node is missing, and with it the store of the ranks"
-        return missing(0, self.beats.get(0), started=True)
+        return missing_text(0, self.beats.get(0), started=True)
 
     def _end(self, message: str) -> None:
         """Tell the others, write stack traces, and exit with code 1."""
@@ -340,7 +340,7 @@ def read_beat(text: bytes) -> Beat:
     return beat._replace(calls=calls)
 
 
-def one_line(error: BaseException) -> str:
+def shortened(error: BaseException) -> str:
     """Return an error's text as one line, cut short."""
     return " ".join(str(error).split())[:500]
 
@@ -386,7 +386,7 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
         parts = [f"rank {r} failed at {beats[r].place}: {beats[r].words}" for r in failed]
     elif silent:
         culprits = silent
-        parts = [missing(r, beats.get(r)) for r in silent]
+        parts = [missing_text(r, beats.get(r)) for r in silent]
     elif waited_for:
         culprits = sorted(waited_for)
         parts = [f"rank {r} is missing: it hangs at {beats[r].place}" for r in culprits]
@@ -399,7 +399,7 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
     return "; ".join(parts)
 
 
-def missing(rank: int, beat: Beat | None, started: bool = False) -> str:
+def missing_text(rank: int, beat: Beat | None, started: bool = False) -> str:
     """Describe a rank without a sign of life; `started` if it is known to have started."""
     if beat is None and not started:
         return f"rank {rank} is missing: it never started"

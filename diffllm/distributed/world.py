@@ -164,7 +164,7 @@ def join(cfg: DistributedConfig) -> World:
         store, rank, size = next(rendezvous(url, timeout=timedelta(seconds=cfg.timeout)))
         # A launcher's store can outlive its processes: it serves restarts and the jobs of a sweep.
         store = dist.PrefixStore(f"diffllm/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}", store)
-        meeting = meet(store, rank, size, cfg.timeout)
+        meeting = agree_on_name(store, rank, size, cfg.timeout)
     except (DistError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(
@@ -174,7 +174,7 @@ def join(cfg: DistributedConfig) -> World:
     return World(rank, size, local_rank, dist.PrefixStore(meeting, store), cfg.timeout)
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: int) -> str:
+def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
     """Agree on a name for this meeting of ranks, whatever earlier meetings left in `store`.
 
     torchrun's count of restarts is no such name: if nodes join or leave, the count may stay the

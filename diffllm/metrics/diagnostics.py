@@ -38,7 +38,7 @@ class DiagnosticsConfig:
     """Number of query positions of a probe, spread over the sequence and drawn anew each time."""
 
 
-def chosen(stats: Stats, statistics: bool, probes: bool) -> Stats:
+def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
     """Return the statistics that are due: in-block ones, those of probes, or both."""
     return {
         name: value

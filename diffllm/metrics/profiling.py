@@ -6,6 +6,7 @@ appendix B).
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,11 +134,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 def device_called(name: str) -> Device | None:
     """Find a device by name, ignoring case and separators."""
-    return next((known for known in DEVICES if plain(known.name) == plain(name)), None)
-
-
-def plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
+    return by_name.get(re.sub(r"[\W_]", "", name.lower()))
 
 
 def mfu(flops_per_token: float, tokens_per_s_per_device: float, peak: float) -> float:

@@ -1,70 +1,60 @@
-"""The JSON files of a run and of a sweep: which of their fields others rely on, and their types."""
+"""Readers of the JSON files of runs and sweeps, which check the fields that other code uses."""
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffllm.core.files import parse_json, read_json, read_lines, readable
 
-NUMBER: tuple[type, ...] = (int, float)
-TEXT: tuple[type, ...] = (str,)
-SUMMARY: dict[str, tuple[type, ...]] = {
-    "steps": (int,),
-    **dict.fromkeys(
-        ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens"),
-        NUMBER,
-    ),
-    "stopped": TEXT,
-}  # fmt: skip
-FACTS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("parameters", "active_parameters", "flops_per_token", "heldout_tokens", "ranks"),
-        NUMBER,
-    ),
-    **dict.fromkeys(
-        ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
-    ),
-    **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), (dict,)),
-}  # fmt: skip
-FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
-    "summary.json": SUMMARY,
-    "run.json": FACTS,
-    "diverged.json": {"step": (int,), "reason": TEXT},
-    "saved.json": {"step": (int,)},
-    "sweep.json": {"keys": (list,), "runs": (dict,), "jobs": (dict,)},
+TYPES: dict[str, tuple[type, ...]] = {
+    "a whole number": (int,),
+    "a number": (int, float),
+    "text": (str,),
+    "a list": (list,),
+    "an object": (dict,),
 }
-"""The fields of each file, and what they are where they are there and not null. Others are only
-shown, and left out where they are odd."""
-WORDS = {
-    (int,): "a whole number",
-    NUMBER: "a number",
-    TEXT: "text",
-    (list,): "a list",
-    (dict,): "an object",
-}
-REQUIRED = {"saved.json": ("step",)}
+WHOLE, NUMBER, TEXT, LIST, OBJECT = TYPES
 POSITIVE = ("parameters", "active_parameters", "flops_per_token")
+FIELDS: dict[str, dict[str, str]] = {
+    "summary.json": {
+        "steps": WHOLE,
+        "stopped": TEXT,
+        **dict.fromkeys(("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens"), NUMBER),
+    },
+    "run.json": {
+        **dict.fromkeys((*POSITIVE, "heldout_tokens", "ranks"), NUMBER),
+        **dict.fromkeys(
+            ("corpus", "corpus_note", "tokenizer", "device", "compute_dtype", "torch"), TEXT
+        ),
+        **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), OBJECT),
+    },
+    "diverged.json": {"step": WHOLE, "reason": TEXT},
+    "saved.json": {"step": WHOLE},
+    "sweep.json": {"keys": LIST, "runs": OBJECT, "jobs": OBJECT},
+}
+"""The checked fields of each file; other fields are only shown. A missing field or null is valid,
+except in saved.json."""
 LARGEST = 1e40
-"""Larger numbers count as not finite, since statistics take their fourth powers."""
+"""Larger numbers count as not finite, because statistics take fourth powers."""
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read the summary.json of a run; None until it has reached a last step, and where it stopped
-    because it had diverged."""
+    """Read the summary.json of a run; None if the run has not made all its steps."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read the summary.json of a run that has ended, also of one that stopped because it had
-    diverged: that one says why in `stopped`."""
+    """Read the summary.json of a run; `stopped` is the reason if the run stopped because it
+    diverged. None if the run has not ended."""
     return read_record(run / "summary.json")
 
 
-def gave_up(run: Path) -> bool:
-    """Whether a run stopped because it had diverged; one of an older version then has diverged.json
-    and no summary."""
+def diverged(run: Path) -> bool:
+    """Return whether a run stopped because it diverged; older versions then wrote diverged.json
+    and no summary.json."""
     found = read_ending(run)
     if found is None:
         return read_record(run / "diverged.json") is not None
@@ -72,7 +62,7 @@ def gave_up(run: Path) -> bool:
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
-    """Say where and why a run stopped that had diverged, from what `read_ending` found."""
+    """Say where and why a diverged run stopped; `ending` is from `read_ending`."""
     return f"stopped after step {ending.get('steps')}: {ending['stopped']}"
 
 
@@ -84,7 +74,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
     """
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)
-        check_fields(file.name, content)
+        check_record(file.name, content)
         return {k: finite(v) if isinstance(v, float) else v for k, v in content.items()}
     return None
 
@@ -96,44 +86,44 @@ def finite(value: Any) -> float | None:
     return float(value)
 
 
-def check_fields(name: str, content: dict[str, Any]) -> None:
-    """Raise ValueError unless the fields of a file of this name are of their types."""
-    for field, kinds in FIELDS[name].items():
+def check_record(name: str, content: dict[str, Any]) -> None:
+    """Raise ValueError if a field of the file `name` has the wrong type."""
+    for field, kind in FIELDS[name].items():
         value = content.get(field)
         if value is None:
-            if field in REQUIRED.get(name, ()):
+            if name == "saved.json":
                 raise ValueError(f"has no {field}")
-        elif type(value) not in kinds:
-            raise ValueError(f"has no usable {field}: it is not {WORDS[kinds]}")
+        elif type(value) not in TYPES[kind]:
+            raise ValueError(f"has no usable {field}: it is not {kind}")
         elif field in POSITIVE and value <= 0:
             raise ValueError(f"has no usable {field}: {value:g} is not above 0")
     if name == "sweep.json":
         check_sweep(content)
-    if name == "run.json" and not all_text([*(content.get("plugin_code") or {}).values()]):
+    if name == "run.json" and not all_text((content.get("plugin_code") or {}).values()):
         raise ValueError("has no usable plugin_code: a version is not text")
 
 
 def check_sweep(content: dict[str, Any]) -> None:
-    """Raise ValueError unless keys are text, runs lists of it by names, and jobs text by names."""
+    """Raise ValueError unless keys are text, runs lists of text by name, and jobs text by name."""
     if not all_text(content.get("keys") or []):
         raise ValueError("has no usable keys: they are not text")
     for name, words in (content.get("runs") or {}).items():
         inside = PurePosixPath(name)
         if inside.is_absolute() or ".." in inside.parts or not inside.parts or "\0" in name:
-            raise ValueError("has no usable runs: a name is no directory below the sweep's")
+            raise ValueError("has no usable runs: a name is not a directory below the sweep's")
         if not isinstance(words, list) or not all_text(words):
             raise ValueError("has no usable runs: they are not lists of overrides")
-    if not all_text(list((content.get("jobs") or {}).values())):
+    if not all_text((content.get("jobs") or {}).values()):
         raise ValueError("has no usable jobs: they are not text")
 
 
-def all_text(values: list[Any]) -> bool:
+def all_text(values: Iterable[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
 def read_changes(run: Path) -> list[dict[str, Any]]:
     """Read the lines of a run's changes.jsonl, each with `step` and `changes`, a pair of values by
-    key; none where there is no file. Raises CheckpointError."""
+    key; empty without the file. Raises CheckpointError."""
     file = run / "changes.jsonl"
     found = []
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):

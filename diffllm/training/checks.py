@@ -60,7 +60,7 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
     }
 
 
-def check_tokenizer(cfg: TrainConfig) -> None:
+def check_tokenizer_size(cfg: TrainConfig) -> None:
     """Raise DataError if data.tokenizer is no tokenizer or has more pieces than the model."""
     if cfg.data.tokenizer is None:
         return
@@ -80,9 +80,9 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
             f"the corpus has tokens of {pieces:,} pieces, more than "
             f"model.vocab_size={cfg.model.vocab_size}"
         )
-    check_length(cfg, data.manifest)
+    check_splits(cfg, data.manifest)
     for name, source in data.sources.items():
-        check_length(cfg, source.manifest, f" of {name}")
+        check_splits(cfg, source.manifest, f" of {name}")
     for name, part, sequences in heldout_samples(cfg, data):
         check_sample(cfg, part, sequences, f" of {name}" if name else "")
 
@@ -100,7 +100,7 @@ def check_sample(cfg: TrainConfig, data: Prepared, sequences: int, whose: str) -
         )
 
 
-def check_length(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
+def check_splits(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
     """Raise DataError if a split is too short for one sequence; `whose` names its source."""
     for name, split in manifest.splits.items():
         if split.tokens < cfg.seq_len + 1:

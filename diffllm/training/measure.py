@@ -11,7 +11,7 @@ from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedByAll
 from diffllm.data import Prepared, heldout_batches, heldout_documents
 from diffllm.data.sequences import Batch
-from diffllm.distributed.stop import Agreement, raise_together, together
+from diffllm.distributed.stop import Agreement, raise_together, read_together
 from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch
 from diffllm.model.transformer import Transformer
 from diffllm.training.build import Training
@@ -109,7 +109,7 @@ def measure_documents(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     watch.reached("the choice of held-out documents")
     eos_id, whole = data.manifest.eos_id, cfg.data.whole_documents
-    chosen = together(
+    chosen = read_together(
         lambda: heldout_documents(data.split("heldout"), eos_id, cfg.eval.tokens, whole=whole)
     )
     shape = cfg.seq_len, t.micro_batch_size
@@ -135,7 +135,7 @@ def measure_documents(
     t.weights.reshard()
     raise_together(failure)
     watch.reached("the text of held-out documents")
-    found = together(lambda: np.stack(chosen.texts(data.tokenizer(), rank, world_size)))
+    found = read_together(lambda: np.stack(chosen.texts(data.tokenizer(), rank, world_size)))
     texts = torch.from_numpy(found).to(t.device)
     dist.all_reduce(texts)
     sizes, hashes = texts.cpu().numpy()

@@ -33,13 +33,13 @@ from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,
     check_same_tokens,
-    check_tokenizer,
+    check_tokenizer_size,
     corpus_facts,
     data_order,
     shared_config,
     weights_of,
 )
-from diffllm.training.directory import RunDirectory, claim_directory
+from diffllm.training.directory import RunDirectory, claim_directory, ending
 from diffllm.training.process import Process, in_sweep, log_file
 from diffllm.training.state import LoopState, continuation, continued, restore
 
@@ -90,24 +90,26 @@ def claim_on_rank_0(
     Returns JSON values for all ranks; and, for rank 0, the lock and the content of state.json.
     """
     directory = claim_directory(cfg)
+    checkpoint = saved = weights = None
     try:
-        past = continuation(cfg, directory)
-        if not past.ended:
-            check_tokenizer(cfg)
-        starts = not past.ended and past.checkpoint is None
-        weights = weights_of(cfg) if starts else None
+        directory.check()
+        ended = ending(directory.path, cfg)
+        if not ended:
+            checkpoint, saved = continuation(cfg, directory)
+            check_tokenizer_size(cfg)
+            weights = None if checkpoint else weights_of(cfg)
         directory.forget_requeue()
     except UserError:
         directory.withdraw()
         raise
     told = {
         "path": str(directory.path),
-        "ended": past.ended,
-        "checkpoint": past.checkpoint and str(past.checkpoint),
-        "ranks": past.saved["ranks"] if past.saved else 0,
+        "ended": ended,
+        "checkpoint": checkpoint and str(checkpoint),
+        "ranks": saved["ranks"] if saved else 0,
         "weights": weights and str(weights),
     }
-    return told, (directory, past.saved)
+    return told, (directory, saved)
 
 
 def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepared]:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
 from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training
-from diffllm.training.directory import RunDirectory, ending
+from diffllm.training.directory import RunDirectory
 
 OF_OLDER_CHECKPOINTS = {"seconds": 0.0, "compiled": False, "mkl_mode": OLDER_MODE}
 """Values of fields that the state in older checkpoints lacks."""
@@ -107,32 +107,18 @@ MAKE_TOKENS = ("corpus", "tokenizer")
 """Keys of the data order that determine the tokens."""
 
 
-class Continuation(NamedTuple):
-    """The point from which a run resumes; step 0 by default."""
+def continuation(
+    cfg: TrainConfig, directory: RunDirectory
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the verified checkpoint that the run resumes and its state.json; None for step 0.
 
-    ended: dict[str, Any] | None = None
-    """The summary of a run that has ended: nothing is left to do."""
-    checkpoint: Path | None = None
-    """A checkpoint whose files are verified."""
-    saved: dict[str, Any] | None = None
-    """The content of that checkpoint's state.json, which is read nowhere else."""
-
-
-def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
-    """Decide whether `cfg` may continue the run of `directory`, and from which checkpoint.
-
-    This checks config and files; `continued` checks the data order once the corpus is prepared.
-
-    Raises ConfigError for another config, or for resume=never with an existing run, and
-    CheckpointError if no checkpoint, or not the one that `resume` names, can be used.
+    `continued` checks the data order once the corpus is prepared. Raises ConfigError for too few
+    steps, and CheckpointError if no checkpoint, or not the one that `resume` names, can be used.
     """
-    directory.check()
-    if ended := ending(directory.path, cfg):
-        return Continuation(ended=ended)
     checkpoint = resume_checkpoint(cfg, directory.checkpoints)
     if checkpoint is None:
         check_nothing_lost(directory.path)
-        return Continuation()
+        return None, None
     saved = read_state(checkpoint)
     if saved["loop"] is None:
         raise CheckpointError(
@@ -144,7 +130,7 @@ def continuation(cfg: TrainConfig, directory: RunDirectory) -> Continuation:
             f"{checkpoint} has made {made} steps already, more than steps={cfg.steps}: choose "
             f"another run.name, or steps={made} or more"
         )
-    return Continuation(checkpoint=checkpoint, saved=saved)
+    return checkpoint, saved
 
 
 def check_nothing_lost(run: Path) -> None:

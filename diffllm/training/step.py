@@ -13,7 +13,7 @@ from diffllm.data.sequences import Batch
 from diffllm.distributed.gradients import Norms, change_norm, copies, finish_gradients
 from diffllm.metrics.diagnostics import (
     Stats,
-    chosen,
+    due_stats,
     expert_load,
     merge,
     probe_positions,
@@ -182,7 +182,7 @@ def forward_backward(
         parts = loss_parts(out)
         losses = losses + torch.stack(list(parts.values())).detach()
         routed = routed + out.routed.counts if out.routed else routed
-        stats = merge(stats, chosen(out.stats, due.statistics, due.probes))
+        stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
     return Passed(tuple(parts), losses, routed if out.routed else None, stats)
 
 

@@ -8,7 +8,7 @@ from runs.command import checkpoint_tensors, prepared_corpus, start, train
 from tiers import slow_but
 
 from diffllm.compare.report.runs import load_run
-from diffllm.metrics.records import gave_up
+from diffllm.metrics.records import diverged
 
 LIMIT, LOGGED = 6, 5
 
@@ -38,7 +38,7 @@ def test_too_many_skips_in_a_row_save_and_end_the_run(tmp_path, ranks):
     assert summary["heldout_loss"] is None
     assert summary["spikes/skipped_total"] == 9
     assert summary["sample"]
-    assert gave_up(run)
+    assert diverged(run)
     assert load_run(run).state == "diverged, stopped"
     saved = checkpoint_tensors(run, 10)
     assert all(torch.isfinite(value).all() for value in saved.values())

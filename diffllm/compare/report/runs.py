@@ -16,8 +16,8 @@ from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.files import read_lines, readable
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import (
+    diverged,
     finite,
-    gave_up,
     read_changes,
     read_metrics_line,
     read_record,
@@ -170,7 +170,7 @@ def load_run(path: Path) -> Run:
     metrics = read_metrics(path)
     if metrics.skipped:
         to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
-    return Run(path, cfg, facts or {}, summary, metrics, changes, gave_up(path))
+    return Run(path, cfg, facts or {}, summary, metrics, changes, diverged(path))
 
 
 def skipped_text(path: Path, lines: int) -> str:

@@ -14,7 +14,7 @@ from diffllm.config.loading import solved
 from diffllm.config.origin import with_origin
 from diffllm.config.saved import changes_to, load_run_config
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.records import finite, gave_up, read_summary
+from diffllm.metrics.records import diverged, finite, read_summary
 
 DECIDING, RATES = "deciding", "rates"
 """The stages of a study."""
@@ -117,14 +117,14 @@ def start_words(study: Study, planned: Planned, out: Path) -> list[str]:
 
 def is_ended(path: Path) -> bool:
     """Whether the run at `path` has made its steps, or has diverged and given up."""
-    return read_summary(path) is not None or gave_up(path)
+    return read_summary(path) is not None or diverged(path)
 
 
 def ended_loss(path: Path) -> float | None:
     """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
     it has not ended."""
     if (summary := read_summary(path)) is None:
-        return math.inf if gave_up(path) else None
+        return math.inf if diverged(path) else None
     loss = finite(summary.get("heldout_loss"))
     return math.inf if loss is None else loss
 
