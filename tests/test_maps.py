@@ -10,7 +10,7 @@ import torch
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.evaluation.maps import attention_maps, layer_maps
 from diffllm.model.attention.ops import weighted
 from diffllm.model.stats import entropy, negative_share

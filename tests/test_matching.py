@@ -174,13 +174,6 @@ def test_fields_of_the_own_variant_are_not_the_targets():
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_everything_else_of_the_config_is_the_targets_too():
-    words = ["model=mini", "model.tie_embeddings=true", "model.qk_norm=true", "model.n_layers=3"]
-    cfg = load_config([*words, "attention=standard", "model.match_params_to=diff_v2"])
-    assert cfg.run.matched.target_params == total_params(cfg.model, "diff_v2", 768)
-    assert cfg.run.matched.params == total_params(cfg.model, "standard", cfg.model.ffn_dim)
-
-
 def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
@@ -199,10 +192,7 @@ def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
     ("value", "hint"),
     [
         ("diff_v3", "did you mean diff_v2? "),
-        ("gatd", "did you mean gated? "),
-        ("none", ""),
         ("", ""),
-        ("../data/stdlib", ""),
     ],
 )
 def test_an_unknown_target_is_answered_with_the_choices_and_nothing_is_built(
@@ -215,21 +205,6 @@ def test_an_unknown_target_is_answered_with_the_choices_and_nothing_is_built(
     assert str(caught.value) == (
         f"model.match_params_to={value} does not exist; {hint}choose from {choices}"
     )
-
-
-def test_a_target_that_cannot_have_the_shape_is_named_as_the_target():
-    words = ["model=tiny", "attention=standard", "model.n_heads=3", "model.n_kv_heads=3"]
-    with pytest.raises(ConfigError) as caught:
-        load_config([*words, "model.match_params_to=diff_v1"])
-    assert str(caught.value).startswith(
-        "model.match_params_to=diff_v1: model.n_heads=3 must be even for attention=diff_v1"
-    )
-
-
-@pytest.mark.parametrize("word", ["run.matched=x", "+run.matched.target=x", "run.choices.model=x"])
-def test_the_record_cannot_be_made_up(word):
-    with pytest.raises(ConfigError, match="fills this in"):
-        load_config(["model=tiny", word])
 
 
 FOUR = ["standard", "gated", "diff_v1", "diff_v2"]
@@ -249,15 +224,6 @@ def test_the_writeups_mixture_matches_any_variant_by_the_width_of_its_experts(ow
     assert abs(found.params - found.target_params) <= 0.005 * found.target_params
     larger = {"gated", "diff_v2"}  # by 0.4 of 30.5 billion
     assert width == 768 + 8 * ((target in larger) - (own in larger))
-
-
-def test_a_mixture_out_of_reach_names_the_width_of_its_experts():
-    words = ["model=moe_tiny", "attention=diff_v2", "model.match_params_to=standard"]
-    with pytest.raises(ConfigError) as caught:
-        load_config([*words, "model.moe.expert_dim=8"])
-    message = str(caught.value)
-    assert "at model.moe.expert_dim=8; the closest total is" in message
-    assert message.endswith("start from a larger model.moe.expert_dim")
 
 
 def test_a_loaded_mixture_holds_the_solved_width_and_nothing_else_is_changed():

@@ -13,7 +13,7 @@ from diffllm.cli import main
 from diffllm.compare.sweep.names import split_overrides
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import compose, load_config
-from diffllm.config.removed import REMOVED, Removed, removal
+from diffllm.config.overrides import REMOVED, Removed, removal
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 

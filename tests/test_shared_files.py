@@ -14,10 +14,10 @@ from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.names import experiment_words, split_overrides
 from diffllm.compare.sweep.plan import plan_sweep
 from diffllm.config import load_config
-from diffllm.config.compose import config_directory, load_plugins, variant_config
+from diffllm.config.compose import variant_config
 from diffllm.config.origin import Origin, implied
 from diffllm.config.overrides import check_shared
-from diffllm.config.plugins import add_named_directory
+from diffllm.config.plugins import load_plugins
 from diffllm.core.errors import ConfigError
 
 SECRET = "hfSecretOfNobody0123456789"
@@ -72,7 +72,7 @@ def of_sweeper(word: str) -> None:
     Path("mine/experiment").mkdir(parents=True)
     params = json.dumps({"hydra": {"sweeper": {"params": {key: value}}}})
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{params}")
-    add_named_directory(Path("mine").resolve(), config_directory())
+    load_plugins([], [Path("mine").resolve()])
     experiment_words(["experiment=x"])
 
 

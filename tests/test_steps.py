@@ -6,7 +6,7 @@ import pytest
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare, sequences_in
 

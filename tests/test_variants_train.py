@@ -17,7 +17,7 @@ from tiers import families, slow_but
 from torch import Tensor
 
 from diffllm.config import Precision, load_config
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build
 from diffllm.training.step import train_step

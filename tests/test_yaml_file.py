@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml, read_yaml
 from diffllm.core.errors import ConfigError
 

@@ -66,10 +66,10 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
         return words  # and nothing heavy is imported
-    from diffllm.config import compose, plugins
+    from diffllm.config.plugins import load_plugins, take_directories
 
-    found, others = plugins.take_directories(words) if name in COMPOSE else ([], words)
-    compose.load_plugins(others, found)
+    found, others = take_directories(words) if name in COMPOSE else ([], words)
+    load_plugins(others, found)
     return others
 
 

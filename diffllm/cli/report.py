@@ -25,7 +25,7 @@ spikes, norms, outliers and lambda over tokens, runs grouped by attention varian
 
 @dataclass
 class ReportArguments:
-    run: list[str] = argument("DIR, without run= too; several times", words="plain")
+    run: list[str] = argument("DIR, without run= too; several times", [], words="plain", path=True)
     baseline: str = argument("variant to measure gaps from; standard if it is there", "")
     out: str = argument("where the files go; else next to the named runs", "", path=True)
     wandb: bool = argument(

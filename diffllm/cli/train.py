@@ -22,9 +22,13 @@ from hydra._internal.utils import get_args_parser  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import composed, config_directory, load_plugins  # noqa: E402
+from diffllm.config.compose import composed  # noqa: E402
 from diffllm.config.origin import with_origin  # noqa: E402
-from diffllm.config.plugins import take_directories  # noqa: E402
+from diffllm.config.plugins import (  # noqa: E402
+    config_directory,
+    load_plugins,
+    take_directories,
+)
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
 from diffllm.core.printing import echo  # noqa: E402
 from diffllm.metrics.streams import never_fail, result  # noqa: E402

@@ -5,10 +5,9 @@ Nothing past `cli/train.py` sees a DictConfig.
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -21,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from diffllm.config.overrides import (
     COMPOSING,
     GROUPS,
+    REMOVED,
     check_booleans,
     check_overrides,
     check_secrets,
@@ -32,22 +32,20 @@ from diffllm.config.overrides import (
     suggest,
     unknown_key,
 )
-from diffllm.config.plugins import add_named_directory, directories, load, named
-from diffllm.config.removed import REMOVED
-from diffllm.config.schema import OF_NO_EFFECT, TrainConfig, is_allowed
-from diffllm.config.values import check_paths, check_values, leaves
+from diffllm.config.plugins import config_directory, directories
+from diffllm.config.schema import (
+    OF_NO_EFFECT,
+    TrainConfig,
+    check_paths,
+    check_values,
+    is_allowed,
+    leaves,
+)
 from diffllm.config.yaml_file import with_recipes
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import SCHEMAS, schema_name
 from diffllm.model.attention.base import AttentionConfig
-
-
-def config_directory() -> Path:
-    """Return the YAML tree: beside the package in an installed wheel, at the top of a checkout."""
-    package = Path(__file__).parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
 
 
 @contextmanager
@@ -58,14 +56,7 @@ def hydra() -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
-    """Make known what a user names: directories of YAMLs, and plugins; raises ConfigError."""
-    for directory in named_directories:
-        add_named_directory(directory, config_directory())
-    load(named(words), config_directory())
-
-
-def choices(group: str) -> list[str]:
+def yaml_names(group: str) -> list[str]:
     """List the names of a group's YAML files, sorted.
 
     Hydra's own listing copies its whole configuration store each time.
@@ -76,7 +67,7 @@ def choices(group: str) -> list[str]:
 
 def variants() -> list[str]:
     """List the names that `attention=` takes."""
-    return choices("attention")
+    return yaml_names("attention")
 
 
 def check_variant(what: str, name: str) -> None:
@@ -116,7 +107,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
             check_secrets(overrides)
             overrides = with_recipes(overrides)
             parsed = OverridesParser.create().parse_overrides(overrides)
-            check_overrides(parsed, choices)
+            check_overrides(parsed, yaml_names)
             overrides = [*quickstart(parsed), *for_hydra(parsed)]
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             if source := implied_source(cfg, parsed):

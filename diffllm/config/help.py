@@ -14,15 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from diffllm.config.compose import compose_config, hydra
+from diffllm.config.compose import compose_config, yaml_names
 from diffllm.config.overrides import FILLED_IN, GROUPS
+from diffllm.config.plugins import config_directory, directories
 from diffllm.model.attention.base import AttentionConfig
 
 SENTENCE = re.compile(r"(?<=\.)\s+")
@@ -54,7 +52,8 @@ class Key(NamedTuple):
 
     @property
     def line(self) -> str:
-        return " ".join(filter(None, [first_sentence(self.meaning), in_brackets(self.allowed)]))
+        allowed = f"({', '.join(self.allowed)})" if self.allowed else ""
+        return " ".join(filter(None, [first_sentence(self.meaning), allowed]))
 
 
 class Section(NamedTuple):
@@ -118,15 +117,12 @@ def rows(pairs: Any, width: int, column: int = 34) -> str:
 
 def choices() -> dict[str, dict[str, str]]:
     """Map each config group to its choices, each with the first sentence of its YAML's comment."""
-    with hydra() as loader:
-        options = {group: loader.get_group_options(group) for group in GROUPS}
     return {
         group: {
             name: first_sentence(yaml_comment(group, name)).rstrip(".:")
-            for name in names
-            if not name.endswith("_schema")
+            for name in yaml_names(group)
         }
-        for group, names in options.items()
+        for group in GROUPS
     }
 
 
@@ -144,7 +140,7 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[Section]:
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
             inside.append((node, full))
             continue
-        default, allowed = plain(node), values_of(hints[field.name])
+        default, allowed = default_text(node), values_of(hints[field.name])
         keys.append(Key(full, default, allowed, words.get(field.name, "")))
     yield Section(name, config, keys)
     for node, full in inside:
@@ -184,11 +180,7 @@ def values_of(declared: Any) -> list[str]:
     return []
 
 
-def in_brackets(allowed: list[str]) -> str:
-    return f"({', '.join(allowed)})" if allowed else ""
-
-
-def plain(node: Any) -> str:
+def default_text(node: Any) -> str:
     """Return a default as one would write it; in words, where it follows something else."""
     value = node._value()
     if isinstance(value, str):
@@ -203,7 +195,7 @@ def plain(node: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list):
-        return f"[{','.join(plain(item) for item in value)}]"
+        return f"[{','.join(default_text(item) for item in value)}]"
     return f"{value:g}" if isinstance(value, float) else f"{value!s}"
 
 
@@ -215,23 +207,15 @@ def variant_line(name: str, config: AttentionConfig) -> str:
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """The lines that begin with # at the top of a choice's YAML, its package left out, as one."""
-    for directory in config_directories():
-        file = directory / group / f"{name}.yaml"
-        if file.is_file():
-            return comment(file.read_text())
-    return ""
+    """Return the comment at the top of a choice's YAML as one line.
 
-
-def comment(text: str) -> str:
-    """The first lines of a YAML as far as they are comments, as one; indented ones are commands."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith(("# @package", "#  ")):
-            lines.append(line.lstrip("# "))
-    return " ".join(lines)
+    The package line and indented lines, which are commands, are left out.
+    """
+    places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
+    text = next((file.read_text() for file in places if file.is_file()), "")
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    kept = (line for line in lines if not line.startswith(("# @package", "#  ")))
+    return " ".join(line.lstrip("# ") for line in kept)
 
 
 def first_paragraph(cls: type) -> str:
@@ -239,15 +223,3 @@ def first_paragraph(cls: type) -> str:
     signature as one, which says nothing."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())
-
-
-def config_directories() -> Iterator[Traversable]:
-    """The directories that Hydra composes a config from, in its order."""
-    with hydra() as loader:
-        places = [each.path for each in loader.get_search_path().get_path()]
-    for place in places:
-        scheme, _, path = place.rpartition("://")
-        if scheme == "pkg" and path != "hydra.conf":
-            yield files(path)
-        elif scheme in ("", "file"):
-            yield Path(path)

@@ -7,7 +7,6 @@ from omegaconf import DictConfig
 from diffllm.config.compose import (
     check_variant,
     compose_config,
-    load_plugins,
     steps_of_epochs,
     steps_of_tokens,
     typed,
@@ -15,9 +14,8 @@ from diffllm.config.compose import (
 )
 from diffllm.config.matching import match, widened
 from diffllm.config.origin import with_origin
-from diffllm.config.plugins import named
-from diffllm.config.schema import MOST_STEPS, TrainConfig
-from diffllm.config.values import check_paths
+from diffllm.config.plugins import load_plugins, plugins_in
+from diffllm.config.schema import MOST_STEPS, TrainConfig, check_paths
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 
@@ -62,7 +60,7 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     if follows:
         composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
         cfg = typed(composed)
-    if cfg.plugins != named(words):
+    if cfg.plugins != plugins_in(words):
         raise ConfigError(
             f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
             "are imported, so name them there"

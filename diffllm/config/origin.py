@@ -17,7 +17,7 @@ from diffllm.checkpoint.hf.model_directory import is_model_directory
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import flatten, load_run_config
-from diffllm.config.values import OF_WEIGHTS
+from diffllm.config.schema import OF_WEIGHTS
 from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
@@ -108,7 +108,7 @@ def named_attention(attention: AttentionConfig) -> tuple[str, dict[str, Any]]:
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
     """Return the values of an attention that differ from those of a YAML, as plain ones."""
-    here, there = plain(attention), plain(variant_config(name))
+    here, there = plain_values(attention), plain_values(variant_config(name))
     return {
         key: value
         for key, value in here.items()
@@ -116,7 +116,7 @@ def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
     }
 
 
-def plain(config: Any) -> dict[str, Any]:
+def plain_values(config: Any) -> dict[str, Any]:
     """Return a config of dataclasses by dotted key, enums by name."""
     values = flatten(asdict(config))
     return {key: v.name if isinstance(v, Enum) else v for key, v in values.items()}
@@ -155,7 +155,7 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
         words += [f"model={origin.shape}"] if origin.shape else []
         shape = {
             key: value
-            for key, value in plain(origin.model).items()
+            for key, value in plain_values(origin.model).items()
             if key not in OF_A_RUN and not key.startswith("attention.")
         }
         words += [f"model.{key}={as_text(value)}" for key, value in shape.items()]
@@ -170,7 +170,7 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
 
 def differences(origin: Origin, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Return the values of a model that are not its weights' own: (there, here) by key."""
-    there, here = plain(origin.model), plain(model)
+    there, here = plain_values(origin.model), plain_values(model)
     return {
         f"model.{key}": (there.get(key), here.get(key))
         for key in sorted(there.keys() | here.keys())

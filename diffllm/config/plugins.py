@@ -129,6 +129,13 @@ FLAGS = ("--config-dir", "-cd")
 _DIRECTORIES: list[Path] = []
 
 
+def config_directory() -> Path:
+    """Return the YAML tree: beside the package in an installed wheel, at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
 class SharedYaml(FileConfigSource):
     """Reads YAMLs outside our own directory as files that come from others."""
 
@@ -163,11 +170,7 @@ def directories() -> list[Path]:
     return list(_DIRECTORIES)
 
 
-def is_plugins(word: str) -> bool:
-    return WORD.fullmatch(word) is not None
-
-
-def named(words: list[str]) -> list[str]:
+def plugins_in(words: list[str]) -> list[str]:
     """Return the plugins that overrides name; of several `plugins=`, the last counts.
 
     Raises ConfigError for anything but a list of names: what is imported is read off the text.
@@ -185,23 +188,30 @@ def named(words: list[str]) -> list[str]:
     return names
 
 
-def load(names: list[str], ours: Path) -> None:
-    """Import plugins, and search the `conf/` beside each; raises ConfigError.
-
-    Args:
-        names: of entry points in the group `diffllm.plugins`, or of modules.
-        ours: the directory of our own YAMLs.
-    """
-    for name in names:
-        for directory in places(imported(name)):
-            if (directory / "conf").is_dir():
-                add_directory(directory / "conf", ours)
+def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
+    """Search the directories of YAMLs that a user names, import the plugins that overrides name,
+    and search the `conf/` next to each; raises ConfigError."""
+    for directory in named_directories:
+        if not directory.is_dir():
+            raise ConfigError(f"--config-dir {directory}: there is no such directory")
+        if not yamls(directory):
+            raise ConfigError(
+                f"--config-dir {directory}: no YAML is in {', '.join(f'{g}/' for g in GROUPS)}, "
+                "the directories of the config groups"
+            )
+        add_directory(directory)
+    for name in plugins_in(words):
+        spec = imported(name)
+        own = [Path(spec.origin).resolve().parent] if spec.origin else []
+        for place in own or map(Path, spec.submodule_search_locations or []):
+            if (place / "conf").is_dir():
+                add_directory(place / "conf")
 
 
 def imported(name: str) -> ModuleSpec:
     """Import the plugin of this name and note its version; raises ConfigError for whatever goes
     wrong."""
-    target = module_of(name)
+    target = plugin_module(name)
     importlib.invalidate_caches()  # a notebook may have written the file a moment ago
     try:
         importlib.import_module(target)
@@ -221,10 +231,10 @@ def imported(name: str) -> ModuleSpec:
                 f"a plugin of this name ({offered()}); PYTHONPATH=<its directory> lets Python "
                 "find it"
             ) from None
-        raise ConfigError(f"plugins=[{name}] cannot be imported: {described(error)}") from error
+        raise ConfigError(f"plugins=[{name}] cannot be imported: {failure_text(error)}") from error
 
 
-def module_of(name: str) -> str:
+def plugin_module(name: str) -> str:
     """Return the module of the entry point `name`, or the name itself; raises ConfigError if two
     things have it."""
     points: list[EntryPoint] = list(entry_points(group=ENTRY_POINTS, name=name))
@@ -248,7 +258,7 @@ def offered() -> str:
     return f"there are {', '.join(names)}" if names else "none offers any"
 
 
-def described(error: BaseException) -> str:
+def failure_text(error: BaseException) -> str:
     """Describe an exception of a plugin with the last place in its code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
@@ -260,16 +270,8 @@ def described(error: BaseException) -> str:
     return f"{' '.join(text.split())}{at}"
 
 
-def places(spec: ModuleSpec) -> Iterator[Path]:
-    """Iterate over the directories that a module's file, or a package's files, lie in."""
-    if spec.origin:
-        yield Path(spec.origin).resolve().parent
-    else:
-        yield from map(Path, spec.submodule_search_locations or [])
-
-
 def plugin_versions(names: list[str]) -> dict[str, str]:
-    return {module: loaded_version(module) for module in map(module_of, names)}
+    return {module: loaded_version(module) for module in map(plugin_module, names)}
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
@@ -292,20 +294,9 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
     return found, others
 
 
-def add_named_directory(directory: Path, ours: Path) -> None:
-    """Search a directory that a user has named for YAMLs; raises ConfigError if it has none."""
-    if not directory.is_dir():
-        raise ConfigError(f"--config-dir {directory}: there is no such directory")
-    if not yamls(directory):
-        raise ConfigError(
-            f"--config-dir {directory}: no YAML is in {', '.join(f'{g}/' for g in GROUPS)}, the "
-            "directories of the config groups"
-        )
-    add_directory(directory, ours)
-
-
-def add_directory(directory: Path, ours: Path) -> None:
+def add_directory(directory: Path) -> None:
     """Search a directory for YAMLs too; raises ConfigError for a name that is there already."""
+    ours = config_directory()
     if directory in (ours.resolve(), *_DIRECTORIES):
         return
     for other in (ours, *_DIRECTORIES):

@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from diffllm.config.compose import compose_config, typed
+from diffllm.config.overrides import without_removed
 from diffllm.config.plugins import LOADED, NAME, version_changes
-from diffllm.config.removed import without_removed
 from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
@@ -169,11 +169,11 @@ def defaults_of(
 
 def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
     """Return a config as plain values, enums by name."""
-    return asdict(cfg, dict_factory=lambda items: {key: named(value) for key, value in items})
 
+    def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: v.name if isinstance(v, Enum) else v for key, v in items}
 
-def named(value: Any) -> Any:
-    return value.name if isinstance(value, Enum) else value
+    return asdict(cfg, dict_factory=by_name)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,7 +36,7 @@ import math
 
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
-from diffllm.config.values import OF_WEIGHTS
+from diffllm.config.schema import OF_WEIGHTS
 from diffllm.data.config import DataConfig, TextConfig
 from diffllm.metrics.records import read_record, read_summary
 

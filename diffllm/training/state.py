@@ -14,8 +14,7 @@ from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
-from diffllm.config.schema import Changes, described, is_allowed
-from diffllm.config.values import OF_WEIGHTS
+from diffllm.config.schema import OF_WEIGHTS, Changes, described, is_allowed
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
 from diffllm.data.text.hub import check_whole

@@ -153,22 +153,14 @@ def test_snapshot_sees_every_kind_of_change(tmp_path: Path) -> None:
     assert change(lambda: shutil.rmtree(tmp_path / "new")) == 2
 
 
-# (overrides, what the line must name); test_fuzz_config.py tries each bound of each key
 KEYS = [
     (["stepz=5"], ["stepz", "steps"]),
-    (["optim.lrr=1"], ["optim.lrr", "optim.lr"]),
-    (["model.n_head=4"], ["model.n_head", "model.n_heads"]),
     (["model.rope.thet=1"], ["model.rope.thet", "model.rope.theta"]),
-    (["+stepz=5"], ["stepz", "steps"]),
-    (["++stepz=5"], ["stepz", "steps"]),
     (["+optim.lrr=1"], ["optim.lrr", "lr"]),
-    (["++optim.lrr=1"], ["optim.lrr", "lr"]),
     (["+model.foo=1"], ["model.foo", "n_heads"]),
-    (["++model.rope.thta=1"], ["model.rope.thta", "theta"]),
     (["+model.attention.foo=1"], ["model.attention.foo"]),
     (["+foo.bar=1"], ["foo"]),
     (["attenton=standard"], ["attenton", "attention"]),
-    (["+attenton=standard"], ["attenton", "attention"]),
     (["optimiser.lr=1"], ["optimiser.lr", "optim.lr"]),
     (["run.matched.target=gated"], ["run.matched.target"]),
     (["run.allow_changes=[sed]"], ["run.allow_changes", "sed", "seed"]),
@@ -177,58 +169,33 @@ KEYS = [
 ]
 CHOICES = [
     (["attention=diff_v3"], ["attention=diff_v3", *VARIANTS]),
-    (["model=huge"], ["model=huge", "tiny", "mini", "dense_7b"]),
     (["data=web"], ["data=web", "stdlib", "files", "hub"]),
-    (["optim=sgd"], ["optim=sgd", "adamw", "wsd"]),
-    (["parallel=ddp"], ["parallel=ddp", "fsdp", "hsdp"]),
     (["experiment=nope"], ["experiment=nope", "quickstart"]),
     (["attention=Diff_v1"], ["attention=Diff_v1", *VARIANTS]),
     (["model=null"], ["model", "tiny", "mini"]),
-    (["model="], ["model", "tiny", "mini"]),
-    (["attention=null"], ["attention", *VARIANTS]),
     (["model=[tiny,mini]"], ["model", "tiny", "mini"]),
-    (["attention=3"], ["attention=3", *VARIANTS]),
     (["model.match_params_to=diff_v3"], ["model.match_params_to=diff_v3", "mean", *VARIANTS]),
-    (["model.match_params_to="], ["model.match_params_to=", *VARIANTS]),
 ]
 TYPES = [
-    (["steps=many"], ["steps", "many", "nteger"]),
     (["steps=1.5"], ["steps", "1.5", "nteger"]),
-    (["steps=null"], ["steps=null"]),
     (["steps=[1,2]"], ["steps=[1,2]", "nteger"]),
-    (["steps="], ["steps=", "nteger"]),
     (["optim.lr=fast"], ["optim.lr", "fast", "number"]),
     (["compile=maybe"], ["compile", "maybe", "ool"]),
-    (["model.dim=8.5"], ["model.dim", "8.5", "nteger"]),
     (["data.paths=null"], ["data.paths=null"]),
     (["optim=3"], ["optim=3", "adamw"]),
     (["model.rope=3"], ["model.rope", "3"]),
-    (["seed=a"], ["seed", "a", "nteger"]),
-]
-ENUMS = [
     (["precision=fp16"], ["precision", "fp16", "auto", "bf16", "fp32"]),
-    (["optim.schedule=linear"], ["optim.schedule", "linear", "cosine", "wsd"]),
-    (["wandb.mode=on"], ["wandb.mode", "online", "offline", "disabled"]),
     (["wandb.tags=['']"], ["wandb.tags", "''", "empty"]),
-    (["model.rope.scaling=twice"], ["model.rope.scaling", "twice", "none"]),
-    (["data.sample_by=word"], ["data.sample_by", "word", "document", "paragraph", "line"]),
     (["data.source=web"], ["data.source", "web", "stdlib", "files", "hub"]),
 ]
 RANGES = [
     (["optim.lr=nan"], ["optim.lr=nan"]),
-    (["optim.lr=inf"], ["optim.lr=inf"]),
-    (["optim.weight_decay=nan"], ["optim.weight_decay=nan"]),
-    (["optim.clip_norm=nan"], ["optim.clip_norm=nan"]),
+    (["optim.beta1=1"], ["optim.beta1=1", "less than 1"]),
     (["optim.warmup_steps=5"], ["optim.warmup_steps=5", "steps=4"]),
-    (["checkpoint.interval=0"], ["checkpoint.interval=0", "1"]),
     (["checkpoint.interval=soon"], ["checkpoint.interval=soon", "100", "30min"]),
     (["checkpoint.interval=0min"], ["checkpoint.interval=0min", "above 0"]),
     (["model.head_dim=33"], ["model.head_dim=33", "even"]),
     (["model.n_heads=3"], ["model.n_heads=3", "model.n_kv_heads=2", "multiple"]),
-    (
-        ["attention=diff_v1", "model.n_heads=3", "model.n_kv_heads=3"],
-        ["model.n_heads=3", "diff_v1", "even"],
-    ),
     (
         ["attention=diff_v1", "model.n_heads=4", "model.n_kv_heads=1"],
         ["model.n_kv_heads=1", "diff_v1", "even"],
@@ -241,46 +208,26 @@ RANGES = [
         ["model.match_params_to=standard", "attention=diff_v2", "model.ffn_dim=8"],
         ["model.match_params_to=standard", "closest", "model.ffn_dim"],
     ),
-    (["model.init_std=nan"], ["model.init_std=nan"]),
     (["data.vocab_size=1024"], ["data.vocab_size=1024", "model.vocab_size=512"]),
     (["micro_batch_size=3"], ["micro_batch_size=3", "4", "divide"]),
-    (["parallel.replicate=2"], ["parallel.replicate=2", "1 rank"]),
     (["parallel=hsdp"], ["parallel.shard=8", "1 rank"]),
     (["parallel.replicate=-1"], ["parallel.replicate", "parallel.shard", "-1"]),
-    (["parallel.shard=0"], ["parallel.shard=0", "1"]),
-    (["parallel.shard=-2"], ["parallel.shard=-2", "-1"]),
     (["parallel.expert=2"], ["parallel.expert=2", "dense"]),
-    (["data.paths=[]"], ["data.paths"]),
     (["data=stdlib"], ["data.paths", "data=files"]),
     (["data=hub", "data.paths=[]"], ["data.dataset"]),
     (["run.name=a/b"], ["run.name", "a/b"]),
     (["run.name=.."], ["run.name", ".."]),
-    (["run.name="], ["run.name"]),
     (["run.name='a b'"], ["run.name", "a b"]),
-    (["seed=99999999999999999999999"], ["seed=99999999999999999999999"]),
 ]
-EIGHT = "model.moe.n_experts=8"
 MIXTURES = [
-    (["model.moe.n_experts=many"], ["model.moe.n_experts", "many", "nteger"]),
     (["model.moe.experts=8"], ["model.moe.experts", "model.moe.n_experts"]),
-    ([EIGHT], ["model.moe.expert_dim=0", "at least 1"]),
+    (["model.moe.n_experts=8"], ["model.moe.expert_dim=0", "at least 1"]),
     (["model=moe_tiny", "model.moe.top_k=9"], ["model.moe.top_k=9", "model.moe.n_experts=8"]),
     (
         ["model=moe_tiny", "model.moe.n_dense_layers=2"],
         ["model.moe.n_dense_layers=2", "model.n_layers=2"],
     ),
     (["model=moe_tiny", "model.moe.score=tanh"], ["model.moe.score", "tanh", "softmax", "sigmoid"]),
-    (
-        ["model=moe_tiny", "model.moe.balance_over=layer"],
-        ["model.moe.balance_over", "layer", "sequence", "global_batch"],
-    ),
-    (["model=moe_tiny", "model.moe.routed_scaling=nan"], ["model.moe.routed_scaling=nan"]),
-    (["model=moe_tiny", "model.moe.renormalise=2x"], ["model.moe.renormalise", "2x", "ool"]),
-    *(
-        (["model=moe_tiny", f"model.moe.{name}={value}"], [f"model.moe.{name}={value}"])
-        for name in ("bias_update_rate", "balance_loss", "router_z_loss")
-        for value in ("-1", "nan", "inf")
-    ),
     (
         ["model=moe_tiny", "attention=diff_v2", "model.match_params_to=standard"],
         ["model.match_params_to=standard", "closest", "model.moe.expert_dim"],
@@ -313,7 +260,7 @@ def every_sixth(*lists: list[tuple[list[str], list[str]]]) -> list[object]:
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    every_sixth(KEYS, SYNTAX, CHOICES, TYPES, ENUMS, RANGES, MIXTURES),
+    every_sixth(KEYS, SYNTAX, CHOICES, TYPES, RANGES, MIXTURES),
 )
 def test_override_that_cannot_run(workspace: Workspace, words: list[str], named: list[str]) -> None:
     workspace.rejects(words, *named)
@@ -368,20 +315,12 @@ def test_backend_without_its_gpu_is_refused_before_a_corpus_is_read(
         [
             ([f"{BACKEND}=fast"], [f"{BACKEND}=fast", "sdpa", "flash", "flex", "reference"]),
             (
-                ["attention=diff_v1_clamped", f"{BACKEND}=flash"],
-                [f"{BACKEND}=flash", "clamped", "sdpa or reference"],
-            ),
-            (
                 ["attention=diff_v1_clamped", f"{BACKEND}=flex"],
                 [f"{BACKEND}=flex", "clamped", "sdpa or reference"],
             ),
             (
                 ["attention=standard_sink", f"{BACKEND}=flex"],
                 [f"{BACKEND}=flex", "sink=learned", "sdpa, flash or reference"],
-            ),
-            (
-                ["attention=standard_off_by_one", f"{BACKEND}=flex"],
-                [f"{BACKEND}=flex", "sink=one", "sdpa, flash or reference"],
             ),
         ]
     ),
@@ -623,61 +562,36 @@ def test_sweep_with_one_bad_job_starts_none(
         [
             (["generate", "run=gone", "prompt=a"], ["gone", "does not exist"]),
             (["generate", "run=.", "prompt=a"], ["config.yaml"]),
-            (["generate", "run=file", "prompt=a"], ["file"]),
-            (["generate", "run=."], ["prompt=..."]),
-            (["generate", "prompt=a"], ["run=..."]),
             (["generate"], ["run=...", "prompt=..."]),
             (["generate", "run=.", "promt=a"], ["promt=a", "prompt"]),
             (["generate", "run=.", "def "], ["'def '", "prompt"]),
             (["generate", "run=.", "prompt=a", "seed=x"], ["seed='x'", "int"]),
-            (["generate", "run=.", "prompt=a", "temperature=-1"], ["temperature"]),
             (["generate", "run=.", "prompt=a", "top_p=0"], ["top_p"]),
-            (["generate", "run=.", "prompt=a", "max_new_tokens=0"], ["max_new_tokens"]),
             (["generate", "--run", "x"], ["--run", "run"]),
             (["checkpoints", "run=gone"], ["gone", "not a run directory"]),
-            (["checkpoints"], ["run=..."]),
             (["checkpoints", "run=.", "verify=no"], ["verify='no'", "true or false"]),
             (["consolidate", "run=gone"], ["gone", "does not exist"]),
             (["consolidate", "run=.", "dtype=int8"], ["dtype=int8", "float32 or bf16"]),
-            (["prepare", "stepz=1"], ["stepz", "steps"]),
-            (["prepare", "data=files"], ["data.paths"]),
             (["prepare", "data=files", "data.paths=[gone.txt]"], ["gone.txt"]),
             (["count", "model=huge"], ["model=huge", "tiny"]),
             (["count", "--jsn"], ["--jsn"]),
             (["generat"], ["generat", "prepare", "count", "generate"]),
-            (["--version"], ["--version", "prepare"]),
-            (["prepare=1"], ["prepare=1", "count"]),
             (["prepare", "data.cache_dir="], ["data.cache_dir", "empty"]),
-            (["prepare", "data=stdlib", "data.dataset=x"], ["data.dataset=x", "data=hub"]),
-            (["prepare", "data.dataset=x", "data.paths=y"], ["data.paths", "data.dataset"]),
             (["prepare", "--x"], ["--x"]),
-            (["count", "--compare"], ["--compare"]),
-            (["count", "--compare", "gated,nope"], ["nope", *VARIANTS]),
             (["count", "model.dim=99999999999"], ["model.dim=99999999999", "1048576"]),
-            (["count", "model.n_layers=10001"], ["model.n_layers=10001", "10000"]),
             (["count", "hydra.verbose=true"], ["hydra.verbose=true"]),
             (["plan", "gpu=nope"], ["gpu=nope", "H200"]),
-            (["plan", "gpus_per_node=0"], ["gpus_per_node=0", "1"]),
-            (["plan", "--gpu"], ["--gpu", "KEY=VALUE"]),
-            (["plan", "stepz=1"], ["stepz", "steps"]),
+            (["plan", "--gpu"], ["--gpu", "key=value"]),
             (["generate", "run=.", "prompt=a", "temperature=nan"], ["temperature"]),
-            (["generate", "run=.", "prompt=a", "top_p=nan"], ["top_p"]),
-            (["generate", "run=.", "prompt=a", "step=x"], ["step='x'", "int"]),
             (["generate", "run=.", "prompt=\udcff"], ["prompt", "UTF-8"]),
             (["report"], ["no run"]),
             (["report", "gone"], ["gone", "not exist"]),
             (["report", "file"], ["file", "directory"]),
             (["report", "gone*"], ["gone*", "matches no"]),
             (["report", ".", "foo=1"], ["foo=1", "baseline"]),
-            (["noise-floor", "keys=0"], ["keys=0", "2"]),
             (["noise-floor", "keys=1000000000000000"], ["keys=1000000000000000", "131072"]),
-            (["noise-floor", "signal=nan"], ["signal=nan"]),
-            (["noise-floor", "correlation=2"], ["correlation=2", "1"]),
-            (["noise-floor", "out=file/x.png"], ["file/x.png"]),
-            (["attention-map", "run=gone"], ["prompt=..."]),
             (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
             (["dashboard"], ["entity=...", "project=..."]),
-            (["dashboard", "foo=1"], ["foo=1", "entity"]),
         ]
     ),
 )
@@ -717,10 +631,7 @@ def test_tools_without_a_command_say_which_there_are(
 
 
 REAL = [
-    (train_command(["optim.lrr=1"]), ["optim.lrr", "optim.lr"]),
-    (train_command(["steps=[1"]), ["steps=[1"]),
     (train_command(["-m", "attention=standard,diff_v9"]), ["attention=diff_v9", *VARIANTS]),
-    (train_command(["data=files", "data.paths=[gone.txt]"]), ["data.paths", "gone.txt"]),
     (train_command(["run.dir=file/run"]), ["run.dir=file/run", "is a file, not a directory"]),
     (tool_command(["generate", "run=.", "prompt=a"]), ["config.yaml"]),
     (tool_command(["generat"]), ["generat", "prepare", "count", "generate"]),

@@ -31,7 +31,7 @@ from runs.command import changes, clean_environment, command, snapshot, train_co
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.overrides import GROUPS
-from diffllm.config.values import check_values, leaves
+from diffllm.config.schema import check_values, leaves
 from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import LONGEST, ConfigError
 from diffllm.metrics.diagnostics import probe_positions
@@ -274,39 +274,29 @@ ODD = [
     (["~steps"], "~steps"),
     (["~run"], "~run"),
     (["~model.rope"], "~model.rope"),
-    (["~wandb.tags"], "~wandb.tags"),
     (["+steps=5"], "+steps=5"),
     (["+experiment=large_lr"], "+experiment=large_lr"),
-    (["hydra.run.dir=x"], "hydra.run.dir"),
     (["hydra/launcher=basic"], "hydra/launcher"),
-    (["++hydra.x=1"], "hydra.x"),
     (["hydra=null"], "hydra=null"),
     (["run.choices={attention: gated}"], "run.choices"),
     (["run={matched: null}"], "run={matched"),
     (["++run.matched.params=1"], "run.matched"),
     (["model.seq_len=32"], "model.seq_len=32"),
-    (["data=stdlib", "data.dataset=x"], "data.dataset=x needs data=hub"),
     (["data=stdlib", "data.paths=[x.txt]"], "needs data=files"),
     (["wandb={mode: offline, colour: red}"], "colour"),
     (["optim.lr.x=1"], "optim.lr.x=1"),
-    (["data.paths.0=a"], "data.paths.0"),
     (["steps=${steps}"], "steps"),
     (["steps=${nothing.here}"], "nothing.here"),
     (["steps=${oc.env:NO_SUCH_VARIABLE}"], "NO_SUCH_VARIABLE"),
     (["steps=${oc.decode:abc}"], "abc"),
-    (["steps=${"], "steps=${"),
     (["data.split=${data}"], "data.split"),
-    (["steps=1,2"], "steps=1,2"),
     (["steps=range(1,9)"], "steps=range(1,9)"),
     (["optim.lr=interval(0,1)"], "optim.lr=interval"),
     (["steps=" + "9" * 5000], "steps=9"),
-    (["optim.lr=" + "9" * 5000], "optim.lr=9"),
     (["steps=" + "[" * 2000], "'steps=[[[["),
     (["+_target_=os.system"], "_target_"),
-    (["+model._target_=os.system"], "_target_"),
     (["--steps"], "'--steps'"),
     ([""], "''"),
-    (["steps"], "'steps'"),
     (["é=1"], "'é=1'"),
     (["steps =5"], "'steps =5'"),
     (["data.split=\udcff"], "data.split"),
@@ -521,15 +511,9 @@ def test_rope_scalings_are_refused_or_give_frequencies(
 
 RANKS_2 = {"RANK": "0", "WORLD_SIZE": "2"}
 REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
-    (["stepz=1"], {}, ["stepz", "steps"]),
-    (["steps=1e400"], {}, ["steps=1e400"]),
-    ([f"optim.lr={10**400}"], {}, ["optim.lr"]),
     (["optim.eps=1e-60"], {}, ["optim.eps=1e-60", "float32"]),
-    (["data.num_workers=99999"], {}, ["data.num_workers=99999", "256"]),
     (["run.name=a\nb"], {}, ["run.name"]),
     (["resume="], {}, ["resume", "empty"]),
-    (["data.cache_dir="], {}, ["data.cache_dir", "empty"]),
-    (["~steps"], {}, ["~steps"]),
     (["hydra.run.dir=x"], {}, ["hydra.run.dir"]),
     (["data.split=\udcff"], {}, ["data.split"]),
     (["--cfg", "jobb"], {}, ["--cfg", "jobb", "job"]),
@@ -537,7 +521,6 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["--config-name=other"], {}, ["--config_name"]),
     (["--multirun", "--cfg", "job"], {}, ["--multirun", "--cfg"]),
     (["--unknown"], {}, ["--unknown"]),
-    (["-m", "seed=0,1", "optim.eps=1e-60"], {}, ["optim.eps=1e-60"]),
     ([], {"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'"]),
     ([], {"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
     (["global_batch_size=8"], RANKS_2, ["MASTER_ADDR"]),

@@ -15,7 +15,7 @@ CHECK = """
 import sys
 from pathlib import Path
 import diffllm
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 
 target = Path(sys.argv[1]).resolve()
 assert Path(diffllm.__file__).resolve().is_relative_to(target), diffllm.__file__

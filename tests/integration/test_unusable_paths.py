@@ -13,7 +13,7 @@ from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.cli import COMMANDS, module_of_command
-from diffllm.config.values import PATHS, leaves
+from diffllm.config.schema import PATHS, leaves
 from diffllm.core.errors import ConfigError
 
 NO_PATHS = {

@@ -281,7 +281,7 @@ def test_arguments_that_cannot_be(
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
         ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is for attention=diff_v2"),
-        ([f"hf={run}", out, "perturb=-1"], "perturb=-1.0 must be between"),
+        ([f"hf={run}", out, "perturb=-1"], "perturb=-1.0 must not be negative"),
     ):
         assert main(["import", *words]) == 2
         error = capsys.readouterr().err

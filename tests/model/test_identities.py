@@ -17,7 +17,7 @@ from tiers import families, slow_but
 from torch.func import functional_call
 
 from diffllm import build_model, load_config
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.diff_v1 import by_map, clamped, lambda_init_at
 from diffllm.model.init import Initializer

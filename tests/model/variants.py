@@ -5,7 +5,7 @@ from functools import cache
 
 from diffllm import build_model, load_config
 from diffllm.config import TrainConfig
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
 from diffllm.model import Transformer
 

@@ -22,7 +22,7 @@ from diffllm.compare.study.verdict_page import (
     verdict_text,
 )
 from diffllm.config import load_config
-from diffllm.config.compose import config_directory
+from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
 from tests.tiers import slow_but
 
