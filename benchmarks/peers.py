@@ -10,7 +10,6 @@ A round measures every contestant in every segment, each in a process of its own
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,15 +24,12 @@ from types import SimpleNamespace as Job
 from typing import Any
 from unittest.mock import MagicMock
 
+import torch
+from harness.process import ROOT, call
+
+from diffllm.core.printing import Table
 from diffllm.distributed import launcher
 
-if sys.argv[1:2] == ["--worker"] and sys.argv[2].startswith("diffllm"):
-    launcher.set_variables()  # before the first product, when MKL reads MKL_CBWR
-    launcher.keep_memory()  # as a run does
-
-import torch
-
-ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".peers"
 SHAPES = {
     "A": {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 688,
@@ -109,12 +105,12 @@ def config(job: Job, *more: str) -> Any:
 
 def diffllm_step(job: Job) -> None:
     """Run `train_step` alone, without data loading, statistics and log lines."""
-    from harness.measuring import join_alone
+    from harness.machine import join_alone
 
     from diffllm.training.build import build
     from diffllm.training.step import train_step
 
-    data, t = batches(job), build(config(job), join_alone("cpu"))
+    data, t = batches(job), build(config(job), join_alone())
     loop(job, t.model, lambda: train_step(t, data, 0).nll)
 
 
@@ -273,21 +269,22 @@ CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, str]] = {
 PACKAGES = {name: packages for name, (_, _, packages) in CONTESTANTS.items() if packages}
 
 
-def work(name: str, job: Job) -> None:
-    """Measure a contestant in this process; print the result as JSON in the last line of stdout."""
+def work(name: str, job: Row) -> Row:
+    """Measure a contestant in this process."""
+    if name.startswith("diffllm"):  # as a run does, before the first product reads MKL_CBWR
+        launcher.set_variables()
+        launcher.keep_memory()
     torch.manual_seed(0)
-    job.starts, job.losses = [], []
-    job.compile = lambda model: torch.compile(model) if job.compiled else model
-    CONTESTANTS[name][0](job)
-    found = {
-        "tokens_per_s": job.batch * job.seq * job.steps / job.taken,
-        "steps": job.steps, "seconds": job.taken, "losses": job.losses[:2],
-        "parameters": sum(p.numel() for p in job.model.parameters()),
+    state = Job(**job, starts=[], losses=[])
+    state.compile = lambda model: torch.compile(model) if state.compiled else model
+    CONTESTANTS[name][0](state)
+    return {
+        "tokens_per_s": state.batch * state.seq * state.steps / state.taken,
+        "steps": state.steps, "seconds": state.taken, "losses": state.losses[:2],
+        "parameters": sum(p.numel() for p in state.model.parameters()),
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
         "version": version(PACKAGES[name].split("==")[0]) if name in PACKAGES else None,
     }  # fmt: skip
-    print(f"\n{json.dumps(found)}", flush=True)
-    os._exit(0)  # do not wait for the processes of a data loader or compiler
 
 
 def install(names: list[str]) -> None:
@@ -302,23 +299,12 @@ def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> 
     shape, precision, mode = segment.split(":")
     job = {**SHAPES[shape], "bf16": precision == "bf16", "compiled": mode == "compiled",
            "seconds": args.seconds, "attention": args.attention}  # fmt: skip
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *sys.path])}
-    env.pop("MKL_CBWR", None)  # peers run without it; the worker sets it for diffllm
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--worker", name, json.dumps(job)], env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    row: Row = {"contestant": name, "segment": segment}
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return row | {"error": f"no result within {LIMIT_S} s"}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # compilers and loaders that are left
-    if process.returncode:
-        return row | {"error": (err.strip().splitlines() or ["no message"])[-1]}
-    return row | json.loads(out.splitlines()[-1])
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    env.pop("MKL_CBWR", None)  # peers run without it; `work` sets it for diffllm
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))
+    status, found = call("peers.work", {"name": name, "job": job}, LIMIT_S, env=env)
+    found = found if status == "ok" else {"error": f"{status}: {found}"}
+    return {"contestant": name, "segment": segment, **found}
 
 
 def summary(rows: list[Row]) -> dict[str, Row]:
@@ -338,25 +324,25 @@ def summary(rows: list[Row]) -> dict[str, Row]:
     return found
 
 
-def table(results: dict[str, Row]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of speeds in tokens per second and of ratios, with their range."""
+def table(results: dict[str, Row]) -> Table:
+    """Return speeds in tokens per second and ratios, with their range."""
     rows = []
     for name in dict.fromkeys(name for of in results.values() for name in of):
         form = "{median:.2f} ({min:.2f} to {max:.2f})"
         form = form if " / " in name else form.replace(".2f", ",.0f")
         cells = [form.format(**of[name]) if name in of else "" for of in results.values()]
         rows.append([name, *cells])
-    return ["median (minimum to maximum)", *results], rows
+    return Table.of(["median (minimum to maximum)", *results], rows)
 
 
 def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
     """Measure all contestants in all segments and rounds; write all results, print a table."""
-    from harness.measuring import markdown, write
+    from harness.machine import facts
 
     from diffllm.training.process import git_state
 
-    known: Row = {"cores": os.cpu_count(), "seconds": args.seconds, "git": git_state(ROOT)}
-    known |= {"attention": args.attention, "nanochat": args.nanochat and git_state(args.nanochat)}
+    known = facts() | {"seconds": args.seconds, "attention": args.attention}
+    known |= {"nanochat": args.nanochat and git_state(args.nanochat)}
     known["instruction_set"] = torch.backends.cpu.get_cpu_capability()
     names, rows = list(folders), []
     for number in range(args.rounds):
@@ -368,14 +354,13 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
                 print(f"round {number + 1}, {segment}, {name}: {said}", file=sys.stderr, flush=True)
                 rows.append(row)
                 if args.out:
-                    write(args.out, torch.device("cpu"), summary(rows), **known, rounds=rows)
-    print(markdown(*table(summary(rows))))
+                    results = {**known, "rounds": rows, "results": summary(rows)}
+                    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(summary(rows)).markdown())
     return rows
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        return work(sys.argv[2], Job(**json.loads(sys.argv[3])))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--install", nargs="*", choices=PACKAGES, help="default: all")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)

@@ -36,9 +36,9 @@ def test_summary_pairs_speeds_of_the_same_round():
     assert found["LitGPT"] == {"median": 75, "min": 50, "max": 100}
     assert found["diffllm / LitGPT"] == {"median": 1.75, "min": 1.5, "max": 2.0}
     assert found["diffllm trainer / diffllm"] == {"median": 0.8, "min": 0.8, "max": 1.0}
-    _, rows = peers.table(results)
-    assert ["LitGPT", "75 (50 to 100)"] in rows
-    assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in rows
+    lines = peers.table(results).lines()
+    assert ["LitGPT", "75 (50 to 100)"] in lines
+    assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in lines
 
 
 def test_contestant_that_is_not_installed_is_skipped_with_one_line(tmp_path, monkeypatch, capsys):

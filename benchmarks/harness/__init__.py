@@ -1,1 +1,1 @@
-"""Measurements on one machine, each contestant in a process of its own; see ../gpu.py."""
+"""The measurements of ../gpu.py; each runs in a process of its own."""

@@ -1,9 +1,9 @@
-"""The corpus of the training run, for a machine that cannot prepare it.
+"""Write the corpus of the training run, for a machine that cannot prepare it.
 
     python benchmarks/harness/corpus.py
 
-writes text and its prepared tokens into gpu-data/, which git ignores. A run finds tokens by the
-text's content, so the other machine tokenises nothing and needs no datasets library.
+The text and its prepared tokens go to gpu-data/, which git ignores. A run finds tokens by the
+content of the text, so the other machine needs neither tokenization nor the datasets library.
 """
 
 import json
@@ -27,29 +27,23 @@ WORDS = [
 """Overrides that name the corpus."""
 
 
-def write_text(path: Path) -> None:
-    """The first source files of the standard library, one a document."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    size, partial = 0, path.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        for source in python_files(Path(sysconfig.get_path("stdlib"))):
-            text = source.read_bytes().decode("utf-8", errors="ignore")
-            file.write(json.dumps({"text": text}) + "\n")
-            size += len(text)
-            if size > CHARACTERS:
-                break
-    partial.rename(path)
-
-
-def make() -> Path:
-    """Write all that a run reads, but for what is there already; return the folder."""
-    text = FOLDER / "text.jsonl"
+def main() -> None:
+    """Write the first source files of the standard library, and prepare them."""
+    text, size = FOLDER / "text.jsonl", 0
     if not text.exists():
-        write_text(text)
+        FOLDER.mkdir(exist_ok=True)
+        partial = text.with_suffix(".partial")
+        with open(partial, "w", encoding="utf-8") as file:
+            for source in python_files(Path(sysconfig.get_path("stdlib"))):
+                document = source.read_bytes().decode("utf-8", errors="ignore")
+                file.write(json.dumps({"text": document}) + "\n")
+                if (size := size + len(document)) > CHARACTERS:
+                    break
+        partial.rename(text)
     prepare(load_config(WORDS).data)
-    return FOLDER
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    print(f"{FOLDER}: {size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
-    files = [path for path in make().rglob("*") if path.is_file()]
-    print(f"{FOLDER}: {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
+    main()

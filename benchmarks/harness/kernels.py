@@ -1,5 +1,6 @@
-"""The time of a step or of one attention layer, by the kernels that the profiler saw."""
+"""The time of a step or of one attention layer by kernel, from torch's profiler."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from diffllm.config import load_config
 from diffllm.model.attention.ops import Documents
 from diffllm.training.build import for_json
 from harness.decoding import random_model
-from harness.measuring import synchronize
-from harness.steps import DOCUMENT_END, with_documents
-from harness.worker import State
+from harness.machine import join_alone, synchronize, the_device
+from harness.process import reason
+from harness.steps import DOCUMENT_END, build_step, with_documents
 
 LOSS = "_ChunkedLoss"
 """The autograd function under which all of the loss runs, its gradients too."""
@@ -36,52 +37,51 @@ PARTS = ("loss", *dict(RULES), "idle")
 
 
 def part_of(name: str) -> str:
-    """The part of a step that a kernel, or on a CPU an operation, belongs to by its name."""
+    """Return the part of a step for the name of a kernel or, on a CPU, of an operation."""
     lowered = name.lower()
     return next((part for part, rule in RULES if re.search(rule, lowered)), "pointwise")
 
 
-def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float]:
-    """Milliseconds of one step by part; `idle` is when the device computes nothing.
+def step_breakdown(**contestant: Any) -> dict[str, float]:
+    """Break down the third step that `build_step` builds, after two that compile."""
+    device = join_alone()
+    _, step = build_step(device, **contestant)
+    step()
+    step()
+    return breakdown(step, device)
 
-    On a CPU the parts are operations' own times, and `idle` what is outside of all operations.
+
+def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """Return milliseconds of one step by part: the times of kernels or, on a CPU, of operations.
+
+    The rest of the step is "idle". Kernels that overlap count twice.
     """
-    events = traced(step, device)
     spent: Counter[str] = Counter()
-    if device.type == "cuda":
-        work = [event for event in events if is_kernel(event)]
-        for event in work:
-            spent[part_of(event.name)] += event.time_range.elapsed_us()
-        for event in events:
-            if event.kernels and under_loss(event):
-                for kernel in event.kernels:
-                    spent["loss"] += kernel.duration
-                    spent[part_of(kernel.name)] -= kernel.duration
-        ranges = [(event.time_range.start, event.time_range.end) for event in work]
-    else:
-        work = [event for event in events if event.device_type == DeviceType.CPU]
-        for event in work:
-            part = "loss" if under_loss(event) else part_of(event.name)
-            spent[part] += event.self_cpu_time_total
-        ranges = [(e.time_range.start, e.time_range.end) for e in work if e.cpu_parent is None]
-    span, busy = span_and_busy(ranges)
-    spent["idle"] = span - busy
-    return {**{part: spent[part] / 1e3 for part in PARTS}, "step": span / 1e3}
+    edges: list[float] = []
+    for event in traced(step, device):
+        loss = under_loss(event)
+        if us := own_us(event, device):
+            spent["loss" if loss else part_of(event.name)] += us
+            edges += [event.time_range.start, event.time_range.end]
+        if loss and device.type == "cuda":  # an operation of the host, which started kernels
+            for kernel in event.kernels:
+                spent["loss"] += kernel.duration
+                spent[part_of(kernel.name)] -= kernel.duration
+    span = max(edges) - min(edges)
+    spent["idle"] = span - sum(spent.values())
+    return {"step": span / 1e3, **{part: spent[part] / 1e3 for part in PARTS}}
 
 
 def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Milliseconds of every kernel, or on a CPU operation, of some work, the longest first."""
+    """Return milliseconds by kernel or, on a CPU, by operation; the longest first."""
     spent: Counter[str] = Counter()
     for event in traced(work, device):
-        if device.type == "cuda" and is_kernel(event):
-            spent[event.name] += event.time_range.elapsed_us()
-        if device.type == "cpu" and event.self_cpu_time_total:
-            spent[event.name] += event.self_cpu_time_total
-    return {name: us / 1e3 for name, us in spent.most_common()}
+        spent[event.name] += own_us(event, device)
+    return {name: us / 1e3 for name, us in spent.most_common() if us}
 
 
 def traced(work: Callable[[], Any], device: torch.device) -> Any:
-    """The profiler's events of some work."""
+    """Return the profiler's events of one call."""
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
     synchronize(device)
@@ -91,66 +91,52 @@ def traced(work: Callable[[], Any], device: torch.device) -> Any:
     return profiler.events()
 
 
-def is_kernel(event: Any) -> bool:
-    """Whether a GPU computed or copied, rather than that a range was marked on it."""
-    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+def own_us(event: Any, device: torch.device) -> float:
+    """Return microseconds of a kernel or copy or, on a CPU, of an operation without its children.
+
+    Other events of a GPU's trace are the host's operations and annotated ranges; they return 0.
+    """
+    if device.type == "cpu":
+        return event.self_cpu_time_total
+    is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    return event.time_range.elapsed_us() if is_kernel else 0
 
 
 def under_loss(event: Any) -> bool:
-    """Whether an operation was called by the loss."""
-    while event is not None:
-        if event.name.startswith(LOSS):
-            return True
+    """Return whether the loss called an operation."""
+    while event is not None and not event.name.startswith(LOSS):
         event = event.cpu_parent
-    return False
-
-
-def span_and_busy(ranges: list[tuple[float, float]]) -> tuple[float, float]:
-    """From the first start to the last end, and how much of it lies in any range."""
-    if not ranges:
-        return 0.0, 0.0
-    ranges = sorted(ranges)
-    busy, (start, end) = 0.0, ranges[0]
-    for low, high in ranges[1:]:
-        if low > end:
-            busy, start, end = busy + end - start, low, high
-        else:
-            end = max(end, high)
-    return end - ranges[0][0], busy + end - start
+    return event is not None
 
 
 def kernels(
-    state: State, words: list[str], widths: list[int], backends: list[str], tokens: int
+    words: list[str], widths: list[int], backends: list[str], tokens: int
 ) -> dict[str, Any]:
-    """The attention kernels that one layer runs in a forward pass, a backward pass and a decoding
-    step, by width of heads, backend and mask; the error of a case that cannot run in its place.
+    """Return the attention kernels of one layer in a forward pass, a backward pass and a decoding
+    step, by width of heads, backend and mask. A case that fails has an "error" instead.
 
     Args:
-        tokens: of the sequence; two of them are a batch.
+        tokens: length of a sequence; the batch has two sequences.
     """
     found: dict[str, Any] = {}
-    for width in widths:
-        for backend in backends:
-            for masked in (False, True):
-                name = f"d={width} {backend}{' documents' if masked else ''}"
-                more = [f"model.head_dim={width}", f"model.attention.backend={backend}"]
-                try:
-                    found[name] = kernels_of([*words, *more], tokens, masked, state["device"])
-                except Exception as error:
-                    reason = (str(error).strip().splitlines() or [""])[0][:200]
-                    found[name] = {"error": f"{type(error).__name__}: {reason}"}
+    for width, backend, masked in itertools.product(widths, backends, (False, True)):
+        name = f"d={width} {backend}{' documents' if masked else ''}"
+        more = [f"model.head_dim={width}", f"model.attention.backend={backend}"]
+        try:
+            found[name] = kernels_of([*words, *more], tokens, masked)
+        except Exception as error:
+            found[name] = {"error": reason(error)}
     return found
 
 
-def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[str, Any]:
-    """Choices that the config leaves to the device, and milliseconds by attention kernel of a
+def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
+    """Return the settings that depend on the device, and milliseconds by attention kernel of a
     forward pass, a backward pass and a decoding step.
 
     Args:
         masked: whether documents are masked.
-        name: of the device.
     """
-    device = torch.device(name)
+    device = the_device()
     cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
     dtype = torch.bfloat16
     cfg.model.attention.prepare(cfg.model, device, dtype, masked)
@@ -163,31 +149,26 @@ def kernels_of(words: list[str], tokens: int, masked: bool, name: str) -> dict[s
         documents = Documents.of(with_documents(inputs, tokens // 8), DOCUMENT_END).to(device)
     rope, mask = model.whole_sequences(inputs.to(device), documents, dtype)
     x = torch.randn(2, tokens, cfg.model.dim, device=device, dtype=dtype, requires_grad=True)
-    attention(x, rope, mask).sum().backward()  # compiles, and tries kernels out
+    attention(x, rope, mask).sum().backward()  # compiles, and tries kernels
     out: list[torch.Tensor] = []
     passes = {
         "forward": kernel_times(lambda: out.append(attention(x, rope, mask)), device),
         "backward": kernel_times(lambda: out[0].backward(torch.ones_like(out[0])), device),
     }
     if not masked:
-        passes["decoding"] = decoding_kernels(attention, model, tokens, device)
+        cache = attention.new_cache(1, tokens, dtype, device)
+        cache.k.normal_()
+        cache.v.normal_()
+        cache.length = tokens - 2
+        with torch.no_grad():
+            attention(x[:1, :1], model.rope(tokens - 2, 1), None, cache)  # tries kernels
+            rope = model.rope(tokens - 1, 1)
+            passes["decoding"] = kernel_times(
+                lambda: attention(x[:1, :1], rope, None, cache), device
+            )
     named = {
         key: {n: ms for n, ms in times.items() if part_of(n).startswith("attention")}
         or dict(list(times.items())[:3])
         for key, times in passes.items()
     }
     return {"chosen": for_json(chosen), **named}
-
-
-@torch.no_grad()
-def decoding_kernels(
-    attention: Any, model: Any, tokens: int, device: torch.device
-) -> dict[str, float]:
-    """Milliseconds by kernel of a decoding step with `tokens` - 1 keys before it."""
-    cache = attention.new_cache(1, tokens, torch.bfloat16, device)
-    cache.k.normal_()
-    cache.v.normal_()
-    cache.length = tokens - 2
-    x = torch.randn(1, 1, model.cfg.dim, device=device, dtype=torch.bfloat16)
-    attention(x, model.rope(tokens - 2, 1), None, cache)
-    return kernel_times(lambda: attention(x, model.rope(tokens - 1, 1), None, cache), device)

@@ -1,9 +1,9 @@
-"""A Llama in plain torch: the bound that "no framework" sets.
+"""A Llama in plain torch, as a bound of the speed without a framework.
 
-No config but the shape, no variants, no diagnostics, no sharding. Queries, keys and values are one
-product, and so are gate and up; the loss is over the whole logits.
+The model has no config, variants, diagnostics or sharding. Queries, keys and values are one
+product, and so are gate and up. The loss uses all logits at once.
 
-Shapes: B batch, T tokens, D model width, H heads, K kv heads, d head_dim.
+Shapes: B batch, T tokens, D model width, d head_dim.
 """
 
 import torch
@@ -31,7 +31,7 @@ class PlainLlama(nn.Module):
                 nn.init.normal_(parameter, std=m.init_std)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of tokens (B, T) and targets (B, T), int64."""
+        """Return the mean cross-entropy of tokens (B, T) and targets (B, T), int64."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -40,7 +40,7 @@ class PlainLlama(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); (B, T, D) -> (B, T, D)."""
+    """Attention and feed-forward with residuals, (B, T, D) -> (B, T, D)."""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
@@ -65,6 +65,6 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in the rotate-half layout: x (B, heads, T, d), tables (T, d)."""
+    """Apply RoPE in the rotate-half layout: x (B, heads, T, d), tables (T, d)."""
     low, high = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

@@ -1,205 +1,133 @@
-"""Measurements one after another, and contestants in turns."""
+"""Measurements one after another, in a file of JSON lines and as Markdown."""
 
-import math
-import statistics
+import hashlib
+import json
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.measuring import ratios
-from harness.records import Records
-from harness.worker import Reply, Worker, together
+from diffllm.core.printing import Table
+from harness.process import ROOT, call
+
+SOURCES = ("diffllm/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py", "tests/**/*.py", "train.py")
+LEAST_S = 30
+"""With fewer seconds left, no measurement begins."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One call in a process of its own."""
+    """One function call in a process of its own."""
 
     name: str
+    """"GROUP: CONTESTANT" if a table compares several measurements."""
     call: str
     """The function, with its module."""
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
     limit: float = 120
-    """Seconds, the start of the process included."""
-    expected: float = 30
-    """Seconds that it takes on a GPU, about; it is not begun if the stage has less left."""
+    """Seconds, including the start of the process."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Contestants that are built side by side and then take turns."""
+def run(
+    items: Sequence[Measurement], folder: Path, stamp: dict[str, str], resume: bool, deadline: float
+) -> list[str]:
+    """Make measurements and append them to results.jsonl; return the names of those without time.
 
-    name: str
-    contestants: dict[str, dict[str, Any]]
-    """Arguments of `build_step` by name; the first is what the others are compared with."""
-    rounds: int
-    repeats: int
-    """Steps in a turn, timed together, after one that is not timed."""
-    at_once: int = 1
-    """Contestants that make their first steps at the same time: as many as memory has room for."""
-    profiled: tuple[str, ...] = ()
-    """Contestants of which one step is broken down."""
-    limit: float = 240
-    """Seconds to build, and again to make the first steps."""
-    expected: float = 120
-    """Seconds of all of it, as a `Measurement`'s."""
-
-
-@dataclass
-class Runner:
-    """Runs measurements until the time of a stage is over."""
-
-    records: Records
-    device: str
-    logs: Path
-    deadline: float
-    """When the stage ends, on time.monotonic(); what would end later is not begun."""
-    only: str = ""
-    contestants: str = "harness.contestants"
-    """The module whose functions groups call."""
-    left: list[str] = field(default_factory=list)
-    """Names for which there was no time."""
-    ready: Worker | None = None
-    """A process that was started ahead, for the next measurement."""
-
-    def run(self, items: Sequence[Measurement | Group]) -> None:
-        """Make all measurements that are `missing`, as far as there is time."""
-        todo = list(self.missing(items))
-        try:
-            for item in todo:
-                if time.monotonic() + item.expected > self.deadline:
-                    self.left.append(item.name)
-                elif isinstance(item, Group):
-                    self.run_group(item)
-                else:
-                    self.run_one(item, ahead=item is not todo[-1])
-        finally:
-            if self.ready:
-                self.ready.close()
-
-    def missing(self, items: Sequence[Measurement | Group]) -> Iterator[Measurement | Group]:
-        """Those of `items` that have not succeeded yet and have `only` in their name."""
-        for item in items:
-            if self.only not in item.name:
-                continue
-            if isinstance(item, Measurement):
-                wanted = not self.records.has(item.name, item.arguments)
-            else:
-                wanted = not all(self.records.has(*entry) for entry in entries(item))
-            if wanted:
-                yield item
-
-    def worker(self, name: str) -> Worker:
-        """A fresh process."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"{name.replace(' ', '-').replace('/', '-')}.log"
-        return Worker(self.device, log)
-
-    def run_one(self, item: Measurement, ahead: bool) -> None:
-        """A measurement, while on a GPU the next one's process loads its modules."""
+    Args:
+        stamp: code, torch and device of this run.
+        resume: whether to skip successes in the file with the same stamp, name and arguments.
+        deadline: on time.monotonic(); limits of measurements are cut to it.
+    """
+    path, logs, left = folder / "results.jsonl", folder / "logs", []
+    logs.mkdir(parents=True, exist_ok=True)
+    done = {line["key"] for line in read(path) if line["status"] == "ok"} if resume else set()
+    for item in items:
+        found = {"name": item.name, "arguments": item.arguments, **stamp}
+        key = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+        if key in done:
+            continue
         start = time.monotonic()
-        worker, self.ready = self.ready or self.worker(item.name), None
-        if ahead and self.device != "cpu":
-            self.ready = self.worker("loaded ahead")
-        reply = worker.ask(item.call, item.arguments, self.within(item.limit))
-        worker.close()
-        took = time.monotonic() - start
-        self.records.add(item.name, item.arguments, reply.status, reply.result, took)
+        limit = min(item.limit, deadline - start)
+        if limit < min(item.limit, LEAST_S):
+            left.append(item.name)
+            continue
+        log = logs / f"{item.name.replace(' ', '-').replace('/', '-')}.log"
+        status, result = call(item.call, item.arguments, limit, log)
+        seconds = time.monotonic() - start
+        line = {"key": key, "status": status, "result": result, "seconds": seconds, **found}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        failure = "" if status == "ok" else f": {status}, {result}"
+        print(f"{item.name} ({seconds:.0f} s){failure}", flush=True)
+    return left
 
-    def within(self, limit: float) -> float:
-        """A limit that does not overrun the stage's by more than a minute."""
-        return min(limit, max(10, self.deadline + 60 - time.monotonic()))
 
-    def run_group(self, group: Group) -> None:
-        """Build contestants, warm them up, let them take turns, and break down steps of some."""
-        start = time.monotonic()
-        if self.ready:
-            self.ready.close()
-            self.ready = None
-        workers = {name: self.worker(f"{group.name} {name}") for name in group.contestants}
+def code_hash() -> str:
+    """Return a hash of the sources of package, configs, benchmarks and tests."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
-        def call(
-            function: str, what: dict[str, dict[str, Any]], at_once: float = math.inf
-        ) -> dict[str, Any]:
-            """Results by name of those that succeed; the others are recorded and left out."""
-            path = f"{self.contestants}.{function}"
-            calls = {name: (workers[name], path, what[name]) for name in what}
-            results = {}
-            for name, reply in together(calls, self.within(group.limit), at_once).items():
-                if reply.ok:
-                    results[name] = reply.result
-                else:
-                    self.fail(group, name, reply, start)
-                    workers.pop(name).kill()
-            return results
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return all lines of a JSONL file except incomplete ones."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            call("build_step", dict(group.contestants))
-            first = call("warm", {name: {} for name in workers}, group.at_once)
-            times: dict[str, list[float]] = {name: [] for name in workers}
-            peaks: dict[str, int | None] = {}
-            for round_ in range(group.rounds):
-                # There and back, so that none always follows the same other one.
-                for name in list(workers)[:: 1 if round_ % 2 == 0 else -1]:
-                    taken = call("turn", {name: {"repeats": group.repeats}})
-                    if name in taken:
-                        times[name].append(taken[name]["seconds"])
-                        peaks[name] = taken[name]["peak"]
-                if time.monotonic() > self.deadline + 30:
-                    break
-            for name in list(workers):
-                self.record(group, name, {**first[name], "peak": peaks[name]}, times, start)
-            for name in [name for name in group.profiled if name in workers]:
-                began = time.monotonic()
-                for profile in call("profile", {name: {}}).values():
-                    entry = profile_entry(group, name)
-                    self.records.add(*entry, "ok", profile, time.monotonic() - began)
-        finally:
-            for worker in workers.values():
-                worker.close()
-
-    def fail(self, group: Group, name: str, reply: Reply, start: float) -> None:
-        """Record a contestant that has failed."""
-        entry = f"{group.name}: {name}", group.contestants[name]
-        self.records.add(*entry, reply.status, reply.result, time.monotonic() - start)
-
-    def record(
-        self,
-        group: Group,
-        name: str,
-        facts: dict[str, Any],
-        times: dict[str, list[float]],
-        start: float,
-    ) -> None:
-        """Record a contestant that has been through its turns."""
-        mine, median = times[name], statistics.median(times[name])
-        reference = times.get(next(iter(group.contestants)))
-        whole = reference is not None and len(reference) == len(mine)
-        result = {
-            "ms": 1e3 * median,
-            "tokens_per_s": facts["tokens"] / median,
-            **{key: share / median for key, share in facts["mfu_of_a_second"].items()},
-            "time": ratios(mine, reference) if whole else None,
-            "against": next(iter(group.contestants)),
-            "peak": facts["peak"],
-            "first_steps_s": facts["seconds"],
-            "shape": facts["shape"],
-            "rounds_ms": [1e3 * value for value in mine],
-        }
-        entry = f"{group.name}: {name}", group.contestants[name]
-        self.records.add(*entry, "ok", result, time.monotonic() - start)
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
 
 
-def entries(group: Group) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and config of all that a group records."""
-    for name, config in group.contestants.items():
-        yield f"{group.name}: {name}", config
-    for name in group.profiled:
-        yield profile_entry(group, name)
+def table(folder: Path) -> str:
+    """Return the last measurement of each name in tables, one per group, after all stamps."""
+    lines = {line["name"]: line for line in read(folder / "results.jsonl")}
+    stamps = (f"{x['device']}, torch {x['torch']}, code {x['code']}" for x in lines.values())
+    sections = ["; ".join(dict.fromkeys(stamps)) + "\n"]
+    groups: dict[str, dict[str, Any]] = {}
+    others: list[list[str]] = []
+    failed: list[list[str]] = []
+    for name, line in lines.items():
+        group, colon, contestant = name.partition(": ")
+        if line["status"] != "ok":
+            failed.append([name, line["status"], cell(line["result"])])
+        elif colon:
+            groups.setdefault(group, {})[contestant] = line["result"]
+        else:
+            others.append([name, cell(line["result"])])
+    tables = {group: compared(results) for group, results in groups.items()}
+    tables["Others"] = Table.of(["", "result"], others)
+    tables["Failed"] = Table.of(["", "how", "why"], failed)
+    sections += [f"## {name}\n\n{each.markdown()}\n" for name, each in tables.items() if each.rows]
+    return "\n".join(sections)
 
 
-def profile_entry(group: Group, name: str) -> tuple[str, dict[str, Any]]:
-    """Name and config of a breakdown."""
-    return f"{group.name}, one step of {name}", group.contestants[name]
+def compared(results: dict[str, dict[str, Any]]) -> Table:
+    """Return the numbers of a group; brackets hold the ratio to the first contestant."""
+    first = next(iter(results.values()))
+    keys = [key for key, value in first.items() if isinstance(value, int | float)]
+    rows = []
+    for name, result in results.items():
+        cells = [cell(result.get(key, "")) for key in keys]
+        if result is not first:
+            for i, key in enumerate(keys):
+                cells[i] += f" ({result[key] / first[key]:.2f})" if cells[i] and first[key] else ""
+        rows.append([name, *cells])
+    return Table.of(["", *keys], rows)
+
+
+def cell(result: Any) -> str:
+    """Return a result as text."""
+    if isinstance(result, dict):
+        return "; ".join(f"{key}: {cell(value)}" for key, value in result.items())
+    if isinstance(result, list):
+        return ", ".join(map(cell, result))
+    if isinstance(result, int | float):
+        return f"{result:,.0f}" if abs(result) >= 1000 else f"{result:.4g}"
+    return " ".join(str(result).split())[:300]

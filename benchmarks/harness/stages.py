@@ -1,15 +1,12 @@
-"""The measurements of the three stages, at sizes for a GPU and for a CPU.
+"""The measurements of the three stages, with sizes for a GPU and small ones for a CPU."""
 
-Both sizes go through the same functions; only shapes and repeats differ.
-"""
-
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace as Sizes
 from typing import Any
 
 from harness.corpus import WORDS as CORPUS
-from harness.records import ROOT
-from harness.running import Group, Measurement
+from harness.process import ROOT
+from harness.running import Measurement
 
 STAGES = ("A", "B", "C")
 ARMS = {
@@ -19,246 +16,184 @@ ARMS = {
     "diff_v1 split": ["attention=diff_v1", "model.attention.values=split"],
     "diff_v2": ["attention=diff_v2"],
 }
-"""The contestants by name. V1's values are as wide as the paper's, or split for kernels."""
-PEER_OF = {"Llama": "standard", "DiffLlama": "diff_v1", "Qwen3Moe": "standard"}
+"""Overrides by contestant. V1's values are as wide as the paper's, or split for kernels."""
+TWO = ("standard", "diff_v2")
 AS_QWEN = ["model.qk_norm=true", "model.moe.score=softmax"]
+SIZES: dict[str, tuple[Any, Any]] = {
+    "dense": (["model=dense_1p3b"], ["model=tiny"]),
+    "mixture": (["model=moe_1b"], ["model=moe_tiny"]),
+    "large_mixture": (["model=moe_30a3", "model.n_layers=6"],
+                      ["model=moe_tiny", "model.moe.n_experts=16"]),
+    "run": (["model=base_350m", "seq_len=4096", "global_batch_size=8", "micro_batch_size=4"],
+            ["model=tiny", "seq_len=64", "global_batch_size=2", "compile=false"]),
+    "compiled": (True, False),
+    "short": (4096, 64),  # tokens per sequence
+    "long": (8192, 128),
+    "rounds": (4, 2),
+    "repeats": (4, 1),
+    "ceilings": ({"size": 8192, "mib": 4096}, {"size": 256, "mib": 16}),
+    "kernel_widths": ([64, 128], [32]),
+    "kernel_tokens": (4096, 64),
+    "loss_chunks": ([512, 4096, 8192], [64, 512]),
+    "contexts": ([1024, 4096, 16384, 65536], [32, 128]),
+    "decoded": (64, 16),
+    "test_limit": (130, 60),
+    "diagnostics_rounds": (12, 3),
+    "document": (600, 16),  # mean tokens
+}  # fmt: skip
+"""Shapes and repeats on a GPU, and on a CPU."""
+BATCH = 4
+"""Sequences per micro-batch."""
+Contestants = dict[str, dict[str, Any]]
+"""Arguments of `build_step` by name."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Shapes and repeats of all that is measured."""
-
-    dense: list[str]
-    """The model of stage B, of which five fit into a GPU's memory side by side."""
-    whole: list[str] | None
-    """The model at its full depth; None leaves it out."""
-    mixture: list[str]
-    large_mixture: list[str]
-    lengths: tuple[int, int]
-    """Tokens of a sequence in stage B."""
-    batch: int
-    """Sequences a forward pass at the first length; half as many at the second."""
-    common: list[str] = field(default_factory=list)
-    compiled: bool = True
-    rounds: int = 4
-    repeats: int = 4
-    at_once: int = 3
-    product: int = 8192
-    copy_mib: int = 4096
-    kernel_widths: tuple[int, ...] = (64, 128)
-    kernel_tokens: int = 4096
-    loss_chunks: tuple[int, ...] = (512, 4096, 8192)
-    decoding: list[str] = field(default_factory=list)
-    contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
-    decoded: int = 64
-    test_limit: float = 130
-    run: list[str] = field(default_factory=list)
-    diagnosed: list[str] = field(default_factory=list)
-    diagnostics_rounds: int = 12
-    remembered: list[str] = field(default_factory=list)
-    document: int = 600
-    """Tokens of a document on average."""
+def stage(name: str, small: bool, out: Path) -> list[Measurement]:
+    """Return the measurements of a stage, the most important first."""
+    s = Sizes(**{key: pair[small] for key, pair in SIZES.items()})
+    return {"A": stage_a, "B": stage_b, "C": stage_c}[name](s, out)
 
 
-GPU = Sizes(
-    # Half as deep as it is meant, so that contestants fit into the memory side by side.
-    dense=["model=dense_1p3b", "model.n_layers=12"],
-    whole=["model=dense_1p3b"],
-    mixture=["model=moe_1b"],
-    large_mixture=["model=moe_30a3", "model.n_layers=6"],
-    lengths=(4096, 8192),
-    batch=4,
-    decoding=["model=dense_1p3b", "model.n_layers=12"],
-    run=["model=base_350m", "seq_len=4096", "global_batch_size=8", "micro_batch_size=4"],
-    diagnosed=["model=dense_1p3b", "model.n_layers=12", "seq_len=4096", "global_batch_size=4"],
-    remembered=["model=dense_1p3b", "model.n_layers=4", "seq_len=4096", "global_batch_size=4"],
-)
-SMALL = Sizes(
-    dense=["model=tiny"],
-    whole=None,
-    mixture=["model=moe_tiny"],
-    large_mixture=["model=moe_tiny", "model.moe.n_experts=16"],
-    lengths=(64, 128),
-    batch=4,
-    compiled=False,
-    common=["compile=false"],
-    rounds=2,
-    repeats=1,
-    at_once=2,
-    product=256,
-    copy_mib=16,
-    kernel_widths=(32,),
-    kernel_tokens=64,
-    loss_chunks=(64, 512),
-    decoding=["model=tiny"],
-    contexts=(32, 128),
-    decoded=16,
-    test_limit=60,
-    run=["model=tiny", "seq_len=64", "global_batch_size=2", "compile=false"],
-    diagnosed=["model=tiny", "seq_len=64", "global_batch_size=2", "compile=false"],
-    diagnostics_rounds=3,
-    remembered=["model=tiny", "seq_len=64", "global_batch_size=2"],
-    document=16,
-)
+def stage_a(s: Sizes, out: Path) -> list[Measurement]:
+    """The machine, the chosen kernels, and the tests that need a GPU."""
 
-
-def stage(name: str, sizes: Sizes, out: Path) -> list[Measurement | Group]:
-    """The measurements of a stage, those that matter most first."""
-    return {"A": stage_a, "B": stage_b, "C": stage_c}[name](sizes, out)
-
-
-def stage_a(s: Sizes, out: Path) -> list[Measurement | Group]:
-    """The machine, the kernels that are chosen, the tests that need a GPU."""
-
-    def kernels(name: str, arm: str, widths: tuple[int, ...], backends: list[str]) -> Measurement:
-        shape = {"words": [*s.dense, *ARMS[arm]], "widths": list(widths), "tokens": s.kernel_tokens}
+    def kernels(name: str, arm: str, widths: list[int], backends: list[str]) -> Measurement:
+        case = {"words": [*s.dense, *ARMS[arm]], "tokens": s.kernel_tokens, "widths": widths}
         return Measurement(
-            f"{name} of {arm}", "harness.kernels.kernels", {**shape, "backends": backends}
+            f"{name} of {arm}", "harness.kernels.kernels", {**case, "backends": backends}
         )
 
     return [
-        Measurement("facts", "harness.machine.facts", {}),
-        Measurement("product", "harness.machine.product", {"size": s.product}),
-        Measurement("copy", "harness.machine.copy", {"mib": s.copy_mib}),
+        Measurement("facts", "harness.machine.facts"),
+        Measurement("ceilings", "harness.machine.ceilings", s.ceilings),
         *(kernels("kernels", arm, s.kernel_widths, ["sdpa"]) for arm in ARMS),
+        *(kernels("other kernels", arm, s.kernel_widths[-1:], ["flex", "flash"]) for arm in TWO),
         *(
-            kernels("other kernels", arm, s.kernel_widths[-1:], ["flex", "flash"])
-            for arm in ("standard", "diff_v2")
+            tests_of(file, s.test_limit)
+            for file in sorted(ROOT.glob("tests/*/test_*.py"))
+            if "pytest.mark.gpu" in file.read_text()
         ),
-        *(tests_of(file, s.test_limit) for file in gpu_tests()),
     ]
 
 
-def tests_of(file: str, limit: float) -> Measurement:
-    """A file's tests, several at once where they leave each other memory."""
-    large = "plan" in file  # models of 1.3B parameters that are trained
+def tests_of(file: Path, limit: float) -> Measurement:
+    """Run a file's tests, as many at the same time as fit into the memory."""
+    name, large = str(file.relative_to(ROOT)), "plan" in file.name  # models of 1.3B parameters
     limit = 1.6 * limit if large else limit
-    arguments = {"file": file, "limit": limit, "at_once": 2 if large else 4}
-    return Measurement(f"tests of {file}", "harness.machine.tests", arguments, limit + 60, 60)
+    arguments = {"file": name, "limit": limit, "at_once": 2 if large else 4}
+    return Measurement(f"tests of {name}", "harness.commands.tests", arguments, limit + 60)
 
 
-def gpu_tests() -> list[str]:
-    """The files with tests that need a GPU."""
-    files = sorted(ROOT.glob("tests/**/test_*.py"))
-    marked = (file for file in files if "pytest.mark.gpu" in file.read_text())
-    return [str(file.relative_to(ROOT)) for file in marked]
-
-
-def stage_b(s: Sizes, out: Path) -> list[Measurement | Group]:
-    """Training steps of dense models, and sweeps of what can be set."""
-    short, long = s.lengths
-    at_short = words_of(s, s.dense, short, s.batch)
-    at_long = words_of(s, s.dense, long, max(1, s.batch // 2))
-    ours = {arm: {"words": [*at_short, *words]} for arm, words in ARMS.items()}
-    standard = {"standard": ours["standard"]}
+def stage_b(s: Sizes, out: Path) -> list[Measurement]:
+    """Training steps of dense models, single settings, and breakdowns of a step."""
+    at_short, at_long = step_words(s, s.dense, s.short), step_words(s, s.dense, s.long, BATCH // 2)
     peers = {
-        **standard,
         "plain torch": peer(s, "plain", at_short),
         "Llama, autocast": peer(s, "Llama", at_short),
         "Llama, bf16 weights": peer(s, "Llama", at_short, precision="bf16 weights"),
         "DiffLlama, autocast": peer(s, "DiffLlama", at_short),
     }
-    longer = {arm: {"words": [*at_long, *words]} for arm, words in ARMS.items()}
-    longer["Llama, autocast"] = peer(s, "Llama", at_long)
-    groups = [
-        Group(f"step at {short}", ours, s.rounds, s.repeats, s.at_once, ("standard", "diff_v2")),
-        Group(f"peers at {short}", peers, s.rounds, s.repeats, 2),  # larger than ours
-        Group(f"step at {long}", longer, s.rounds, s.repeats, s.at_once),
-        Group(f"sweep at {short}", sweep(s, at_short), s.rounds, s.repeats, s.at_once),
-    ]
-    if s.whole:
-        words = words_of(s, s.whole, short, s.batch)
-        whole = {arm: {"words": [*words, *ARMS[arm]]} for arm in ("standard", "diff_v2")}
-        whole["Llama, autocast"] = peer(s, "Llama", words)
-        name = f"full depth at {short}"
-        groups.insert(1, Group(name, whole, s.rounds, s.repeats, 1, ("standard", "diff_v2")))
-    return groups
-
-
-def sweep(s: Sizes, words: list[str]) -> dict[str, dict[str, Any]]:
-    """Standard attention with one setting changed; accumulation over four micro-batches."""
-    base = [*words, *ARMS["standard"]]
-    four = [*base, f"global_batch_size={4 * s.batch}"]
-    return {
-        "as it comes": {"words": base},
-        **{f"loss_chunk {n}": {"words": [*base, f"model.loss_chunk={n}"]} for n in s.loss_chunks},
-        "activation checkpointing": {"words": [*base, "activation_checkpointing=true"]},
-        "4 micro-batches": {"words": four},
+    settings = {
+        "4 micro-batches": f"global_batch_size={4 * BATCH}",
+        "activation checkpointing": "activation_checkpointing=true",
+        **{f"loss_chunk {n}": f"model.loss_chunk={n}" for n in s.loss_chunks},
     }
+    standard = [*at_short, *ARMS["standard"]]
+    changed = {name: {"words": [*standard, word]} for name, word in settings.items()}
+    longer = ours(at_long, "standard", "diff_v1 split", "diff_v2")
+    longer["Llama, autocast"] = peer(s, "Llama", at_long)
+    return [
+        *steps(s, f"step at {s.short}", ours(at_short, *ARMS)),
+        *breakdowns("dense", ours(at_short, *TWO)),
+        *steps(s, f"step at {s.short}", peers),
+        *steps(s, f"step at {s.long}", longer),
+        *steps(s, f"step at {s.short}", changed),
+    ]
 
 
-def stage_c(s: Sizes, out: Path) -> list[Measurement | Group]:
-    """Mixtures, documents, diagnostics, decoding, memory, a whole run."""
-    short = s.lengths[0]
-    mixture = [*words_of(s, s.mixture, short, s.batch), *AS_QWEN]
-    experts = {arm: {"words": [*mixture, *ARMS[arm]]} for arm in ("standard", "diff_v2")}
-    experts["Qwen3Moe, autocast"] = peer(s, "Qwen3Moe", mixture)
-    dense = [*words_of(s, s.dense, short, s.batch), *ARMS["standard"]]
+def stage_c(s: Sizes, out: Path) -> list[Measurement]:
+    """Mixtures, documents, diagnostics, decoding, memory, a run of train.py."""
+    mixture = [*step_words(s, s.mixture, s.short), *AS_QWEN]
+    experts = {**ours(mixture, *TWO), "Qwen3Moe, autocast": peer(s, "Qwen3Moe", mixture)}
+    large = [*step_words(s, s.large_mixture, s.short, BATCH // 2), *AS_QWEN]
+    larger = ours(large, "standard")
+    larger["Qwen3Moe, bf16 weights"] = peer(s, "Qwen3Moe", large, precision="bf16 weights")
+    dense, v2 = ([*step_words(s, s.dense, s.short), *ARMS[arm]] for arm in TWO)
     masked = {"document_length": s.document}
-    documents = {
+    documents: Contestants = {
         "not masked": {"words": dense},
         "masked, varlen": {"words": dense, "document_kernel": "varlen", **masked},
-        **{
-            f"masked, {backend}": {
-                "words": [*dense, f"model.attention.backend={backend}"],
-                **masked,
-            }
-            for backend in ("sdpa", "flex", "flash")
-        },
     }
+    for name in ("sdpa", "flex", "flash"):
+        words = [*dense, f"model.attention.backend={name}"]
+        documents[f"masked, {name}"] = {"words": words, **masked}
     run = [*CORPUS, *s.run, "wandb.mode=disabled", "steps=30", "checkpoint.interval=10"]
     run += ["optim.warmup_steps=5", "log_interval=5", "run.report=false"]
     training = {"words": run, "folder": str(out / "run"), "limit": 230}
-    large = [*words_of(s, s.large_mixture, short, max(1, s.batch // 2)), *AS_QWEN]
-    alone = {"standard": {"words": [*large, *ARMS["standard"]]}}
-    alone["Qwen3Moe, bf16 weights"] = peer(s, "Qwen3Moe", large, precision="bf16 weights")
+    diagnosed = {"words": v2, "rounds": s.diagnostics_rounds}
+    checkpointed = [*v2, "activation_checkpointing=true"]
+    memory = {"standard": dense, "diff_v2": v2, "diff_v2, checkpointing": checkpointed}
     return [
-        Group("mixture", experts, s.rounds, s.repeats, s.at_once, ("standard",)),
-        Measurement("decoding", "harness.decoding.decoding", decoding(s, 1), 150),
-        Group("documents", documents, s.rounds, s.repeats, s.at_once),
-        Measurement("training run", "harness.training.training_run", training, 260, 150),
-        Measurement(
-            "diagnostics",
-            "harness.training.diagnostics",
-            {"words": [*s.diagnosed, *ARMS["diff_v2"]], "rounds": s.diagnostics_rounds},
-        ),
+        *steps(s, "mixture", experts),
+        *breakdowns("mixture", ours(mixture, "standard")),
+        *decoding(s, 1, s.contexts),
+        *steps(s, "documents", documents),
+        Measurement("training run", "harness.commands.training_run", training, 260),
+        Measurement("diagnostics", "harness.steps.diagnostics", diagnosed, 200),
         *(
-            Measurement(
-                f"memory of {arm}{', checkpointing' * checkpointing}",
-                "harness.training.memory",
-                {"attention": arm, "checkpointing": checkpointing, "words": s.remembered},
-                200,
-            )
-            for arm, checkpointing in (("standard", False), ("diff_v2", False), ("diff_v2", True))
+            Measurement(f"memory: {name}", "harness.steps.memory", {"words": words}, 200)
+            for name, words in memory.items()
         ),
-        Measurement("decoding, 8 sequences", "harness.decoding.decoding", decoding(s, 8), 150),
-        # Too large to be side by side: groups of one, without turns.
-        *(
-            Group(f"large mixture, {name}", {name: config}, s.rounds, s.repeats)
-            for name, config in alone.items()
-        ),
+        *steps(s, "large mixture", larger),
+        *decoding(s, 8, s.contexts[:-1]),
     ]
 
 
-def decoding(s: Sizes, batch: int) -> dict[str, Any]:
-    """Arguments for a growing context; half as long where there are several sequences."""
-    contexts = s.contexts if batch == 1 else s.contexts[:-1]
-    words = [*s.decoding, f"seq_len={contexts[-1] + s.decoded}"]
-    return {"words": words, "lengths": list(contexts), "tokens": s.decoded, "batch": batch}
+def steps(s: Sizes, group: str, contestants: Contestants) -> list[Measurement]:
+    """Measure training steps; the first contestant of a group is the baseline of its ratios."""
+    repeated = {"rounds": s.rounds, "repeats": s.repeats}
+    return [
+        Measurement(f"{group}: {name}", "harness.steps.measure", {**arguments, **repeated}, 240)
+        for name, arguments in contestants.items()
+    ]
 
 
-def words_of(s: Sizes, model: list[str], seq: int, batch: int) -> list[str]:
-    """Overrides of a training step."""
+def breakdowns(kind: str, contestants: Contestants) -> list[Measurement]:
+    """Break one step of each contestant down by kernel."""
+    return [
+        Measurement(f"breakdown, ms: {kind}, {name}", "harness.kernels.step_breakdown", words, 240)
+        for name, words in contestants.items()
+    ]
+
+
+def decoding(s: Sizes, batch: int, contexts: list[int]) -> list[Measurement]:
+    """Measure the decoding of four variants over a growing context."""
+    sizes = {"lengths": contexts, "tokens": s.decoded, "batch": batch}
+    words = [*s.dense, f"seq_len={contexts[-1] + s.decoded}"]
+    return [
+        Measurement(
+            f"decoding, batch {batch}: {attention}",
+            "harness.decoding.decoding",
+            {"words": [*words, f"attention={attention}"], **sizes},
+            150,
+        )
+        for attention in ("standard", "gated", "diff_v1", "diff_v2")
+    ]
+
+
+def step_words(s: Sizes, model: list[str], seq: int, batch: int = BATCH) -> list[str]:
+    """Return overrides of a training step with one micro-batch."""
     sizes = [f"seq_len={seq}", f"micro_batch_size={batch}", f"global_batch_size={batch}"]
-    return [*model, *s.common, *sizes]
+    return [*model, *([] if s.compiled else ["compile=false"]), *sizes]
+
+
+def ours(words: list[str], *arms: str) -> Contestants:
+    """Return arguments of `build_step` for variants of ours."""
+    return {arm: {"words": [*words, *ARMS[arm]]} for arm in arms}
 
 
 def peer(s: Sizes, kind: str, words: list[str], precision: str = "bf16 autocast") -> dict[str, Any]:
-    """Arguments of `build_step` for a contestant that is not ours."""
-    attention = f"attention={PEER_OF.get(kind, 'standard')}"
-    return {
-        "kind": kind,
-        "words": [*words, attention],
-        "precision": precision,
-        "compiled": s.compiled,
-    }
+    """Return arguments of `build_step` for a peer."""
+    attention = f"attention={'diff_v1' if kind == 'DiffLlama' else 'standard'}"
+    shape = {"kind": kind, "words": [*words, attention]}
+    return {**shape, "precision": precision, "compiled": s.compiled}

@@ -1,29 +1,157 @@
-"""Training steps of ours and of peers, their shape and their FLOPs."""
+"""Training steps of ours and of peers: time, FLOPs, memory, overhead of diagnostics."""
 
-from typing import Any, NamedTuple
+import random
+import statistics
+import time
+from typing import Any
 
 import torch
 
-from diffllm.config import TrainConfig
+from diffllm.config import TrainConfig, load_config
+from diffllm.metrics.diagnostics import named_values
 from diffllm.metrics.profiling import mfu, peak_flops
 from diffllm.model import ModelConfig, Transformer
+from diffllm.model.attention import kernels
+from diffllm.model.attention.kernels import Kernel
+from diffllm.model.auto_setting import ASKED, AutoSetting
+from diffllm.plan.estimate import GIB
+from diffllm.plan.simulate import EVERYTHING, simulate
 from diffllm.training.build import build, chosen_precision
-from diffllm.training.step import train_step
-from harness.measuring import Step
+from diffllm.training.record import grad_norm_by_group
+from diffllm.training.step import Due, train_step
+from harness.machine import Step, join_alone, seconds, synchronize
 from harness.plain_llama import PlainLlama
 
 DOCUMENT_END = 0
 """The token that ends a document in steps that mask documents."""
+WARM = 3
+"""Warm-up steps, which compile."""
+KINDS = {
+    "off": Due(),
+    "statistics": Due(statistics=True, update=True),
+    "probes": Due(statistics=True, probes=True, update=True),
+}
+
+
+def measure(rounds: int, repeats: int, **contestant: Any) -> dict[str, Any]:
+    """Measure the training step that `build_step` builds.
+
+    Args:
+        rounds: number of times; the result is their median.
+        repeats: steps per time.
+    """
+    device = join_alone()
+    cfg, step = build_step(device, **contestant)
+    start = time.perf_counter()
+    for _ in range(WARM):
+        step()
+    synchronize(device)
+    first_steps = time.perf_counter() - start
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    times = [seconds(step, device, repeats) for _ in range(rounds)]
+    tokens_per_s = cfg.global_batch_size * cfg.seq_len / statistics.median(times)
+    peak = peak_flops(device)
+    flops = flops_per_token(cfg.model) if peak else {}
+    return {
+        "ms": 1e3 * statistics.median(times),
+        "slowest_ms": 1e3 * max(times),
+        "tokens_per_s": tokens_per_s,
+        **{f"mfu_{kind}": mfu(count, tokens_per_s, peak) for kind, count in flops.items()},
+        "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if gpu else None,
+        "first_steps_s": first_steps,
+        "rounds_ms": [1e3 * value for value in times],
+    }
+
+
+def diagnostics(words: list[str], rounds: int) -> dict[str, Any]:
+    """Measure the overhead of diagnostics at their default intervals.
+
+    Three kinds of steps alternate in random order: a step without measurements; a step with
+    in-block statistics, update norm and gradient norms by group, as every 10th step of a run; a
+    step with probes as well, as every 100th. The overhead is the extra time at these rates,
+    relative to a step without measurements.
+    """
+    cfg = load_config(words)
+    t = build(cfg, join_alone())
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for round_ in range(rounds + 2):
+        for kind in random.Random(round_).sample(list(KINDS), len(KINDS)):
+            batches, due = micro_batches(cfg, t.device), KINDS[kind]
+            synchronize(t.device)
+            start = time.perf_counter()
+            out = train_step(t, iter(batches), 0, due)
+            if due.update:  # the host's part
+                named_values(out.stats)
+                grad_norm_by_group(out.grad_norms)
+            out.nll.item()  # waits for a GPU
+            seconds[kind].append(time.perf_counter() - start)
+    off, measured, probed = (statistics.median(seconds[kind][2:]) for kind in KINDS)
+    probes = 1 / cfg.diagnostics.probe_interval
+    others = 1 / cfg.diagnostics.interval - probes
+    return {
+        "overhead": (others * (measured - off) + probes * (probed - off)) / off,
+        "seconds": {"off": off, "statistics": measured, "probes": probed},
+    }
+
+
+def memory(words: list[str]) -> dict[str, float]:
+    """Return the peak of a step with all diagnostics, in GiB: planned for one rank, and measured.
+
+    The measured peak comes from torch's CUDA allocator, so it excludes CUDA's context and
+    fragmentation. On a CPU there is none.
+    """
+    cfg = load_config(words)
+    plan = simulate(cfg, 1).peak.total / GIB  # before the process group: a plan begins its own
+    device = join_alone()
+    if device.type == "cpu":
+        return {"plan_gib": plan}
+    t = build(cfg, device)
+    for number in range(2):  # the first step compiles and tries kernels
+        torch.cuda.reset_peak_memory_stats(device)
+        train_step(t, iter(micro_batches(cfg, device)), number, EVERYTHING)
+        torch.cuda.synchronize(device)
+    measured = torch.cuda.max_memory_allocated(device) / GIB
+    return {"plan_gib": plan, "measured_gib": measured, "measured_over_plan": measured / plan}
+
+
+def build_step(
+    device: torch.device,
+    words: list[str],
+    kind: str = "ours",
+    precision: str = "bf16 autocast",
+    compiled: bool = True,
+    document_length: int | None = None,
+    document_kernel: str | None = None,
+) -> tuple[TrainConfig, Step]:
+    """Build a model, its optimizer and a training step.
+
+    Args:
+        words: overrides of the config, which for a peer determines the shape.
+        kind: "ours", "plain" (`PlainLlama`), or a model of transformers such as "Llama".
+        precision, compiled: of a peer; for ours the config decides.
+        document_length: mean length of the masked documents; None masks nothing. Only for ours.
+        document_kernel: a `Kernel` that masks documents on Hopper instead of the default.
+    """
+    cfg = load_config(words)
+    if document_kernel:
+        kernels.DOCUMENTS_ON_HOPPER = AutoSetting(Kernel[document_kernel], ASKED)
+    if kind == "ours":
+        return cfg, ours(cfg, device, document_length)
+    with device:
+        model = PlainLlama(cfg.model) if kind == "plain" else their_model(kind, cfg)
+    return cfg, peer_step(model, cfg, precision, device, compiled)
 
 
 def random_tokens(cfg: TrainConfig, device: torch.device) -> torch.Tensor:
-    """The tokens of one micro-batch, (b, T + 1) int64."""
+    """Return random tokens of one micro-batch, (b, T + 1) int64."""
     shape = (cfg.micro_batches(1)[0], cfg.seq_len + 1)
     return torch.randint(1, cfg.model.vocab_size, shape, device=device)
 
 
 def with_documents(tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Tokens among which documents end, after `length` tokens on average."""
+    """Replace random tokens by the end of a document, after `length` tokens on average."""
     ends = torch.rand(tokens.shape, device=tokens.device) < 1 / length
     return tokens.masked_fill(ends, DOCUMENT_END)
 
@@ -31,11 +159,7 @@ def with_documents(tokens: torch.Tensor, length: int) -> torch.Tensor:
 def micro_batches(
     cfg: TrainConfig, device: torch.device, document_length: int | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Random inputs and targets, (b, T) int64 each, of every micro-batch of one step.
-
-    Args:
-        document_length: of documents on average, which end among the tokens; None ends none.
-    """
+    """Return random inputs and targets, (b, T) int64 each, of every micro-batch of one step."""
     batches = []
     for _ in range(cfg.micro_batches(1)[1]):
         tokens = random_tokens(cfg, device)
@@ -45,18 +169,14 @@ def micro_batches(
 
 
 def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = None) -> Step:
-    """A step of the trainer: float32 master weights and loss, clipping, the guard, fused AdamW.
+    """Return a step of the trainer: float32 weights and loss, clipping, the guard, fused AdamW.
 
-    Args:
-        document_length: of the documents on average, which are masked; None masks nothing.
-
-    Raises:
-        ConfigError: the attention backend cannot run on the device.
+    Raises ConfigError if the attention backend cannot run on the device.
     """
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
     t = build(cfg, device, DOCUMENT_END if document_length else None)
-    # Where documents begin is found out on the host.
+    # The host finds the documents of a batch.
     where = torch.device("cpu") if document_length else device
 
     def step() -> None:
@@ -65,29 +185,20 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
     return step
 
 
-def theirs(
-    name: str, cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False
-) -> Step:
-    """A step of a transformers model of `cfg`'s shape, written as its users write it.
-
-    Args:
-        name: e.g. "Llama".
-        precision: "float32", "bf16 autocast" or "bf16 weights".
-    """
-    with device:
-        model = their_model(name, cfg)
-
-    def loss(forward: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return forward(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
-
-    return peer_step(model, loss, cfg, precision, device, compiled)
-
-
 def their_model(name: str, cfg: TrainConfig) -> Any:
     """Build a transformers model, such as "Llama", in the shape of `cfg`."""
     import transformers  # takes seconds, and ours alone does without
 
-    m = cfg.model
+    m, moe = cfg.model, cfg.model.moe
+    assert not moe.n_shared, "Qwen3Moe has no shared experts"
+    experts = {
+        "num_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_dim,
+        "norm_topk_prob": moe.renormalise,
+        "mlp_only_layers": list(range(moe.n_dense_layers)),
+        "output_router_logits": False,
+    }
     config = getattr(transformers, f"{name}Config")(
         num_hidden_layers=m.n_layers,
         hidden_size=m.dim,
@@ -102,46 +213,20 @@ def their_model(name: str, cfg: TrainConfig) -> Any:
         tie_word_embeddings=m.tie_embeddings,
         use_cache=False,
         attn_implementation="sdpa",
-        **their_experts(m),
+        **(experts if moe.n_experts else {}),
     )
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-def their_experts(m: ModelConfig) -> dict[str, Any]:
-    """The arguments of Qwen3Moe's config that Llama's lacks; none for a dense model."""
-    if not m.moe.n_experts:
-        return {}
-    assert not m.moe.n_shared, "Qwen3Moe has no shared experts"
-    return {
-        "num_experts": m.moe.n_experts,
-        "num_experts_per_tok": m.moe.top_k,
-        "moe_intermediate_size": m.moe.expert_dim,
-        "norm_topk_prob": m.moe.renormalise,
-        "mlp_only_layers": list(range(m.moe.n_dense_layers)),
-        "output_router_logits": False,
-    }
-
-
-def plain(cfg: TrainConfig, precision: str, device: torch.device, compiled: bool = False) -> Step:
-    """A step of `PlainLlama`, which is about as fast as torch without a framework."""
-    with device:
-        model = PlainLlama(cfg.model)
-
-    def loss(forward: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return forward(tokens[:, :-1], tokens[:, 1:])
-
-    return peer_step(model, loss, cfg, precision, device, compiled)
-
-
 def peer_step(
-    model: Any,
-    loss: Any,
-    cfg: TrainConfig,
-    precision: str,
-    device: torch.device,
-    compiled: bool,
+    model: Any, cfg: TrainConfig, precision: str, device: torch.device, compiled: bool
 ) -> Step:
-    """Forward, backward, clipping and fused AdamW, with the sequences and batches of `cfg`."""
+    """Return a step with clipping and fused AdamW, and the sequences and batches of `cfg`.
+
+    Args:
+        model: a `PlainLlama` or a model of transformers.
+        precision: "float32", "bf16 autocast" or "bf16 weights".
+    """
     if precision == "bf16 weights":
         model = model.to(torch.bfloat16)
     forward = torch.compile(model) if compiled else model
@@ -149,11 +234,16 @@ def peer_step(
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16 autocast")
     count = cfg.micro_batches(1)[1]
 
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        if isinstance(model, PlainLlama):
+            return forward(tokens[:, :-1], tokens[:, 1:])
+        return forward(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+
     def step() -> None:
         for _ in range(count):
             tokens = random_tokens(cfg, device)
             with autocast:
-                value = loss(forward, tokens)
+                value = loss(tokens)
             (value / count).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -162,28 +252,12 @@ def peer_step(
     return step
 
 
-def described(cfg: TrainConfig) -> str:
-    """The shape in one line."""
-    m, (batch, count) = cfg.model, cfg.micro_batches(1)
-    experts = f"{m.moe.n_experts} experts of {m.moe.expert_dim}, top {m.moe.top_k}"
-    return (
-        f"{m.n_layers} layers, {m.dim} wide, {m.n_heads}/{m.n_kv_heads} heads of {m.head_dim}, "
-        f"{experts if m.moe.n_experts else f'SwiGLU of {m.ffn_dim}'}, vocabulary {m.vocab_size}, "
-        f"{count} x {batch} x {cfg.seq_len} tokens a step"
-    )
+def flops_per_token(model: ModelConfig) -> dict[str, float]:
+    """Return training FLOPs per token at a model's seq_len by two conventions.
 
-
-class Flops(NamedTuple):
-    """Training FLOPs a token by the two conventions."""
-
-    causal: float
-    """Attention over the (S + 1) / 2 keys that a query sees on average, as for perf/mfu."""
-    full: float
-    """Attention over all S keys, as torchtitan and others count."""
-
-
-def flops_per_token(model: ModelConfig) -> Flops:
-    """Training FLOPs a token of a model at its seq_len, by both conventions."""
+    "causal" counts attention over the mean (S + 1) / 2 keys of a query, as perf/mfu does; "full"
+    counts it over all S keys, as torchtitan and others do.
+    """
     with torch.device("meta"):
         built = Transformer(model)
     causal, keys = built.flops_per_token(), model.seq_len
@@ -192,14 +266,4 @@ def flops_per_token(model: ModelConfig) -> Flops:
         layer.attention.flops_per_token(2 * keys - 1) - layer.attention.flops_per_token(keys)
         for layer in built.layers
     )
-    return Flops(causal, causal + sum(extra))
-
-
-def mfus(flops: Flops, tokens_per_s: float, device: torch.device) -> dict[str, float]:
-    """Shares of the device's peak; empty where the peak is not known."""
-    if not (peak := peak_flops(device)):
-        return {}
-    return {
-        "mfu_causal": mfu(flops.causal, tokens_per_s, peak),
-        "mfu_full": mfu(flops.full, tokens_per_s, peak),
-    }
+    return {"causal": causal, "full": causal + sum(extra)}
