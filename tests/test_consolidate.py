@@ -180,19 +180,11 @@ def test_a_damaged_checkpoint_is_named_and_nothing_written(run, tmp_path, capfd)
     ("word", "said"),
     [
         ("dtype=fp8", "float32 or bf16"),
-        ("max_shard_size=0GB", "above 0"),
         ("max_shard_size=5", "as in 500MB or 5GB"),
         ("step=9", "no checkpoint of step 9"),
-        ("overwrite=1", "true or false"),
     ],
 )
 def test_wrong_arguments_are_refused(run, word, said, tmp_path, capfd):
     assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}/out", word]) == 2
     assert said in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_directory_that_cannot_be_written_is_named(run, tmp_path, capfd):
-    (tmp_path / "file").write_text("mine")
-    assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}/file/out"]) == 2
-    assert f"out={tmp_path}/file/out cannot be reached" in capfd.readouterr().err

@@ -175,8 +175,3 @@ def test_values_that_are_not_finite_name_their_layer():
         model.layers[1].ffn.w2.weight[0, 0] = math.nan
     with pytest.raises(CheckpointError, match="layer 1 has values that are not finite"):
         measure(model, [(torch.randint(4, 64, (1, T)), None)])
-
-
-def test_the_same_tokens_give_the_same_numbers_twice():
-    model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
-    assert measure(model, [(tokens, None)]) == measure(model, [(tokens, None)])

@@ -44,7 +44,7 @@ def attention_map_command(argv: list[str]) -> None:
     args = parse(AttentionMapArguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
     run = Path(args.run)
     cfg = load_run_config(run)
-    layers = layer_indices(args.layer, cfg.model.n_layers)
+    layers = indices("layer", args.layer, cfg.model.n_layers, -1)
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
     tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
     places = [figure_path(args, run, layer) for layer in layers]
@@ -57,7 +57,7 @@ def attention_map_command(argv: list[str]) -> None:
             )
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     for layer, shown, out in zip(layers, maps, places, strict=True):
-        heads = head_indices(args.head, shown.effective.shape[1])
+        heads = indices("head", args.head, shown.effective.shape[1], 0)
         which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
         title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
         for name, values in shown.by_query.items():
@@ -70,24 +70,14 @@ def attention_map_command(argv: list[str]) -> None:
         echo(f"{title}\n{heads_text(shown, heads)}\nfigure: {out}", flush=True)
 
 
-def layer_indices(layer: str, n_layers: int) -> list[int]:
-    """One, counted from 0, or all; raises ConfigError for a layer that the run does not have."""
-    if layer == "all":
-        return list(range(n_layers))
-    if not layer.removeprefix("-").isdecimal() or not -1 <= int(layer) < n_layers:
-        raise ConfigError(
-            f"layer={layer}: this run has layers 0 to {n_layers - 1} (-1: the last), or all"
-        )
-    return [int(layer) % n_layers]
-
-
-def head_indices(head: str, n_heads: int) -> list[int]:
-    """One or all; raises ConfigError for a head that the variant does not have."""
-    if head == "all":
-        return list(range(n_heads))
-    if not head.isdecimal() or int(head) >= n_heads:
-        raise ConfigError(f"head={head}: this run has heads 0 to {n_heads - 1}, or all")
-    return [int(head)]
+def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
+    """Return one index, counted from 0, or all; raises ConfigError beyond `lowest` and `count`."""
+    if text == "all":
+        return list(range(count))
+    if not text.removeprefix("-").isdecimal() or not lowest <= int(text) < count:
+        last = " (-1: the last)" * (lowest < 0)
+        raise ConfigError(f"{key}={text}: this run has {key}s 0 to {count - 1}{last}, or all")
+    return [int(text) % count]
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:

@@ -181,7 +181,12 @@ def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
         totals,
         [
             quantity(width, width),
-            against_first("MFLOPs a token", flops, "{:,.1f}".format, percent_more),
+            against_first(
+                "MFLOPs a token",
+                flops,
+                "{:,.1f}".format,
+                lambda first, v: f"{100 * (v / first - 1):+.1f}%",
+            ),
             quantity("KV bytes a token", "kv_cache_bytes_per_token"),
         ],
     ]
@@ -200,10 +205,6 @@ def against_first(
     first, *others = values
     cells = [("=", "") if v == first else (show(v), change(first, v)) for v in others]
     return label, show(first), *(cell for pair in cells for cell in pair)
-
-
-def percent_more(first: float, value: float) -> str:
-    return f"{100 * (value / first - 1):+.1f}%"
 
 
 def short_difference(difference: int) -> str:

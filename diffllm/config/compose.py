@@ -139,7 +139,8 @@ def typed(composed: DictConfig) -> TrainConfig:
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(with_key(error)) from error
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{key}{one_line(error)}") from error
     except TypeError as error:  # of a list whose interpolation is none
         raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
@@ -167,11 +168,6 @@ def checked(cfg: TrainConfig) -> TrainConfig:
     check_paths(again)
     again.run.schemas = dict(cfg.run.schemas)
     return again
-
-
-def with_key(error: OmegaConfBaseException) -> str:
-    """Return an exception's text in one line, behind the key that it is about."""
-    return (f"{error.full_key}: " if error.full_key else "") + one_line(error)
 
 
 def schemas_of(cfg: TrainConfig) -> dict[str, str]:

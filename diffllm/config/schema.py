@@ -280,14 +280,9 @@ def check_paths(cfg: Any) -> None:
         if PATHS.fullmatch(key):
             for text in value if isinstance(value, list) else [value]:
                 if text is not None:
-                    user_path(text.removeprefix(OF_WEIGHTS), named_by(key, text))
-
-
-def named_by(key: str, text: str) -> str:
-    """Return the name under which a user gave a value: that of the environment's variable, where
-    the key follows it."""
-    from_environment = key == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
-    return "DIFFLLM_CACHE" if from_environment else key
+                    # The default of data.cache_dir follows a variable of the environment.
+                    cache = key == "data.cache_dir" and os.environ.get("DIFFLLM_CACHE") == text
+                    user_path(text.removeprefix(OF_WEIGHTS), "DIFFLLM_CACHE" if cache else key)
 
 
 def check_number(key: str, value: float) -> None:

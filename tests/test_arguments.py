@@ -1,0 +1,73 @@
+"""The grammar of commands: key=value words, flags, plain words and overrides."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from diffllm.cli.arguments import argument, flag, parse
+from diffllm.core.errors import ConfigError
+
+
+@dataclass
+class Plain:
+    """A command with directories."""
+
+    run: list[str] = argument("directories", [], words="plain")
+    lambda_: float | None = argument("a share", None, least=0, most=1)
+    json: bool = flag("JSON")
+    dry_run: bool = flag("only say")
+
+
+@dataclass
+class Composing:
+    """A command with overrides."""
+
+    gpus: int = argument("ranks")
+    json: bool = flag("JSON")
+    compare: list[str] = argument("variants", [], flag=True)
+    overrides: list[str] = argument("of the config", [], words="overrides")
+
+
+@pytest.mark.parametrize("word", ["--json", "json=true", "--json=true"])
+def test_parse_takes_both_spellings_of_a_flag(word):
+    assert parse(Plain, [word], "") == Plain(json=True)
+    assert parse(Composing, [word, "gpus=2"], "") == Composing(2, json=True)
+
+
+def test_parse_gives_plain_words_and_existing_directories_to_their_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    words = ["a", "run=b", "lr=1", "out/c=d*", "lambda=0.5", "--dry-run"]
+    assert parse(Plain, words, "") == Plain(["a", "b", "lr=1", "out/c=d*"], 0.5, dry_run=True)
+
+
+def test_parse_gives_other_words_to_the_overrides_in_their_order():
+    words = ["model=tiny", "gpus=2", "--compare", "a,b", "--compare=c", "~x", "--other", "seed=0"]
+    expected = Composing(2, False, ["a,b", "c"], ["model=tiny", "~x", "--other", "seed=0"])
+    assert parse(Composing, words, "") == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lambada=1"], "unknown argument 'lambada=1'; did you mean lambda=?"),
+        (["--jsn"], "unknown argument '--jsn'"),
+        (["json=yes"], "json='yes' must be true or false"),
+        (["lambda=x"], "lambda='x' is not float"),
+        (["lambda=2"], "lambda=2.0 must be at most 1"),
+    ],
+)
+def test_parse_refuses_a_word_with_its_key(words, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(Plain, words, "")
+    assert str(caught.value).startswith(message)
+
+
+def test_help_lists_keys_and_flags_and_exits(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(Composing, ["--help"], "what it does")
+    assert not stop.value.code
+    out = capsys.readouterr().out
+    assert out.startswith("what it does\n\n  gpus=")
+    assert "ranks (required)" in out
+    assert "  --json" in out
