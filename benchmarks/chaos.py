@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from processes import has_ended  # noqa: E402
-from runs.command import checkpoint_tensors, descendants, overrides_of, write_corpus  # noqa: E402
+from runs import command  # noqa: E402
 
 OUTPUTS = {
     "a file": 'exec "$@" >> "$LOG" 2>&1',
@@ -47,8 +47,7 @@ OUTPUTS = {
     "a reader that leaves": 'exec "$@" > >(head -n 3 >> "$LOG") 2>&1',
 }
 """Redirections of the output in a shell."""
-PATIENCE_S = 300
-"""Seconds without progress after which this script fails."""
+PATIENCE_S = 300  # without progress for so long, this script fails
 
 
 class Victim:
@@ -80,7 +79,7 @@ class Victim:
         if self.ranks == 1:
             return [self.process.pid]
         found = []
-        for pid in descendants(self.process.pid, deep=False):
+        for pid in command.descendants(self.process.pid, deep=False):
             with contextlib.suppress(OSError):  # it has ended
                 if b"planted_train" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
@@ -127,20 +126,9 @@ class Victim:
 
     def kill_all(self) -> None:
         """Kill torchrun, the ranks and their child processes."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
+        for pid in [self.process.pid, *command.descendants(self.process.pid)]:
             kill(pid)
         self.process.wait()
-
-    def trained_on(self) -> dict[tuple[int, int], list[tuple[object, ...]]]:
-        """Return samples and loss by rank and step, once for each time that the step was made."""
-        seen: dict[tuple[int, int], list[tuple[object, ...]]] = {}
-        for rank in range(self.ranks):
-            for line in (self.samples / f"samples-{rank}.jsonl").read_text().splitlines():
-                with contextlib.suppress(ValueError):  # a kill cut it; the step is made again
-                    entry = json.loads(line)
-                    found = (*entry["samples"], entry["loss"])
-                    seen.setdefault((rank, entry["step"]), []).append(found)
-        return seen
 
 
 class Disk:
@@ -176,7 +164,7 @@ def kill(pid: int) -> None:
 
 def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Make both runs and return what they have in common."""
-    corpus = write_corpus(directory)
+    corpus = command.write_corpus(directory)
     steps = max(20, 3 * args.every * args.kills)
     words = [f"steps={steps}", f"checkpoint.interval={args.every}", "log_interval=1"]
     words += ["eval.interval=1000000", "seq_len=64", "attention=diff_v2"]
@@ -184,7 +172,7 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     broken.parent.mkdir()
     faults = random.Random(args.seed + 1) if args.faults else None
     undisturbed, victim = (
-        Victim([*overrides_of(corpus, run), *words], args.ranks, run, of_run)
+        Victim([*command.overrides_of(corpus, run), *words], args.ranks, run, of_run)
         for run, of_run in ((straight, None), (broken, faults))
     )
     undisturbed.start()
@@ -192,10 +180,10 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     disk = Disk(broken.parent, args.faults)
     try:
         kills = disturb(args, victim, disk)
-        a, b = (checkpoint_tensors(run, steps) for run in (straight, broken))
+        a, b = (command.checkpoint_tensors(run, steps) for run in (straight, broken))
     finally:
         disk.unmount()
-    mine, theirs = undisturbed.trained_on(), victim.trained_on()
+    mine, theirs = command.trained_on(undisturbed.samples), command.trained_on(victim.samples)
     again = sum(len(seen) - 1 for seen in theirs.values())
     wrong = [key for key, seen in mine.items() if set(theirs.get(key, [])) != set(seen)]
     different = [name for name in a if not a[name].equal(b[name])]
@@ -259,8 +247,8 @@ def main() -> int:
         result = compare(args, Path(directory))
     print(json.dumps(result, indent=2))
     if args.json:
-        machine = {"device": "cpu", "torch": torch.__version__, "date": f"{date.today()}"}
-        args.json.write_text(json.dumps({**machine, **result}, indent=2) + "\n")
+        result = {"device": "cpu", "torch": torch.__version__, "date": f"{date.today()}", **result}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if result["equal"] else 1
 
 

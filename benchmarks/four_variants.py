@@ -51,32 +51,23 @@ def write_curves(sweep: Path) -> None:
     (RESULTS / "runs.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def read_curves() -> dict[str, dict[int, list[float]]]:
-    """Read the losses of all seeds, by variant and tokens."""
+def draw() -> None:
+    """Draw losses.png: means over seeds as lines, lowest to highest seed as bands."""
     curves: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in COLORS}
     with (RESULTS / "curves.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             curves[row["variant"]][int(row["tokens"])].append(float(row["heldout_loss"]))
-    return curves
-
-
-def draw() -> None:
-    """Draw losses.png: means over seeds as lines, lowest to highest seed as bands."""
-    curves, facts = read_curves(), json.loads((RESULTS / "runs.json").read_text())
+    facts = json.loads((RESULTS / "runs.json").read_text())
     sizes = [run["parameters"] for run in facts.values()]
     (seeds,) = {len(each) for of_variant in curves.values() for each in of_variant.values()}
     figure = Figure(figsize=(8, 4.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for name, color in COLORS.items():
-        tokens = [at for at in curves[name] if at >= FROM_TOKENS]
-        losses = [curves[name][at] for at in tokens]
-        means = [sum(each) / len(each) for each in losses]
-        millions = [at / 1e6 for at in tokens]
-        axes.plot(millions, means, color=color, label=f"{name}  {means[-1]:.3f}")
-        axes.fill_between(
-            millions, list(map(min, losses)), list(map(max, losses)),
-            color=color, alpha=0.2, linewidth=0,
-        )  # fmt: skip
+        losses = {at / 1e6: of for at, of in curves[name].items() if at >= FROM_TOKENS}
+        tokens, means = list(losses), [sum(of) / len(of) for of in losses.values()]
+        ends = ([end(of) for of in losses.values()] for end in (min, max))
+        axes.plot(tokens, means, color=color, label=f"{name}  {means[-1]:.3f}")
+        axes.fill_between(tokens, *ends, color=color, alpha=0.2, linewidth=0)
     axes.set_title(
         f"Held-out loss of four attention variants: {sum(sizes) / len(sizes) / 1e6:.2f}M "
         f"parameters, {seeds} seeds (lower is better)"
@@ -89,11 +80,7 @@ def draw() -> None:
     figure.savefig(RESULTS / "losses.png", dpi=160, metadata={"Software": None})
 
 
-def main() -> None:
+if __name__ == "__main__":
     if sys.argv[1:]:
         write_curves(Path(sys.argv[1]))
     draw()
-
-
-if __name__ == "__main__":
-    main()

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--only", default="", help="only measurements with this in their name")
-    parser.add_argument("--limit", type=float, default=1350, help="seconds for all, about")
+    parser.add_argument("--limit", type=float, default=540, help="seconds for all, about")
     args = parser.parse_args()
     end = time.monotonic() + args.limit
     if args.device == "cpu" and not args.small:
@@ -59,20 +59,17 @@ def main() -> None:
     set_variables()  # as train.py
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    left = run(chosen, args.out, stamp(args.device), args.resume, end)
+    # Another process asks the device, so that this one uses no memory of it.
+    status, found = call("harness.machine.facts", {}, 180)
+    if status != "ok" or found["type"] != args.device:
+        raise SystemExit(f"error: no {args.device} device: {found}; try --device cpu --small")
+    stamp = {"code": code_hash(), "torch": found["torch"], "device": found["device"]}
+    left = run(chosen, args.out, stamp, args.resume, end)
     text = table(args.out)
     (args.out / "table.md").write_text(text)
     print(f"\n{text}")
     if left:
         print(f"no time was left for: {', '.join(left)}; add --resume to continue")
-
-
-def stamp(device: str) -> dict[str, str]:
-    """Return code, torch and device of this run; another process asks, to use no GPU memory."""
-    status, found = call("harness.machine.facts", {}, 180)
-    if status != "ok" or found["type"] != device:
-        raise SystemExit(f"error: no {device} device: {found}; try --device cpu --small")
-    return {"code": code_hash(), "torch": found["torch"], "device": found["device"]}
 
 
 if __name__ == "__main__":

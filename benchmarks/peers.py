@@ -86,7 +86,7 @@ def torch_loop(
 
 
 def batches(job: Job) -> Iterator[tuple[Any, Any]]:
-    """Yield inputs and targets, (b, T) int64 each: the same random tokens for every contestant."""
+    """Yield the same random inputs and targets, (b, T) int64 each, for every contestant."""
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens = torch.randint(1, job.vocab, (job.batch, job.seq + 1), generator=generator)
@@ -253,20 +253,15 @@ OURS, TRAINER = "diffllm", "diffllm trainer"
 CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, str]] = {
     OURS: (diffllm_step, "diffllm", ""),
     TRAINER: (diffllm_trainer, "diffllm", ""),
-    "torchtitan": (torchtitan, "torchtitan", "torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 "
-        "docstring-parser==0.18.0"),
-    "OLMo-core": (olmo_core, "olmo_core", "ai2-olmo-core==3.0.0 bettermap==1.3.1 boto3==1.44.8 "
-        "botocore==1.44.8 cached_path==1.8.10 cffi==2.1.1 cryptography==50.0.2 "
-        "dataclass-extensions==0.5.0 google-api-core==2.44.0 google-auth==2.63.0 "
-        "google-cloud-core==2.8.0 google-cloud-storage==3.17.1 google-crc32c==1.9.0 "
-        "google-resumable-media==2.11.0 jmespath==1.1.0 pycparser==3.12 s3transfer==0.19.3"),
-    "LitGPT": (litgpt, "litgpt", "litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 "
-        "torchmetrics==1.9.0"),
-    "transformers": (transformers, "transformers", ""),
+    "torchtitan": (torchtitan, "torchtitan", "torchtitan"),
+    "OLMo-core": (olmo_core, "olmo_core", "ai2-olmo-core"),
+    "LitGPT": (litgpt, "litgpt", "litgpt"),
+    "transformers": (transformers, "transformers", "transformers"),
     "nanochat": (nanochat, "nanochat", ""),
-}  # fmt: skip
-"""By name: the function that trains until `enough(job)`, the module, the packages to install."""
-PACKAGES = {name: packages for name, (_, _, packages) in CONTESTANTS.items() if packages}
+}
+"""By name: the function that trains until `enough(job)`, the module, the package with a version."""
+REQUIREMENTS = {path.stem: path for path in sorted(Path(__file__).parent.glob("requirements/*"))}
+"""Packages of the frameworks to install. A resolver would install a second torch."""
 
 
 def work(name: str, job: Row) -> Row:
@@ -277,21 +272,15 @@ def work(name: str, job: Row) -> Row:
     torch.manual_seed(0)
     state = Job(**job, starts=[], losses=[])
     state.compile = lambda model: torch.compile(model) if state.compiled else model
-    CONTESTANTS[name][0](state)
+    train, _, package = CONTESTANTS[name]
+    train(state)
     return {
         "tokens_per_s": state.batch * state.seq * state.steps / state.taken,
         "steps": state.steps, "seconds": state.taken, "losses": state.losses[:2],
         "parameters": sum(p.numel() for p in state.model.parameters()),
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
-        "version": version(PACKAGES[name].split("==")[0]) if name in PACKAGES else None,
+        "version": version(package) if package else None,
     }  # fmt: skip
-
-
-def install(names: list[str]) -> None:
-    """Install frameworks. Their versions are fixed, and a resolver would install a second torch."""
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--upgrade", "--target"]
-    for name in names:
-        subprocess.run([*command, str(PEERS / name), *PACKAGES[name].split()], check=True)
 
 
 def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> Row:
@@ -343,7 +332,6 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
 
     known = facts() | {"seconds": args.seconds, "attention": args.attention}
     known |= {"nanochat": args.nanochat and git_state(args.nanochat)}
-    known["instruction_set"] = torch.backends.cpu.get_cpu_capability()
     names, rows = list(folders), []
     for number in range(args.rounds):
         for i, segment in enumerate(args.segments):
@@ -362,7 +350,7 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--install", nargs="*", choices=PACKAGES, help="default: all")
+    parser.add_argument("--install", nargs="*", choices=REQUIREMENTS, help="default: all")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--segments", nargs="+", choices=SEGMENTS, default=SEGMENTS)
     parser.add_argument("--rounds", type=int, default=3)
@@ -374,7 +362,11 @@ def main() -> None:
     if args.nanochat and not (args.nanochat / "nanochat/gpt.py").is_file():
         parser.error(f"--nanochat={args.nanochat} has no file nanochat/gpt.py")
     if args.install is not None:
-        return install(args.install or list(PACKAGES))
+        pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--upgrade"]
+        for name in args.install or REQUIREMENTS:
+            target = ["--target", str(PEERS / name), "-r", str(REQUIREMENTS[name])]
+            subprocess.run([*pip, *target], check=True)
+        return
     folders = {}
     for name in args.contestants:
         folder = args.nanochat if name == "nanochat" else PEERS / name

@@ -123,7 +123,7 @@ def test_config_of_every_measurement_loads(small, tmp_path):
 @pytest.mark.slow
 def test_own_step_is_measured_and_broken_down(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
-    names = ["facts", "step at 64: standard", "breakdown, ms: dense, standard"]
+    names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
     assert {line["status"] for line in lines.values()} == {"ok"}, lines
     facts, step, parts = (lines[name]["result"] for name in names)
@@ -132,7 +132,7 @@ def test_own_step_is_measured_and_broken_down(tmp_path):
     for part in ("loss", "products", "attention forward", "attention backward", "optimizer"):
         assert parts[part] > 0, parts
     assert parts["idle"] < parts["step"]
-    assert "## breakdown, ms" in table(tmp_path)
+    assert "## breakdown in ms" in table(tmp_path)
 
 
 # Parts of a step

@@ -17,9 +17,6 @@ import torch
 
 from harness.process import ROOT
 
-FAILURES = 20
-"""Maximum number of failed tests that a result names."""
-
 
 def tests(file: str, limit: float, at_once: int) -> dict[str, Any]:
     """Run the gpu-marked tests of a file; return outcomes, and names and reasons of failures.
@@ -44,7 +41,7 @@ def tests(file: str, limit: float, at_once: int) -> dict[str, Any]:
     outcomes = test_outcomes(text)
     failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (\S+) - (.{,200})", text, re.MULTILINE))
-    shown = {name: reasons.get(name, "see the log") for name in failed[:FAILURES]}
+    shown = {name: reasons.get(name, "see the log") for name in failed}
     return {"counts": dict(Counter(outcomes.values())), "ended": ended, "failed": shown}
 
 

@@ -14,13 +14,11 @@ import torch
 
 from diffllm.config import load_config
 from diffllm.distributed.fsdp import fp32_parameters
-from diffllm.model import ModelConfig, Transformer
+from diffllm.model import ModelConfig, Transformer, without_storage
 from harness.machine import seconds, the_device
 
-TURN = 8
-"""Tokens per time."""
-WARMUP = 4
-"""Untimed tokens before each range."""
+TURN = 8  # tokens per time
+WARMUP = 4  # untimed tokens before each range
 
 
 def random_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -29,8 +27,7 @@ def random_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     The weights are drawn on the device: `build_model` draws the same values on every device, which
     takes long for a large model.
     """
-    with torch.device("meta"):
-        model = Transformer(cfg)
+    model = without_storage(cfg)
     kept = fp32_parameters(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter in kept else dtype)

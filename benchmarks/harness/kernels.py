@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from diffllm.config import load_config
 from diffllm.model.attention.ops import Documents
@@ -82,19 +82,17 @@ def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, flo
 
 def traced(work: Callable[[], Any], device: torch.device) -> Any:
     """Return the profiler's events of one call."""
-    activities = [ProfilerActivity.CPU]
-    activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
     synchronize(device)
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:  # of the CPU, and of a visible GPU
         work()
         synchronize(device)
     return profiler.events()
 
 
 def own_us(event: Any, device: torch.device) -> float:
-    """Return microseconds of a kernel or copy or, on a CPU, of an operation without its children.
+    """Return microseconds of a GPU's kernel or copy or, on a CPU, of an operation by itself.
 
-    Other events of a GPU's trace are the host's operations and annotated ranges; they return 0.
+    On a GPU, the host's operations and annotated ranges return 0.
     """
     if device.type == "cpu":
         return event.self_cpu_time_total
@@ -109,32 +107,24 @@ def under_loss(event: Any) -> bool:
     return event is not None
 
 
-def kernels(
-    words: list[str], widths: list[int], backends: list[str], tokens: int
-) -> dict[str, Any]:
-    """Return the attention kernels of one layer in a forward pass, a backward pass and a decoding
-    step, by width of heads, backend and mask. A case that fails has an "error" instead.
-
-    Args:
-        tokens: length of a sequence; the batch has two sequences.
-    """
+def kernels(words: list[str], widths: list[int], tokens: int) -> dict[str, Any]:
+    """Return `kernels_of` or its error by width of heads, with and without masked documents."""
     found: dict[str, Any] = {}
-    for width, backend, masked in itertools.product(widths, backends, (False, True)):
-        name = f"d={width} {backend}{' documents' if masked else ''}"
-        more = [f"model.head_dim={width}", f"model.attention.backend={backend}"]
+    for width, masked in itertools.product(widths, (False, True)):
+        name = f"d={width}{' documents' if masked else ''}"
         try:
-            found[name] = kernels_of([*words, *more], tokens, masked)
+            found[name] = kernels_of([*words, f"model.head_dim={width}"], tokens, masked)
         except Exception as error:
-            found[name] = {"error": reason(error)}
+            found[name] = reason(error)
     return found
 
 
 def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
-    """Return the settings that depend on the device, and milliseconds by attention kernel of a
-    forward pass, a backward pass and a decoding step.
+    """Return the settings that depend on the device, and milliseconds by attention kernel of one
+    layer in a forward pass and a backward pass, and in a decoding step if no documents are masked.
 
     Args:
-        masked: whether documents are masked.
+        tokens: length of a sequence; the batch has two sequences.
     """
     device = the_device()
     cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
@@ -161,11 +151,9 @@ def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
         cache.v.normal_()
         cache.length = tokens - 2
         with torch.no_grad():
-            attention(x[:1, :1], model.rope(tokens - 2, 1), None, cache)  # tries kernels
-            rope = model.rope(tokens - 1, 1)
-            passes["decoding"] = kernel_times(
-                lambda: attention(x[:1, :1], rope, None, cache), device
-            )
+            token, rope = x[:1, :1], model.rope(tokens - 1, 1)
+            attention(token, model.rope(tokens - 2, 1), None, cache)  # tries kernels
+            passes["decoding"] = kernel_times(lambda: attention(token, rope, None, cache), device)
     named = {
         key: {n: ms for n, ms in times.items() if part_of(n).startswith("attention")}
         or dict(list(times.items())[:3])

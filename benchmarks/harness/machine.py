@@ -15,8 +15,7 @@ from diffllm.training.process import provenance
 
 Step = Callable[[], None]
 LIBRARIES = ("libcudnn.", "libcudnn_graph", "libcublas.", "libnccl.")
-PACKAGES = ("triton", "transformers")
-"""Packages that the environment of a run does not name."""
+PACKAGES = ("triton", "transformers")  # which the environment of a run does not name
 
 
 def the_device() -> torch.device:
@@ -56,6 +55,7 @@ def facts() -> dict[str, Any]:
         "type": device.type,
         "device": f"{torch.get_num_threads()} CPU cores",
         "processor": CPU.get("cpu_name"),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -81,9 +81,7 @@ def facts() -> dict[str, Any]:
 def ceilings(size: int, mib: int) -> dict[str, float]:
     """Return TFLOP/s of a bf16 product of square matrices, and GB/s (read and written) of a copy.
 
-    Args:
-        size: rows and columns of the matrices.
-        mib: MiB of the copied tensor.
+    The matrices have `size` rows, the copied tensor has `mib` MiB.
     """
     device = the_device()
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))

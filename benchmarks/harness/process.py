@@ -21,8 +21,6 @@ from typing import IO, Any, NamedTuple
 
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
-GRACE_S = 10
-"""Seconds to wait for a killed process. One that is stuck in a driver may never end."""
 
 
 class Outcome(NamedTuple):
@@ -70,8 +68,8 @@ def call(
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+            with suppress(subprocess.TimeoutExpired):  # a process stuck in a driver never ends
+                process.wait(10)
         out.seek(0)
         with suppress(ValueError):  # no reply
             return Outcome(*json.loads(out.read()))
@@ -88,8 +86,7 @@ def last_line(file: IO[bytes], begin: int) -> str:
 
 def reason(error: BaseException) -> str:
     """Return type and first line of an error."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:300]}"
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from diffllm.core.printing import Table
 from harness.process import ROOT, call
 
 SOURCES = ("diffllm/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py", "tests/**/*.py", "train.py")
-LEAST_S = 30
-"""With fewer seconds left, no measurement begins."""
+LEAST_S = 30  # with fewer seconds left, no measurement begins
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Return all lines of a JSONL file except incomplete ones."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):
             lines.append(json.loads(text))
-        except ValueError:
-            continue
     return lines
 
 
@@ -97,7 +95,7 @@ def table(folder: Path) -> str:
         group, colon, contestant = name.partition(": ")
         if line["status"] != "ok":
             failed.append([name, line["status"], cell(line["result"])])
-        elif colon:
+        elif colon and group != "kernels":
             groups.setdefault(group, {})[contestant] = line["result"]
         else:
             others.append([name, cell(line["result"])])

@@ -29,23 +29,19 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "compiled": (True, False),
     "short": (4096, 64),  # tokens per sequence
     "long": (8192, 128),
-    "rounds": (4, 2),
-    "repeats": (4, 1),
+    "repeats": ({"rounds": 4, "repeats": 4}, {"rounds": 2, "repeats": 1}),
     "ceilings": ({"size": 8192, "mib": 4096}, {"size": 256, "mib": 16}),
     "kernel_widths": ([64, 128], [32]),
     "kernel_tokens": (4096, 64),
     "loss_chunks": ([512, 4096, 8192], [64, 512]),
     "contexts": ([1024, 4096, 16384, 65536], [32, 128]),
     "decoded": (64, 16),
-    "test_limit": (130, 60),
     "diagnostics_rounds": (12, 3),
     "document": (600, 16),  # mean tokens
 }  # fmt: skip
 """Shapes and repeats on a GPU, and on a CPU."""
-BATCH = 4
-"""Sequences per micro-batch."""
-Contestants = dict[str, dict[str, Any]]
-"""Arguments of `build_step` by name."""
+BATCH = 4  # sequences per micro-batch
+Contestants = dict[str, dict[str, Any]]  # arguments of measurements by name
 
 
 def stage(name: str, small: bool, out: Path) -> list[Measurement]:
@@ -56,37 +52,32 @@ def stage(name: str, small: bool, out: Path) -> list[Measurement]:
 
 def stage_a(s: Sizes, out: Path) -> list[Measurement]:
     """The machine, the chosen kernels, and the tests that need a GPU."""
-
-    def kernels(name: str, arm: str, widths: list[int], backends: list[str]) -> Measurement:
-        case = {"words": [*s.dense, *ARMS[arm]], "tokens": s.kernel_tokens, "widths": widths}
-        return Measurement(
-            f"{name} of {arm}", "harness.kernels.kernels", {**case, "backends": backends}
-        )
-
+    cases = {
+        f"{arm}, {backend}": {"words": [*s.dense, *ARMS[arm], f"model.attention.backend={backend}"]}
+        for backend, arms in (("sdpa", ARMS), ("flex", TWO), ("flash", TWO))
+        for arm in arms
+    }
+    shape = {"tokens": s.kernel_tokens, "widths": s.kernel_widths}
+    files = sorted(ROOT.glob("tests/**/test_*.py"))
     return [
         Measurement("facts", "harness.machine.facts"),
         Measurement("ceilings", "harness.machine.ceilings", s.ceilings),
-        *(kernels("kernels", arm, s.kernel_widths, ["sdpa"]) for arm in ARMS),
-        *(kernels("other kernels", arm, s.kernel_widths[-1:], ["flex", "flash"]) for arm in TWO),
-        *(
-            tests_of(file, s.test_limit)
-            for file in sorted(ROOT.glob("tests/*/test_*.py"))
-            if "pytest.mark.gpu" in file.read_text()
-        ),
+        *each("kernels", "kernels.kernels", cases, 120, **shape),
+        *(tests_of(str(x.relative_to(ROOT))) for x in files if "pytest.mark.gpu" in x.read_text()),
     ]
 
 
-def tests_of(file: Path, limit: float) -> Measurement:
+def tests_of(file: str) -> Measurement:
     """Run a file's tests, as many at the same time as fit into the memory."""
-    name, large = str(file.relative_to(ROOT)), "plan" in file.name  # models of 1.3B parameters
-    limit = 1.6 * limit if large else limit
-    arguments = {"file": name, "limit": limit, "at_once": 2 if large else 4}
-    return Measurement(f"tests of {name}", "harness.commands.tests", arguments, limit + 60)
+    at_once = 2 if "plan" in file else 4  # plans are of models of 1.3B parameters
+    arguments = {"file": file, "limit": 210, "at_once": at_once}
+    return Measurement(f"tests of {file}", "harness.commands.tests", arguments, 240)
 
 
 def stage_b(s: Sizes, out: Path) -> list[Measurement]:
     """Training steps of dense models, single settings, and breakdowns of a step."""
     at_short, at_long = step_words(s, s.dense, s.short), step_words(s, s.dense, s.long, BATCH // 2)
+    standard, group = [*at_short, *ARMS["standard"]], f"step at {s.short}"
     peers = {
         "plain torch": peer(s, "plain", at_short),
         "Llama, autocast": peer(s, "Llama", at_short),
@@ -98,16 +89,15 @@ def stage_b(s: Sizes, out: Path) -> list[Measurement]:
         "activation checkpointing": "activation_checkpointing=true",
         **{f"loss_chunk {n}": f"model.loss_chunk={n}" for n in s.loss_chunks},
     }
-    standard = [*at_short, *ARMS["standard"]]
     changed = {name: {"words": [*standard, word]} for name, word in settings.items()}
     longer = ours(at_long, "standard", "diff_v1 split", "diff_v2")
     longer["Llama, autocast"] = peer(s, "Llama", at_long)
     return [
-        *steps(s, f"step at {s.short}", ours(at_short, *ARMS)),
-        *breakdowns("dense", ours(at_short, *TWO)),
-        *steps(s, f"step at {s.short}", peers),
-        *steps(s, f"step at {s.long}", longer),
-        *steps(s, f"step at {s.short}", changed),
+        *each(group, "steps.measure", ours(at_short, *ARMS), **s.repeats),
+        *each("breakdown in ms", "kernels.step_breakdown", ours(at_short, *TWO)),
+        *each(group, "steps.measure", peers, **s.repeats),
+        *each(f"step at {s.long}", "steps.measure", longer, **s.repeats),
+        *each(group, "steps.measure", changed, **s.repeats),
     ]
 
 
@@ -118,7 +108,8 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement]:
     large = [*step_words(s, s.large_mixture, s.short, BATCH // 2), *AS_QWEN]
     larger = ours(large, "standard")
     larger["Qwen3Moe, bf16 weights"] = peer(s, "Qwen3Moe", large, precision="bf16 weights")
-    dense, v2 = ([*step_words(s, s.dense, s.short), *ARMS[arm]] for arm in TWO)
+    at_short = step_words(s, s.dense, s.short)
+    dense, v2 = ([*at_short, *ARMS[arm]] for arm in TWO)
     masked = {"document_length": s.document}
     documents: Contestants = {
         "not masked": {"words": dense},
@@ -131,53 +122,36 @@ def stage_c(s: Sizes, out: Path) -> list[Measurement]:
     run += ["optim.warmup_steps=5", "log_interval=5", "run.report=false"]
     training = {"words": run, "folder": str(out / "run"), "limit": 230}
     diagnosed = {"words": v2, "rounds": s.diagnostics_rounds}
-    checkpointed = [*v2, "activation_checkpointing=true"]
-    memory = {"standard": dense, "diff_v2": v2, "diff_v2, checkpointing": checkpointed}
+    memory = ours(at_short, *TWO)
+    memory["diff_v2, checkpointing"] = {"words": [*v2, "activation_checkpointing=true"]}
     return [
-        *steps(s, "mixture", experts),
-        *breakdowns("mixture", ours(mixture, "standard")),
+        *each("mixture", "steps.measure", experts, **s.repeats),
+        *each("breakdown of a mixture in ms", "kernels.step_breakdown", ours(mixture, "standard")),
         *decoding(s, 1, s.contexts),
-        *steps(s, "documents", documents),
+        *each("documents", "steps.measure", documents, **s.repeats),
         Measurement("training run", "harness.commands.training_run", training, 260),
         Measurement("diagnostics", "harness.steps.diagnostics", diagnosed, 200),
-        *(
-            Measurement(f"memory: {name}", "harness.steps.memory", {"words": words}, 200)
-            for name, words in memory.items()
-        ),
-        *steps(s, "large mixture", larger),
+        *each("memory", "steps.memory", memory),
+        *each("large mixture", "steps.measure", larger, **s.repeats),
         *decoding(s, 8, s.contexts[:-1]),
-    ]
-
-
-def steps(s: Sizes, group: str, contestants: Contestants) -> list[Measurement]:
-    """Measure training steps; the first contestant of a group is the baseline of its ratios."""
-    repeated = {"rounds": s.rounds, "repeats": s.repeats}
-    return [
-        Measurement(f"{group}: {name}", "harness.steps.measure", {**arguments, **repeated}, 240)
-        for name, arguments in contestants.items()
-    ]
-
-
-def breakdowns(kind: str, contestants: Contestants) -> list[Measurement]:
-    """Break one step of each contestant down by kernel."""
-    return [
-        Measurement(f"breakdown, ms: {kind}, {name}", "harness.kernels.step_breakdown", words, 240)
-        for name, words in contestants.items()
     ]
 
 
 def decoding(s: Sizes, batch: int, contexts: list[int]) -> list[Measurement]:
     """Measure the decoding of four variants over a growing context."""
+    models = ours([*s.dense, f"seq_len={contexts[-1] + s.decoded}"], *ARMS)
+    models.pop("diff_v1 split")
     sizes = {"lengths": contexts, "tokens": s.decoded, "batch": batch}
-    words = [*s.dense, f"seq_len={contexts[-1] + s.decoded}"]
+    return each(f"decoding, batch {batch}", "decoding.decoding", models, 150, **sizes)
+
+
+def each(
+    group: str, function: str, contestants: Contestants, limit: float = 240, **more: Any
+) -> list[Measurement]:
+    """Return one measurement per contestant; the first is the baseline of the group's ratios."""
     return [
-        Measurement(
-            f"decoding, batch {batch}: {attention}",
-            "harness.decoding.decoding",
-            {"words": [*words, f"attention={attention}"], **sizes},
-            150,
-        )
-        for attention in ("standard", "gated", "diff_v1", "diff_v2")
+        Measurement(f"{group}: {name}", f"harness.{function}", {**arguments, **more}, limit)
+        for name, arguments in contestants.items()
     ]
 
 

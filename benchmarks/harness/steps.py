@@ -24,8 +24,7 @@ from harness.plain_llama import PlainLlama
 
 DOCUMENT_END = 0
 """The token that ends a document in steps that mask documents."""
-WARM = 3
-"""Warm-up steps, which compile."""
+WARM = 3  # warm-up steps, which compile
 KINDS = {
     "off": Due(),
     "statistics": Due(statistics=True, update=True),
@@ -34,12 +33,7 @@ KINDS = {
 
 
 def measure(rounds: int, repeats: int, **contestant: Any) -> dict[str, Any]:
-    """Measure the training step that `build_step` builds.
-
-    Args:
-        rounds: number of times; the result is their median.
-        repeats: steps per time.
-    """
+    """Measure the step of `build_step`: the median of several rounds of several steps."""
     device = join_alone()
     cfg, step = build_step(device, **contestant)
     start = time.perf_counter()
@@ -68,10 +62,9 @@ def measure(rounds: int, repeats: int, **contestant: Any) -> dict[str, Any]:
 def diagnostics(words: list[str], rounds: int) -> dict[str, Any]:
     """Measure the overhead of diagnostics at their default intervals.
 
-    Three kinds of steps alternate in random order: a step without measurements; a step with
-    in-block statistics, update norm and gradient norms by group, as every 10th step of a run; a
-    step with probes as well, as every 100th. The overhead is the extra time at these rates,
-    relative to a step without measurements.
+    The `KINDS` of steps alternate in random order: without measurements; with statistics, as every
+    10th step of a run; with probes as well, as every 100th. The overhead is the extra time at these
+    rates, relative to a step without measurements.
     """
     cfg = load_config(words)
     t = build(cfg, join_alone())
@@ -97,10 +90,9 @@ def diagnostics(words: list[str], rounds: int) -> dict[str, Any]:
 
 
 def memory(words: list[str]) -> dict[str, float]:
-    """Return the peak of a step with all diagnostics, in GiB: planned for one rank, and measured.
+    """Return the peak of a step with all diagnostics in GiB: planned and, on a GPU, measured.
 
-    The measured peak comes from torch's CUDA allocator, so it excludes CUDA's context and
-    fragmentation. On a CPU there is none.
+    The measured peak of torch's CUDA allocator excludes CUDA's context and fragmentation.
     """
     cfg = load_config(words)
     plan = simulate(cfg, 1).peak.total / GIB  # before the process group: a plan begins its own
@@ -144,12 +136,6 @@ def build_step(
     return cfg, peer_step(model, cfg, precision, device, compiled)
 
 
-def random_tokens(cfg: TrainConfig, device: torch.device) -> torch.Tensor:
-    """Return random tokens of one micro-batch, (b, T + 1) int64."""
-    shape = (cfg.micro_batches(1)[0], cfg.seq_len + 1)
-    return torch.randint(1, cfg.model.vocab_size, shape, device=device)
-
-
 def with_documents(tokens: torch.Tensor, length: int) -> torch.Tensor:
     """Replace random tokens by the end of a document, after `length` tokens on average."""
     ends = torch.rand(tokens.shape, device=tokens.device) < 1 / length
@@ -160,9 +146,10 @@ def micro_batches(
     cfg: TrainConfig, device: torch.device, document_length: int | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return random inputs and targets, (b, T) int64 each, of every micro-batch of one step."""
+    size, count = cfg.micro_batches(1)
     batches = []
-    for _ in range(cfg.micro_batches(1)[1]):
-        tokens = random_tokens(cfg, device)
+    for _ in range(count):
+        tokens = torch.randint(1, cfg.model.vocab_size, (size, cfg.seq_len + 1), device=device)
         tokens = with_documents(tokens, document_length) if document_length else tokens
         batches.append((tokens[:, :-1], tokens[:, 1:]))
     return batches
@@ -176,8 +163,7 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
     t = build(cfg, device, DOCUMENT_END if document_length else None)
-    # The host finds the documents of a batch.
-    where = torch.device("cpu") if document_length else device
+    where = torch.device("cpu") if document_length else device  # the host finds documents
 
     def step() -> None:
         train_step(t, iter(micro_batches(cfg, where, document_length)), 0)
@@ -223,28 +209,21 @@ def peer_step(
 ) -> Step:
     """Return a step with clipping and fused AdamW, and the sequences and batches of `cfg`.
 
-    Args:
-        model: a `PlainLlama` or a model of transformers.
-        precision: "float32", "bf16 autocast" or "bf16 weights".
+    The precision is "float32", "bf16 autocast" or "bf16 weights".
     """
     if precision == "bf16 weights":
         model = model.to(torch.bfloat16)
     forward = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16 autocast")
-    count = cfg.micro_batches(1)[1]
-
-    def loss(tokens: torch.Tensor) -> torch.Tensor:
-        if isinstance(model, PlainLlama):
-            return forward(tokens[:, :-1], tokens[:, 1:])
-        return forward(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+    plain = isinstance(model, PlainLlama)
 
     def step() -> None:
-        for _ in range(count):
-            tokens = random_tokens(cfg, device)
+        batches = micro_batches(cfg, device)
+        for x, y in batches:
             with autocast:
-                value = loss(tokens)
-            (value / count).backward()
+                loss = forward(x, y) if plain else forward(input_ids=x, labels=x).loss
+            (loss / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

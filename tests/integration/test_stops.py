@@ -16,6 +16,7 @@ from runs.command import (
     metric_lines,
     overrides_of,
     prepared_corpus,
+    trained_on,
 )
 from runs.planted_train import Fault
 from tiers import slow_but
@@ -89,16 +90,8 @@ def test_killed_during_a_save_a_run_becomes_what_it_would_have_been(corpus, tmp_
     assert "continues after step 4" in finish(corpus, broken, *words)
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, 12)
-    assert samples(broken) == samples(straight)
-
-
-def samples(run: Path) -> dict[int, set[tuple[str, ...]]]:
-    """The samples that each step read, each time that it was made."""
-    read: dict[int, set[tuple[str, ...]]] = {}
-    for text in (run / "samples-0.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        read.setdefault(line["step"], set()).add((*line["samples"], line["loss"]))
-    return read
+    a, b = ({key: set(seen) for key, seen in trained_on(x).items()} for x in (broken, straight))
+    assert a == b
 
 
 @pytest.mark.slow

@@ -308,6 +308,21 @@ def documents(count: int, seed: int = 0) -> list[str]:
     return ["\n".join(function() for _ in range(5)) for _ in range(count)]
 
 
+def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]]]:
+    """Return the samples and the loss of each step, once for each time that the step was made.
+
+    The keys are the name of a rank's file and the step.
+    """
+    seen: dict[tuple[str, int], list[tuple[object, ...]]] = {}
+    for file in directory.glob("samples-*.jsonl"):
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a kill cut the line; the step is made again
+                entry = json.loads(line)
+                found = (*entry["samples"], entry["loss"])
+                seen.setdefault((file.name, entry["step"]), []).append(found)
+    return seen
+
+
 def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
     """One {"<column>": ..., "n": ...} a line."""
     lines = [json.dumps({column: text, "n": i}) for i, text in enumerate(texts)]
