@@ -24,7 +24,7 @@ TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
   test_versions.py test_optim.py test_protection.py test_checkpoint*.py test_consolidate.py \
   test_generate.py test_maps.py test_probes.py test_stats.py test_peers.py test_moe_training.py \
   test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
-  resume.py missing_ranks.py masked_runs.py moe_runs.py skipped_runs.py)
+  resume.py missing_ranks.py masked_runs.py moe_runs.py diverged_runs.py)
 
 # Run a command and print its duration: $(call stage,NAME,COMMAND)
 stage = @start=$$(date +%s); $(2); code=$$?; \

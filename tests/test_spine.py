@@ -13,7 +13,7 @@ from pathlib import Path
 
 import diffllm
 
-FILES, CHANGES = 25, 33
+FILES, CHANGES = 24, 33
 PACKAGE = Path(diffllm.__file__).parent
 
 SCRIPT = '''

@@ -1,4 +1,4 @@
-"""Runs start from weights alone: of a run, a checkpoint, an export or an import, on any ranks."""
+"""First values of parameters: weights of a run, checkpoint, export or import; or matched values."""
 
 import json
 import shutil
@@ -153,3 +153,35 @@ def test_a_path_that_holds_no_weights_is_one_line(
         assert ended.code == 2, ended
         assert said in ended.err, ended
         assert ended.err.count("\n") == 1, ended
+
+
+EVERY_STEP = ("diagnostics.interval=1",)
+MATCHED = (*EVERY_STEP, "attention=diff_v2", "model.init_match=write")
+
+
+def factors(run: Path) -> list[float]:
+    return json.loads((run / "run.json").read_text())["init_match"]
+
+
+@pytest.mark.slow
+def test_factors_depend_on_no_rank_and_stay_when_the_run_continues(tmp_path):
+    corpus = prepared_corpus(tmp_path)
+    one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))
+    finish(corpus, standard, *WORDS, *EVERY_STEP, "attention=standard")
+    finish(corpus, one, *WORDS, *MATCHED)
+    finish(corpus, two, *WORDS, *MATCHED, ranks=2)
+    first, line = metric_lines(standard)[0], metric_lines(one)[0]
+    for layer in ("layer_00", "layer_01"):  # 8 sequences are the whole first batch
+        name = f"attn_write_rms/{layer}"
+        assert line[name] == pytest.approx(first[name], rel=1e-5)
+        assert line[f"ffn_write_rms/{layer}"] != first[f"ffn_write_rms/{layer}"]
+    assert factors(one) == factors(two)
+    assert [line["train/loss"] for line in metric_lines(two)] == pytest.approx(
+        [line["train/loss"] for line in metric_lines(one)], abs=2e-4
+    )
+    before, uninterrupted = factors(one), metric_lines(one)
+    shutil.rmtree(one / "checkpoints" / "step-00000004")
+    (one / "summary.json").unlink()
+    assert "continues after step 2" in finish(corpus, one, *WORDS, *MATCHED)
+    assert factors(one) == before
+    assert metric_lines(one) == uninterrupted

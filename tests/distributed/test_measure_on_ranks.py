@@ -1,4 +1,4 @@
-"""The loss of every held-out document, from the model of a run on any number of ranks."""
+"""Losses of held-out documents and answers to tasks, equal on any number of ranks."""
 
 from itertools import pairwise
 
@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, END, Stream
+from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.data import heldout_documents
+from diffllm.evaluation import scoring
+from diffllm.evaluation.answers import Question, score, score_batches
 from diffllm.evaluation.heldout import DocumentSums
+from diffllm.model import Transformer
 from diffllm.training.build import build
 
 LENGTHS = (70, 1, 3, 24, 5, 2, 49, 1, 1, 8, 17)
@@ -109,3 +113,50 @@ def test_so_they_are_whatever_shares_the_model_out(ranks, overrides, tmp_path):
     for found in run_ranks(measured, ranks, tmp_path, overrides):
         for mine, true in zip(found, one, strict=True):
             assert mine == pytest.approx(true, rel=1e-4)
+
+
+SIZES = [(3, (1, 1)), (9, (2, 3, 1)), (5, (3, 3)), (1, (2,)), (7, (1, 1, 1)), (9, (2, 2))]
+"""Lengths of contexts, and of their continuations."""
+
+
+def config(*overrides):
+    return load_config([*BASE, "model.init_std=0.2", *overrides])
+
+
+def questions(vocab_size):
+    rng = torch.Generator().manual_seed(0)
+
+    def ids(length):
+        return torch.randint(0, vocab_size, (length,), generator=rng).tolist()
+
+    return [Question(ids(length), [ids(n) for n in lengths]) for length, lengths in SIZES]
+
+
+def answered(overrides):
+    """The scores of a training model, whose ranks share every batch."""
+    scoring.TOKENS = 40  # several batches a rank
+    cfg = config(*overrides)
+    t = build(cfg, torch.device("cpu"))
+    t.model.eval()
+    found = score_batches(t.model, questions(cfg.model.vocab_size), together=True)
+    t.weights.reshard()
+    return [[tuple(one) for one in scores] for scores in found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    slow_but(
+        [(2, ("attention=diff_v2",)), (2, MOE)],
+        [(ranks, words) for ranks in (1, 2, 3) for words in (("attention=diff_v2",), MOE)],
+    ),
+)
+def test_ranks_share_batches_and_all_know_all(ranks, overrides, tmp_path):
+    if ranks == 3:
+        overrides = (*overrides, "global_batch_size=3", "micro_batch_size=1")
+    cfg = config(*overrides)
+    model: Transformer = build_model(cfg.model).eval()
+    expected = score(model, questions(cfg.model.vocab_size))
+    for found in run_ranks(answered, ranks, tmp_path, overrides):
+        for own, plain in zip(found, expected, strict=True):
+            assert [x for x, _ in own] == pytest.approx([x for x, _ in plain], abs=1e-5)
+            assert [greedy for _, greedy in own] == [greedy for _, greedy in plain]
