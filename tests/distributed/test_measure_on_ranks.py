@@ -13,7 +13,7 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.data import heldout_documents
-from diffllm.evaluation import scoring
+from diffllm.evaluation import answers
 from diffllm.evaluation.answers import Question, score, score_batches
 from diffllm.evaluation.heldout import DocumentSums
 from diffllm.model import Transformer
@@ -134,7 +134,7 @@ def questions(vocab_size):
 
 def answered(overrides):
     """The scores of a training model, whose ranks share every batch."""
-    scoring.TOKENS = 40  # several batches a rank
+    answers.TOKENS = 40  # several batches a rank
     cfg = config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()
