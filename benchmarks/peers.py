@@ -330,7 +330,7 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
 
     from diffllm.training.process import git_state
 
-    known = facts() | {"seconds": args.seconds, "attention": args.attention}
+    known = facts() | {"device": "cpu", "seconds": args.seconds, "attention": args.attention}
     known |= {"nanochat": args.nanochat and git_state(args.nanochat)}
     names, rows = list(folders), []
     for number in range(args.rounds):

@@ -57,11 +57,12 @@ def facts() -> dict[str, Any]:
         "processor": CPU.get("cpu_name"),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "ld_library_path": os.environ.get("LD_LIBRARY_PATH", ""),
         **{each.name: each.version for each in distributions() if each.name in PACKAGES},
-        **provenance(),
+        "date": time.strftime("%Y-%m-%d"),
+        "git": provenance()["git"],
+        "environment": provenance()["environment"] | {"host": ""},  # results may be published
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
